@@ -218,3 +218,8 @@ def file_record(path: Path) -> FileRecord:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(bytes=path.stat().st_size, sha256=digest)
+
+
+def bytes_record(content: bytes) -> FileRecord:
+    """Size and checksum of a file with this content."""
+    return FileRecord(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

@@ -30,7 +30,7 @@ from megalith.checkpoint.manifest import (
     not_answering,
     read_manifest,
 )
-from megalith.checkpoint.read import Checkpoint, check_file, files_for, is_tokenizer_file
+from megalith.checkpoint.read import Checkpoint, check_file, files_for, is_task_file, is_tokenizer_file
 from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps, save_order
 from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError, printable
@@ -234,7 +234,7 @@ def _needed_files(
     what: Collection[str] | None,
     shards: Mapping[str, Mapping[str, LocalShard]] | None,
 ) -> set[str]:
-    needed = set(filter(is_tokenizer_file, manifest.files))
+    needed = {name for name in manifest.files if is_tokenizer_file(name) or is_task_file(name)}
     for part in manifest.tensors if what is None else what:
         if part not in manifest.tensors:
             raise CheckpointError(

@@ -30,7 +30,7 @@ from megalith.checkpoint.manifest import (
     not_answering,
     piece_key,
 )
-from megalith.checkpoint.steps import TOKENIZER
+from megalith.checkpoint.steps import TASK, TOKENIZER
 from megalith.errors import CheckpointError
 from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, size_of
@@ -53,6 +53,12 @@ class Checkpoint:
             return None
         parts = found.split("/")
         return self.files.joinpath(*parts[: parts.index(TOKENIZER) + 1])
+
+    @property
+    def task_files(self) -> dict[str, Path]:
+        """What the run's task goes on with, by the names that it gave."""
+        found = filter(is_task_file, self.manifest.files)
+        return {name.rpartition("/")[2]: self.files.joinpath(*name.split("/")) for name in found}
 
     def table(self, part: str) -> dict[str, StoredTensor]:
         """Type and global shape of each tensor of a part (`model`, `optimizer`)."""
@@ -136,6 +142,11 @@ class Checkpoint:
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file of a step, by its name there, is the tokenizer's."""
     return TOKENIZER in name.split("/")[:-1]
+
+
+def is_task_file(name: str) -> bool:
+    """Whether a file of a step, by its name there, is the task's."""
+    return name.split("/")[-2:-1] == [TASK] and not is_tokenizer_file(name)
 
 
 def files_for(manifest: Manifest, part: str, shards: Mapping[str, LocalShard]) -> set[str]:

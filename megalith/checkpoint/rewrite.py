@@ -92,9 +92,9 @@ def reshard(checkpoint: Checkpoint, output: Path | StorePath, files: int) -> Pat
             }
             for part, named in manifest.tensors.items()
         }
-        step.commit(
-            record, table, written, checkpoint.tokenizer_folder and partial(_copy_tokenizer, checkpoint)
-        )
+        tokenizer = checkpoint.tokenizer_folder and partial(_copy_tokenizer, checkpoint)
+        task_files = {name: path.read_bytes() for name, path in checkpoint.task_files.items()}
+        step.commit(record, table, written, tokenizer, task_files)
     return step.final
 
 

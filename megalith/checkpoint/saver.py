@@ -194,10 +194,11 @@ class Saver:
         model: Model,
         optimizer: torch.optim.Optimizer | None,
         more: Mapping[str, Mapping[str, LocalShard]] | None = None,
+        task_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Saves a run at this moment into `step_NNNNNNNN`; how it went, `finished` tells.
 
-        `more` are shards of further parts, by part and name.
+        `more` are shards of further parts, by part and name; `task_files`, the first rank's, contents by file name.
         In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
         and shards are those of the first save. Without `optimizer` the weights alone are saved.
         """
@@ -209,12 +210,13 @@ class Saver:
             self._plan = make_plan(shards, world)
         share = _share(self._plan, shards)
         step = step_folder(self._checkpoints, record.step)
+        files = dict(task_files or {})
         if self._staging is None:
-            self._write(step, record, lambda: share, world, begin, None)
+            self._write(step, record, lambda: share, files, world, begin, None)
             self._join()
         else:
             staged = _staged(share, self._staging)
-            work = (step, record, staged, world, begin, time.monotonic() - begin)
+            work = (step, record, staged, files, world, begin, time.monotonic() - begin)
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
 
@@ -248,13 +250,14 @@ class Saver:
         step: StepFolder,
         record: RunRecord,
         share: Share,
+        task_files: Mapping[str, bytes],
         world: Axis,
         begin: float,
         stalled: float | None,
     ) -> None:
         error = None
         try:
-            write_step(step, record, self._plan, share, world, self._write_tokenizer)
+            write_step(step, record, self._plan, share, world, self._write_tokenizer, task_files)
             if world.rank == 0:
                 step.delete_old_steps(self._keep_last, self._keep_every)
         except CheckpointError as failure:
@@ -308,6 +311,7 @@ def write_step(
     share: Share,
     world: Axis,
     write_tokenizer: Callable[[Path], None] | None,
+    task_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes and completes a step; every rank calls it. Raises CheckpointError on all when it failed on one."""
     is_first = world.rank == 0
@@ -325,9 +329,8 @@ def write_step(
         step.join(together(world, lambda: step.begin() if is_first else None)[0])
         together(world, write_share)
         written = gather_json(own[0], world, to_first=True)
-        together(
-            world, lambda: step.commit(record, plan.table, written, write_tokenizer) if is_first else None
-        )
+        more = write_tokenizer, task_files
+        together(world, lambda: step.commit(record, plan.table, written, *more) if is_first else None)
     except BaseException as error:
         if is_first:
             step.abandon()

@@ -1,10 +1,11 @@
 """The names of step folders, and the order in which they were saved.
 
     checkpoints/
-      step_00000100/   model-RRRRR-NNN.safetensors  optimizer-RRRRR-NNN.safetensors  tokenizer/…  manifest.json
+      step_00000100/   model-RRRRR-NNN.safetensors  optimizer-RRRRR-NNN.safetensors  tokenizer/…  task/…  manifest.json
       latest           the name of the step saved last, for people and scripts
 
-A rank R writes its files N of the model and of the optimizer's state; the manifest says what is where.
+A rank R writes its files N of the model and of the optimizer's state; what a task goes on with besides, such as a queue
+of rollouts, stands in `task`. The manifest says what is where.
 
 In an object store the files of a step stand one level deeper, below a name that each save draws anew, and a step
 without its manifest is none.
@@ -27,6 +28,7 @@ from megalith.remote import StorePath
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
+TASK = "task"
 STEP = re.compile(r"step_(\d{8,})")
 REPLACED = re.compile(r"step_(\d{8,})\.replaced")
 

@@ -25,12 +25,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalith.checkpoint.files import file_record
+from megalith.checkpoint.files import bytes_record, file_record
 from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
 from megalith.checkpoint.steps import (
     LATEST,
     REPLACED,
     STEP,
+    TASK,
     TOKENIZER,
     list_steps,
     next_save_number,
@@ -78,10 +79,12 @@ class StepFolder:
         table: Mapping[str, Mapping[str, TensorRecord]],
         written: Iterable[Mapping[str, Any]],
         write_tokenizer: Callable[[Path], None] | None,
+        task_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Makes the step whole, from what each writer's `ShardWriter.finish` gave and the tensors' types and shapes.
 
-        `write_tokenizer` fills the folder that it is given. Raises CheckpointError when a written file is not here.
+        `write_tokenizer` fills the folder that it is given; `task_files` are contents by name. Raises CheckpointError
+        when a written file is not here.
         """
         files: dict[str, Any] = {}
         tensors: dict[str, dict[str, Any]] = {
@@ -94,6 +97,9 @@ class StepFolder:
                 tensors[part][name]["pieces"].append(piece | {"file": self.prefix + piece["file"]})
         self._check_that_files_are_here(files)
         files |= self._write_tokenizer(write_tokenizer)
+        for name, content in (task_files or {}).items():
+            self._write_task_file(f"{TASK}/{name}", content)
+            files[f"{self.prefix}{TASK}/{name}"] = bytes_record(content).model_dump()
         number = max([next_save_number(self.checkpoints), *(end for _, end in record.abandoned)])
         kept = record.model_dump(mode="json")
         try:
@@ -165,6 +171,12 @@ class StepFolder:
         sync_folder(folder)
         return records
 
+    def _write_task_file(self, name: str, content: bytes) -> None:
+        path = self.temporary / name
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, content)
+        sync_folder(path.parent)
+
     def _delete(self, step: Path) -> None:
         """Deletes a step: it has lost its name before its first file goes. What stays goes another time."""
         doomed = step.with_name(f"{step.name}.deleted.tmp")
@@ -218,6 +230,9 @@ class StoredStep(StepFolder):
                     (self.temporary / name).send(path)
                     records[self.prefix + name] = file_record(path).model_dump()
         return records
+
+    def _write_task_file(self, name: str, content: bytes) -> None:
+        (self.temporary / name).write(content)
 
     def _delete(self, step: StorePath) -> None:
         with contextlib.suppress(OSError):

@@ -54,7 +54,7 @@ def run_rollout(args: Arguments) -> int:
     from megalith.generation.requests import Sampling
     from megalith.generation.sync import engine_for
     from megalith.hardware import pick_device
-    from megalith.rl.judged_groups import sample_groups
+    from megalith.rl.judged_groups import GroupRecord, sample_groups
     from megalith.rl.prompts import open_prompts
     from megalith.rl.rewards import Rewards
     from megalith.rl.rollout_data import absent_rewards, absent_text
@@ -95,7 +95,7 @@ def run_rollout(args: Arguments) -> int:
         engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
     else:
         engine = engine_for(model, **sizes)
-    asked = [(number, number) for number in range(len(prompts))]
+    asked = [GroupRecord(number, number) for number in range(len(prompts))]
     try:
         records = sample_groups(engine, prompts, rewards, tokenizer, asked, sampling, args.num_generations)[0]
     finally:

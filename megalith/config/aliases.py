@@ -190,6 +190,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.max_trajectory_age_steps":                 Rename("rl.max_staleness"),  # NeMo-RL
     "rl.max_async_level":                           Rename("rl.max_staleness"),  # prime-rl
     "rl.max_head_offpolicyness":                    Rename("rl.max_staleness"),  # AReaL
+    "rl.recompute_logprob":                          Choose("rl.old_logprobs", {True: "policy", False: "rollout"}),  # AReaL
     "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
     "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
     "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),

@@ -6,6 +6,7 @@ where TRL has the setting.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -189,10 +190,11 @@ class RlConfig(Section):
     """Seconds in which a server has to give all completions of a rollout batch."""
 
     max_staleness: Annotated[
-        Literal[0, 1], Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
+        NonNegativeInt, Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
     ] = 0
-    """1: a server samples the next rollout batch, by the weights before this one, while this one is trained on; what is
-    one batch older is corrected by the mismatch weight. 0: each is sampled by the weights of its first step."""
+    """So many rollout batches a server samples ahead while one is trained on, piece by piece with the newest weights
+    (docs/engines.md). Nothing is sampled that would be older at its training, in syncs of the weights (AReaL's bound);
+    tokens that are, as of a checkpoint with more, leave the loss (prime-rl drops their completions). 0: on policy."""
 
     max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
     """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""
@@ -310,6 +312,19 @@ class RlConfig(Section):
     ] = None
     """The lower bound of that weight. Absent: token_mask 0.5, geometric_mask 0.999, else none."""
 
+    use_decoupled_loss: bool = False
+    """AReaL's decoupled PPO: clips around a proximal policy, the trainer's before the rollout batch, and weighs each
+    token's loss by π_proximal / π_rollout. It takes the place of vllm_importance_sampling_*."""
+
+    behav_imp_weight_cap: Annotated[float | None, Field(gt=1), Needs("use_decoupled_loss", True)] = None
+    """AReaL's: a token whose weight is above it is left out. Absent: there is no bound, as published."""
+
+    prox_logp_method: Annotated[Literal["recompute", "loglinear"], Needs("use_decoupled_loss", True)] = (
+        "recompute"
+    )
+    """AReaL's: the proximal policy by passes before the rollout batch, or without, on the line from the engine's
+    log-probability to the policy's, as far along as its weights are between theirs by the token's version."""
+
     @field_validator("weight_sync_method", mode="before")
     @classmethod
     def _refuse_ipc(cls, value: Any) -> Any:
@@ -380,11 +395,25 @@ class RlConfig(Section):
     @property
     def mismatch_bounds(self) -> tuple[float | None, float]:
         """Lower and upper bound of the mismatch weight, as given or as its mode has them."""
+        if self.use_decoupled_loss:
+            return None, self.behav_imp_weight_cap or math.inf
         low, high = MISMATCH_BOUNDS[self.vllm_importance_sampling_mode]
         given = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
     @property
+    def mismatch_mode(self) -> str | None:
+        """That of the weight exp(log π_old − log π_rollout); None: there is none."""
+        if self.use_decoupled_loss:
+            return "token_mask"
+        return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
+
+    @property
+    def interpolates_old(self) -> bool:
+        """Whether the old policy of a batch's further steps is found between the rollout's and the policy."""
+        return self.use_decoupled_loss and self.prox_logp_method == "loglinear" and self.steps_per_batch > 1
+
+    @property
     def computes_old(self) -> bool:
         """Whether the old log-probabilities need passes of their own: a batch's only step is by what they would be."""
-        return self.old_logprobs == "policy" and self.steps_per_batch > 1
+        return self.old_logprobs == "policy" and self.steps_per_batch > 1 and not self.interpolates_old

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -130,6 +131,14 @@ class PolicyTask(Task):
         self._began = time.perf_counter()
         return RolloutData(run, self._live, reference)
 
+    def files_to_keep(self, run: Run) -> dict[str, bytes]:
+        return run.data.files_to_keep() | ({} if self._live is None else self._live.files_to_keep())
+
+    def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
+        run.data.go_on_with(files)
+        if self._live is not None:
+            self._live.go_on_with(run.step, files)
+
     def close(self) -> None:
         if self._live is not None:
             self._live.close()
@@ -137,7 +146,7 @@ class PolicyTask(Task):
     def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
         """Of the step that `run` is about to count. Every rank calls it. Raises TrainingError for drift."""
         if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
-            self._live.finish_ahead()
+            self._live.settle()
         sums = self.loss.take_all_sums(run.mesh, run.device)
         gap = step_gap(run, self.loss.take_largest())
         step = run.data.step(run.step)
@@ -208,6 +217,10 @@ def step_line(step: int, found: Mapping[str, Any]) -> str:
     def of(name: str, form: str) -> str:
         return "–" if found.get(name) is None else format(found[name], form)
 
+    asynchrony = (
+        f"staleness {of('staleness', '.2f')}, at most {of('staleness_max', 'd')}, "
+        f"dropped {of('tokens_dropped', ',d')} tokens, queue {of('queue_length', 'd')}"
+    )
     seconds = ", ".join(
         f"{name.removeprefix('time_')} {found[name]:.2f}" for name in found if name.startswith("time_")
     )
@@ -220,6 +233,7 @@ def step_line(step: int, found: Mapping[str, Any]) -> str:
         f"KL {of('kl', '.2e')}",
         f"clipped {of('clip_low', '.1%')} / {of('clip_high', '.1%')}",
         f"drift {of('mismatch', '.6f')}, largest {of('drift_largest', '.1e')}",
+        *[asynchrony] * ("staleness" in found),
         f"seconds: {seconds}",
         f"{of('tokens_per_second_per_device', ',.0f')} tok/s/GPU",
     ]

@@ -1,13 +1,20 @@
-"""Groups of completions, sampled by an engine and judged by the rewards, on the way from one rank to all."""
+"""Groups of completions, sampled by an engine and judged by the rewards, on the way from one rank to all.
+
+A completion is sampled at once, or piece by piece with other weights in between: what it has so far then stands behind
+its prompt in the next request, and each token keeps the version of the weights that sampled it. So an engine computes
+every token's log-probability by one version from the first token of the prompt on, as the trainer would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import zstandard
 
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.generation.requests import Completion, Sampling
@@ -15,21 +22,116 @@ from megalith.rl.prompts import Prompt
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollouts import PromptGroup, RatedCompletion
 
+FIRST_KEY, LAST_KEY = (
+    2**45,
+    2**46,
+)  # of continued completions: behind all positions of a run, before the canary
 
-@dataclass(frozen=True)
+
+@dataclass
+class Sampled:
+    """A completion as a replica gives it to all, of what JSON takes."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """One for each id."""
+    truncated: bool | None = None
+    """None: it may go on."""
+    rewards: list[float] = field(default_factory=list)
+    """Empty until its group is judged."""
+    extra: dict[str, str] = field(default_factory=dict)  # what was logged of it
+
+    def followed_by(self, more: Sampled) -> Sampled:
+        ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
+        return Sampled(ids, logprobs, self.versions + more.versions, more.truncated, more.rewards, more.extra)
+
+    def rated(self) -> RatedCompletion:
+        versions = self.versions[:1] if len(set(self.versions)) == 1 else self.versions
+        arrays = np.array(self.ids), np.array(self.rewards, dtype=float), np.array(self.logprobs, np.float32)
+        return RatedCompletion(*arrays, np.array(versions), bool(self.truncated), self.extra)
+
+
+@dataclass
 class GroupRecord:
-    """A group as a replica gives it to all, of what JSON takes."""
+    """A prompt's completions, or the pieces that are to follow what they have."""
 
     position: int
     prompt: int  # its index
-    samples: list[list[Any]]  # ids, log-probabilities, rewards, versions, truncated, what was logged of it
+    samples: list[Sampled] = field(default_factory=list)  # none: it is not begun
+
+    @classmethod
+    def of(cls, position: int, prompt: int, samples: Sequence[Sequence[Any]]) -> GroupRecord:
+        """That of which JSON has had `astuple`."""
+        return cls(position, prompt, [Sampled(*fields) for fields in samples])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every completion has ended."""
+        return bool(self.samples) and all(one.truncated is not None for one in self.samples)
+
+    @property
+    def is_judged(self) -> bool:
+        return self.is_whole and bool(self.samples[0].rewards)
+
+    def followed_by(self, more: GroupRecord) -> GroupRecord:
+        samples = self.samples or [Sampled() for _ in more.samples]
+        both = [one.followed_by(piece) for one, piece in zip(samples, more.samples, strict=True)]
+        return GroupRecord(self.position, self.prompt, both)
 
     def group(self, prompts: Sequence[Prompt]) -> PromptGroup:
-        prompt, completions = prompts[self.prompt], []
-        for ids, logprobs, rewards, versions, truncated, extra in self.samples:
-            arrays = np.array(ids), np.array(rewards, dtype=float), np.array(logprobs, dtype=np.float32)
-            completions.append(RatedCompletion(*arrays, np.array(versions), truncated, extra))
-        return PromptGroup(np.array(prompt.ids), completions, prompt.where, prompt.id)
+        prompt = prompts[self.prompt]
+        return PromptGroup(
+            np.array(prompt.ids), [one.rated() for one in self.samples], prompt.where, prompt.id
+        )
+
+
+Logged = dict[str, list[float]]  # by name, what rewards log
+
+
+@dataclass
+class QueuedBatch:
+    """A rollout batch that is sampled ahead."""
+
+    records: list[GroupRecord]
+    logged: Logged = field(default_factory=dict)
+
+    @property
+    def is_judged(self) -> bool:
+        return all(record.is_judged for record in self.records)
+
+    @property
+    def sampled(self) -> int:
+        return _most_so_far(self.records)
+
+    def add(self, pieces: Sequence[GroupRecord], logged: Logged) -> None:
+        """Takes what was sampled of its groups; the others stay as they are."""
+        found = {piece.position: piece for piece in pieces}
+        self.records = [
+            record.followed_by(found[record.position]) if record.position in found else record
+            for record in self.records
+        ]
+        for name, values in logged.items():
+            self.logged.setdefault(name, []).extend(values)
+
+
+def queue_file(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes:
+    """The batches by their numbers, as a checkpoint has them. `shape`: what has to be as it was for them to fit."""
+    batches = {
+        number: [[astuple(record) for record in batch.records], batch.logged]
+        for number, batch in queue.items()
+    }
+    return zstandard.compress(json.dumps({"shape": dict(shape), "batches": batches}).encode())
+
+
+def read_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]]:
+    """What `queue_file` was given."""
+    tree = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(content))
+    queue = {
+        int(number): QueuedBatch([GroupRecord.of(*fields) for fields in records], logged)
+        for number, (records, logged) in tree["batches"].items()
+    }
+    return queue, tree["shape"]
 
 
 class Sampler(Protocol):
@@ -43,40 +145,94 @@ def sample_groups(
     prompts: Sequence[Prompt],
     rewards: Rewards | None,
     tokenizer: Tokenizer,
-    asked: Sequence[tuple[int, int]],
+    records: Sequence[GroupRecord],
     sampling: Sampling,
     num_generations: int,
     step: int = 0,
     timed: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
-) -> tuple[list[GroupRecord], dict[str, list[float]]]:
-    """Judged completions of the prompts asked for, (position in the stream, index) each, and what the rewards log.
+    longest: int | None = None,
+) -> tuple[list[GroupRecord], Logged]:
+    """What follows the completions of `records`, which are all begun or all not, and what the rewards log.
 
-    Without `rewards`, on the further ranks of a replica, it generates with the others and gives nothing. Raises
-    DataError for a reward that fails."""
-    G = num_generations
+    `sampling.max_new_tokens` are sampled now, of `longest` in all (absent: these are all). A group is judged once all
+    its completions have ended. Without `rewards`, on the further ranks of a replica, it generates with the others and
+    gives nothing. Raises DataError for a reward that fails."""
+    begun, G = bool(records and records[0].samples), num_generations
     with timed("generation"):
-        ids, keys = [prompts[index].ids for _, index in asked], [position for position, _ in asked]
-        found = engine.generate(ids, sampling, keys=keys, num_generations=G) if asked else []
+        if begun:
+            found = _continued(engine, prompts, records, sampling, longest or 1, G)
+        else:
+            ids, keys = [prompts[one.prompt].ids for one in records], [one.position for one in records]
+            found = engine.generate(ids, sampling, keys=keys, num_generations=G) if records else []
     if rewards is None:
         return [], {}
+    new = iter(found)
+    goes_on = longest is not None and _most_so_far(records) + sampling.max_new_tokens < longest
+    pieces = [
+        GroupRecord(one.position, one.prompt, [
+            _piece(next(new), sampling.max_new_tokens if goes_on else 0)
+            if sample.truncated is None
+            else Sampled(truncated=sample.truncated)
+            for sample in one.samples or G * [Sampled()]
+        ])
+        for one in records
+    ]  # fmt: skip
     with timed("rewards"):
-        each = [found[at : at + G] for at in range(0, len(found), G)]
-        stop = set(sampling.stop)
-        texts = [[tokenizer.decode([t for t in one.ids if t not in stop]) for one in group] for group in each]
-        jobs = [(i, t, [list(one.ids) for one in group]) for (_, i), t, group in zip(asked, texts, each)]
-        verdicts = rewards(jobs, step)
-    records = []
-    for (position, index), group, given, extras in zip(asked, each, verdicts.rewards, verdicts.extras):
-        samples = [
-            [
-                list(one.ids),
-                list(map(float, one.logprobs)),
-                row.tolist(),
-                list(one.versions),
-                one.truncated,
-                extra,
-            ]
-            for one, row, extra in zip(group, given, extras)
-        ]
-        records.append(GroupRecord(position, index, samples))
-    return records, verdicts.metrics
+        return pieces, _judge(records, pieces, rewards, tokenizer, sampling.stop, step)
+
+
+def _continued(
+    engine: Sampler,
+    prompts: Sequence[Prompt],
+    records: Sequence[GroupRecord],
+    sampling: Sampling,
+    longest: int,
+    num_generations: int,
+) -> list[Completion]:
+    """What follows each open completion, in order."""
+    asked, keys = [], []
+    for record in records:
+        for number, one in enumerate(record.samples):
+            if one.truncated is None:
+                asked.append([*prompts[record.prompt].ids, *one.ids])
+                place = (record.position * num_generations + number) * longest + len(one.ids)
+                keys.append(FIRST_KEY + place % (LAST_KEY - FIRST_KEY))
+    return engine.generate(asked, sampling, keys=keys)
+
+
+def _most_so_far(records: Sequence[GroupRecord]) -> int:
+    """Tokens that open completions have, each as many."""
+    each = (len(one.ids) for record in records for one in record.samples if one.truncated is None)
+    return max(each, default=0)
+
+
+def _piece(one: Completion, goes_on_at: int) -> Sampled:
+    """`goes_on_at`: so many tokens without an end are not the last ones; 0: all are."""
+    ids, versions = list(one.ids), list(map(int, one.versions))
+    versions = versions if len(versions) == len(ids) else versions * len(ids)
+    truncated = None if one.truncated and len(ids) == goes_on_at else one.truncated
+    return Sampled(ids, list(map(float, one.logprobs)), versions, truncated)
+
+
+def _judge(
+    records: Sequence[GroupRecord],
+    pieces: Sequence[GroupRecord],
+    rewards: Rewards,
+    tokenizer: Tokenizer,
+    stop: Sequence[int],
+    step: int,
+) -> Logged:
+    """Gives rewards to the pieces that end their groups; returns what the rewards log."""
+    wholes = [(record.followed_by(piece), piece) for record, piece in zip(records, pieces)]
+    ended = [(whole, piece) for whole, piece in wholes if whole.is_whole]
+    if not ended:
+        return {}
+    jobs = []
+    for whole, _ in ended:
+        texts = [tokenizer.decode([t for t in one.ids if t not in stop]) for one in whole.samples]
+        jobs.append((whole.prompt, texts, [one.ids for one in whole.samples]))
+    verdicts = rewards(jobs, step)
+    for (_, piece), given, extras in zip(ended, verdicts.rewards, verdicts.extras):
+        for one, row, extra in zip(piece.samples, given, extras):
+            one.rewards, one.extra = row.tolist(), extra
+    return verdicts.metrics

@@ -6,8 +6,13 @@
 The ranks that generate together (over tensor parallelism, where the engine has that axis) are a generation replica.
 Each takes its share of the prompts and judges what it sampled; then every rank gets all groups. A completion depends on
 the weights and on (seed, position of the prompt in the run's stream, its number in the group), so a run that was killed
-at any moment samples the same again. A rollout batch of several steps is kept as a file while it is in use, from which
-a run goes on in the middle of it.
+at any moment samples the same again.
+
+With rl.max_staleness a queue of so many rollout batches is sampled ahead by a server. Batch b + n is begun while b is
+trained on, and has to be whole n syncs later: in each of the periods between two syncs its open completions get an
+equal share of their longest length, all batches of the queue at once, and behind a sync they go on by the new weights.
+Which version samples a token is so decided by the settings and not by the clock, and a run goes on from any checkpoint,
+which has the queue and the batch in progress, as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -15,16 +20,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
+from threading import TIMEOUT_MAX, Lock
 from typing import Any
 
 import numpy as np
 import torch
 
-from megalith.checkpoint.steps import list_steps
 from megalith.comm.collectives import gather_json
 from megalith.errors import DataError, TrainingError
 from megalith.generation.requests import Sampling
@@ -36,16 +41,16 @@ from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
 from megalith.rl.engines.transfer_group import InThread
 from megalith.rl.engines.vllm_server import VllmServer
-from megalith.rl.judged_groups import GroupRecord, sample_groups
+from megalith.rl.judged_groups import GroupRecord, QueuedBatch, queue_file, read_queue, sample_groups
 from megalith.rl.prompts import Prompt, Prompts, policy_entries
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
-from megalith.rl.rollouts import PromptGroup, Rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollouts import PromptGroup, Rollouts, load_rollouts, rollout_file, save_rollouts
 from megalith.training.run_state import Run
 
 LOGGED = "logged"  # among a batch's figures: means of what its rewards logged by log_metric
-CONSUMED, VERSION, AHEAD = "prompts", "engine_version", "rollouts_ahead"  # of a checkpoint's counters
-
+CONSUMED, VERSION = "prompts", "engine_version"  # of a checkpoint's counters
+QUEUE, CURRENT = "queue.json.zst", "batch_{:08d}.jsonl.zst"  # of its files
 
 RAISED = (DataError, TrainingError)  # what ends a run on every rank
 SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
@@ -74,12 +79,12 @@ class LiveRollouts:
         self._engine: RolloutEngine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
-        self._is_begun = False
-        self._ahead: tuple[int, range, InThread] | None = None  # being sampled: number, positions
-        self._ready: tuple[int, list[PromptGroup], dict[str, Any]] | None = None  # sampled: number, figures
+        self._queue: dict[int, QueuedBatch] = {}  # rollout batches ahead, by their numbers
+        self._pieces: list[tuple[int, InThread]] = []  # what threads sample of them
+        self._judging = Lock()  # its rewards' workers answer one thread at a time
+        self._current: tuple[int, list[PromptGroup]] | None = None  # the rollout batch in progress
         self.is_stale = False
-        """Whether the rollout batch was sampled by the weights before its own first step's."""
-        self._folder = Path(run.output) / "rollouts"
+        """Whether older weights than those of its own first step sampled any of the rollout batch."""
         self._completions: LineFile | None = None
         first = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
         self._canary = Canary(run, [p.ids for p in first], [f"prompt {p.id} of the canary" for p in first])
@@ -107,88 +112,144 @@ class LiveRollouts:
         return seconds, found, self._found.get(LOGGED, {})
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        run, rl, path = self._run, self._rl, self._path(number)
-        inside, is_first, self._is_begun = run.step % rl.steps_per_batch, not self._is_begun, True
+        run, rl = self._run, self._rl
+        inside, first_step = run.step % rl.steps_per_batch, number * rl.steps_per_batch
         run.totals.setdefault(CONSUMED, number * groups)
-        if inside and path.exists():
-            return self._reread(path)
-        if inside:
+        if (
+            inside
+            and self._current is not None
+            and self._current[0] == number
+            and len(self._current[1]) == groups
+        ):
+            found = self._current[1]
             run.log(
-                f"step {run.step} stands inside of a rollout batch, and there is no {path} of it: it is sampled anew, "
-                "by the weights of now"
+                f"the rollout batch in progress is the checkpoint's, {run.step - first_step} steps of it made"
+            )
+        else:
+            found = self._new_batch(number, groups)
+        self.is_stale = any((one.version != first_step).any() for group in found for one in group.completions)
+        if rl.max_staleness:
+            self._found["queue_length"] = len(self._queue)
+        return found
+
+    def _new_batch(self, number: int, groups: int) -> list[PromptGroup]:
+        run, rl = self._run, self._rl
+        if run.step % rl.steps_per_batch:
+            run.log(
+                f"step {run.step} stands inside of a rollout batch, and the checkpoint does not have it: it is sampled "
+                "anew, by the weights of now"
             )
         with self.timed("sync"):
             self._sync()
-        found = self._sampled_ahead(number, is_first) if rl.max_staleness else None
-        self.is_stale = found is not None
+        found = self._from_queue(number)
         if found is None:
             found = self._sampled(groups)
-            if rl.save_rollouts or rl.steps_per_batch > 1:
-                self._keep(path, number, found)
         run.totals[CONSUMED] = max(int(run.totals[CONSUMED]), (number + 1) * groups)
         self._engine.release()
         if rl.max_staleness:
-            versions = np.concatenate([one.version for group in found for one in group.completions])
-            self._found["staleness"] = float(run.step - versions.mean())
-            if (number + 1) * rl.steps_per_batch < run.total_steps:
-                self._begin_ahead(number + 1, groups)
+            self._begin_ahead(number, groups)
+        if rl.save_rollouts and run.mesh.world.rank == 0:
+            self._keep(number, found)
         if rl.log_completions and run.mesh.world.rank == 0:
             self._log_completions(found)
+        self._current = number, found
         return found
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"batch_{number:08d}.jsonl.zst"
+    def _keep(self, number: int, groups: list[PromptGroup]) -> None:
+        path = Path(self._run.output) / "rollouts" / CURRENT.format(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_rollouts(path, self._rollouts(groups))
 
-    # The batch that is sampled while another is trained on
+    def _rollouts(self, groups: list[PromptGroup]) -> Rollouts:
+        return Rollouts(groups, self._rewards.names, self._run.tokenizer.fingerprint)
+
+    # The queue of batches that are sampled while others are trained on
 
     def _begin_ahead(self, number: int, groups: int) -> None:
-        positions, step = range(number * groups, (number + 1) * groups), self._run.step
-        act = lambda: self._own_share(positions, step, lambda phase: nullcontext())  # noqa: E731
-        self._ahead = number, positions, InThread(act)
+        """Has threads sample what of the batches behind `number` is due until the next sync."""
+        rl, step, queue = self._rl, self._run.step, self._queue
+        last = min(number + rl.max_staleness, (self._run.total_steps - 1) // rl.steps_per_batch)
+        for ahead in range(number + 1, last + 1):
+            if ahead not in queue:
+                positions = range(ahead * groups, (ahead + 1) * groups)
+                queue[ahead] = QueuedBatch([GroupRecord(at, self._prompts.index(at)) for at in positions])
+        for ahead, batch in sorted(queue.items()):
+            if not batch.is_judged:
+                open_ = [record for record in batch.records if not record.is_judged]
+                tokens = -(-(rl.max_completion_length - batch.sampled) // (ahead - number))
+                self._pieces.append((ahead, InThread(self._piece_of(open_, tokens, step))))
 
-    def finish_ahead(self) -> None:
-        """Waits for the batch that a thread samples, and keeps it as a file: a checkpoint that is saved from then on
-        goes on with it. Every rank calls it in the last step of a rollout batch."""
-        if self._ahead is None:
+    def _piece_of(self, records: list[GroupRecord], tokens: int, step: int) -> Callable[[], list[Any]]:
+        def timed(phase: str) -> AbstractContextManager:
+            return self._judging if phase == "rewards" else nullcontext()
+
+        return lambda: self._own_share(records, tokens, step, timed)
+
+    def settle(self) -> None:
+        """Waits for what threads sample until the next sync, and has it on every rank. Every rank calls it, in the last
+        step of a rollout batch and before a checkpoint is saved."""
+        if not self._pieces:
             return
-        (number, positions, sampled), self._ahead = self._ahead, None
-        now, self._found = self._found, {}
-        with self.timed("generation"):
-            ranks = self._on_every_rank(sampled.result)
-        groups = self._groups(positions, ranks)
-        self._ready, self._found = (number, groups, self._found), now
-        self._run.totals[AHEAD] = number
-        self._keep(self._path(number), number, groups)
+        pieces, self._pieces = self._pieces, []
 
-    def _sampled_ahead(self, number: int, is_first: bool) -> list[PromptGroup] | None:
-        """The batch that was sampled while the one before was trained on, in this process or, as a file, before the
-        checkpoint that it began from; None where there is none."""
-        run, path = self._run, self._path(number)
-        if self._ready is not None and self._ready[0] == number:
-            (_, groups, figures), self._ready = self._ready, None
-            self._found |= figures
-            return groups
-        if not is_first or run.totals.get(AHEAD) != number:
+        def waited() -> list[list[Any]]:
+            with self.timed("generation"):
+                for _, thread in pieces:  # all, before one of them raises: nothing is under way behind this
+                    thread.is_over(TIMEOUT_MAX)
+            return [[ahead, *thread.result()] for ahead, thread in pieces]
+
+        ranks = self._on_every_rank(waited, "generation")
+        for ahead, records, logged in (share for shares in ranks for share in shares):
+            self._queue[ahead].add([GroupRecord.of(*fields) for fields in records], logged)
+
+    def _from_queue(self, number: int) -> list[PromptGroup] | None:
+        """The batch that was sampled ahead; None where there is none."""
+        batch = self._queue.pop(number, None)
+        if batch is None:
             return None
-        groups = self._reread(path) if path.exists() else []
-        before = run.step - self._rl.steps_per_batch
-        if groups and all((one.version == before).all() for group in groups for one in group.completions):
-            return groups
-        run.log(
-            f"rollout batch {number} was sampled before the checkpoint, but {path} is not there or of other weights: "
-            "it is sampled anew, by the weights of now"
-        )
-        return None
+        self._describe(batch)
+        return [record.group(self._prompts.prompts) for record in batch.records]
 
-    def _reread(self, path: Path) -> list[PromptGroup]:
+    def files_to_keep(self) -> dict[str, bytes]:
+        """The queue as it stands before the next sync, and the batch in progress: what a checkpoint goes on with."""
+        self.settle()
+        if self._run.mesh.world.rank:
+            return {}
+        found = {QUEUE: queue_file(self._queue, self._shape())} if self._queue else {}
+        if self._current is not None and self._run.step % self._rl.steps_per_batch:
+            number, groups = self._current
+            name = CURRENT.format(number)
+            found[name] = rollout_file(name, self._rollouts(groups))
+        return found
+
+    def go_on_with(self, step: int, files: Mapping[str, Path]) -> None:
+        """Takes what `files_to_keep` gave at this step."""
         config, rl = self._run.config, self._rl
-        self._run.log(f"the rollout batch in progress is read from {path}")
-        return load_rollouts(
-            path,
-            vocab_size=policy_entries(config, self._run.tokenizer),
-            max_tokens=config.data.seq_length + 1,
-            num_generations=rl.num_generations,
-        ).groups
+        number, self._queue, self._current = step // rl.steps_per_batch, {}, None
+        if (path := files.get(CURRENT.format(number))) is not None:
+            rollouts = load_rollouts(
+                path,
+                vocab_size=policy_entries(config, self._run.tokenizer),
+                max_tokens=config.data.seq_length + 1,
+                num_generations=rl.num_generations,
+            )
+            self._current = number, rollouts.groups
+        if QUEUE in files and rl.max_staleness:
+            queue, before = read_queue(files[QUEUE].read_bytes())
+            others = [name for name, value in self._shape().items() if before.get(name) != value]
+            self._queue = {} if others else queue
+            if others:
+                self._run.notes.append(
+                    f"the checkpoint's {len(queue)} rollout batches ahead are left out, and sampled anew: other than "
+                    f"then are {', '.join(others)}"
+                )
+
+    def _shape(self) -> dict[str, Any]:
+        """What the batches of a queue hang on."""
+        rl, size = self._rl, self._run.config.train.global_batch_size
+        names = "num_generations", "mini_batches", "num_iterations", "max_completion_length"
+        own = {f"rl.{name}": getattr(rl, name) for name in names}
+        return own | {"rl.prompts": self._prompts.identity(), "train.global_batch_size": size}
 
     # Weights
 
@@ -262,55 +323,35 @@ class LiveRollouts:
 
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
-        share = lambda: self._own_share(positions, self._run.step, self.timed)  # noqa: E731
-        return self._groups(positions, self._on_every_rank(share, "rewards"))
+        asked = [GroupRecord(at, self._prompts.index(at)) for at in positions]
+        longest = self._rl.max_completion_length
+        share = lambda: self._own_share(asked, longest, self._run.step, self.timed)  # noqa: E731
+        batch = QueuedBatch(asked)
+        for records, logged in self._on_every_rank(share, "rewards"):
+            batch.add([GroupRecord.of(*fields) for fields in records], logged)
+        self._describe(batch)
+        return [record.group(self._prompts.prompts) for record in batch.records]
 
-    def _own_share(self, positions: Sequence[int], step: int, timed: Callable) -> list[Any]:
-        """What this rank samples and judges of them, of what JSON takes: the groups, what the rewards log, and how many
-        log-probabilities are absent."""
-        run, world = self._run, self._run.mesh.world
-        own = positions[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
-        asked = [(at, self._prompts.index(at)) for at in own]
+    def _own_share(self, records: list[GroupRecord], tokens: int, step: int, timed: Callable) -> list[Any]:
+        """The next tokens that this rank samples of them, and what the rewards log, of what JSON takes."""
+        run, world, rl = self._run, self._run.mesh.world, self._rl
+        own = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
         rewards = self._rewards if run.mesh.tp.rank == 0 else None
-        records, logged = sample_groups(
-            self._engine, self._prompts.prompts, rewards, run.tokenizer, asked,
-            self._sampling(self._rl.max_completion_length), self._rl.num_generations, step, timed,
+        pieces, logged = sample_groups(
+            self._engine, self._prompts.prompts, rewards, run.tokenizer, own, self._sampling(tokens),
+            rl.num_generations, step, timed, rl.max_completion_length,
         )  # fmt: skip
-        each = (logprobs for record in records for _, logprobs, *_ in record.samples)
-        absent = sum(math.isnan(one) for logprobs in each for one in logprobs)
-        return [[astuple(record) for record in records], logged, absent]
+        return [[astuple(piece) for piece in pieces], logged]
 
-    def _groups(self, positions: Sequence[int], ranks: list[Any]) -> list[PromptGroup]:
-        """The groups of these positions out of the ranks' shares, whose figures are this batch's."""
-        metrics: dict[str, list[float]] = {}
-        groups: dict[int, PromptGroup] = {}
-        for records, logged, _ in ranks:
-            for record in (GroupRecord(*fields) for fields in records):
-                groups[record.position] = record.group(self._prompts.prompts)
-            for name, values in logged.items():
-                metrics.setdefault(name, []).extend(values)
-        logged = {name: float(np.mean(values)) for name, values in metrics.items()}
+    def _describe(self, batch: QueuedBatch) -> None:
+        """Adds its figures to those of the rollout batch."""
+        logged = {name: float(np.mean(values)) for name, values in batch.logged.items()}
         self._found[LOGGED] = self._found.get(LOGGED, {}) | logged
         self._found["memory_engine_gb"] = self._engine.memory() / 1e9
-        self._found["logprobs_absent"] = sum(absent for *_, absent in ranks)
-        return [groups[at] for at in positions]
+        logprobs = (one.logprobs for record in batch.records for one in record.samples)
+        self._found["logprobs_absent"] = sum(math.isnan(one) for each in logprobs for one in each)
 
     # What is kept of them
-
-    def _keep(self, path: Path, number: int, groups: list[PromptGroup]) -> None:
-        if self._run.mesh.world.rank:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_rollouts(path, Rollouts(groups, self._rewards.names, self._run.tokenizer.fingerprint))
-        if self._rl.save_rollouts:
-            return
-        needed = number
-        if self._rl.max_staleness:  # what the newest checkpoint goes on with
-            saves = self._run.saves
-            needed = max(list_steps(saves), default=0) // self._rl.steps_per_batch if saves.exists() else 0
-        for old in self._folder.glob("batch_*.jsonl.zst"):
-            if int(old.name[6:14]) < needed:
-                old.unlink(missing_ok=True)
 
     def _log_completions(self, groups: list[PromptGroup]) -> None:
         run, decode = self._run, self._run.tokenizer.decode

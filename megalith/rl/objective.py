@@ -45,6 +45,7 @@ class RolloutBatch(Batch):
     rollout_logprobs: Tensor | None = None  # float32 [batch, seq], the engine's
     old_logprobs: Tensor | None = None  # float32 [batch, seq]
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+    proximal: Tensor | None = None  # float32 [batch, seq], the old policy's place: 0 the rollout's, 1 ours
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     """exp(log π_old − log π_rollout) within its bounds, [batch, seq], without a gradient: what engine and trainer
     compute differently. At level `sequence` of the sum over the sequence; at level `geometric` each token's, where the
     mean over its sequence is within them. A log-probability that is NaN counts as equal."""
-    level, _, beyond = rl.vllm_importance_sampling_mode.partition("_")
+    level, _, beyond = rl.mismatch_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
     gap = sequences.at_tokens(sequences.sums(gap)) if level == "sequence" else gap
     weights, (low, high) = gap.exp(), rl.mismatch_bounds
@@ -200,7 +201,7 @@ class PolicyLoss(SummedLoss):
         found, sequences = self._read(batch), Sequences.of(batch)
         if self.rl.importance_sampling_level == "sequence":
             return None
-        if "rollout" in found and not self.rl.vllm_importance_sampling_mode.startswith("token"):
+        if "rollout" in found and not self.rl.mismatch_mode.startswith("token"):
             if "old" not in found:
                 return None
             found["mismatch"] = mismatch_weights(self.rl, found["old"], found.pop("rollout"), sequences)
@@ -233,13 +234,14 @@ class PolicyLoss(SummedLoss):
 
     def _read(self, batch: RolloutBatch) -> dict[str, Tensor]:
         """What a token's loss is made of, [batch, seq] each, 0 where nothing is in the loss: `rollout` where its
-        mismatch is corrected, `old` where it is not the policy that is trained."""
+        mismatch is corrected, `old` where it is not the policy that is trained, `proximal` where it is between both."""
         rl, sequences = self.rl, Sequences.of(batch)
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
         if old is None and rl.old_logprobs == "rollout":
             old = rollout
         found = {"old": old, "reference": batch.reference_logprobs if rl.beta else None}
-        found["rollout"] = rollout if rl.vllm_importance_sampling_correction else None
+        found["rollout"] = rollout if rl.mismatch_mode else None
+        found["proximal"] = batch.proximal
         found = {name: sequences.inside(x) for name, x in found.items() if x is not None}
         weights = token_weights(rl, sequences, batch.advantages.dtype)
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **found}
@@ -279,8 +281,14 @@ class PolicyLoss(SummedLoss):
 
 
 def _old(logprobs: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """The old policy's log-probabilities [batch, seq], without a gradient; where there is none, the policy's own."""
+    """The old policy's log-probabilities [batch, seq], without a gradient; where there is none, the policy's own.
+
+    With its place α between the rollout's policy and ours it is log π_rollout + α (log π − log π_rollout), AReaL's
+    log-linear proximal policy."""
     mine = logprobs.detach()
+    if "proximal" in tokens:
+        rollout = torch.where(tokens["rollout"].isnan(), mine, tokens["rollout"])
+        return torch.lerp(rollout, mine, tokens["proximal"].to(mine.dtype))
     return torch.where(tokens["old"].isnan(), mine, tokens["old"]) if "old" in tokens else mine
 
 

@@ -2,22 +2,30 @@
 
 With adapters it is the model with them switched off. Else it is a second model in the run's layout, sharded like the
 first, whose weights are loaded when it is first asked for.
+
+And the old policy, where later weights no longer give its log-probabilities: as a checkpoint has them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+import zstandard
 from torch import Tensor
 
 from megalith.bridge.load import begin_from
+from megalith.comm.collectives import gather_json
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
+from megalith.errors import DataError
 from megalith.models.adapters import adapters
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
 from megalith.training.build import Data, build_model, vocabulary_rows
@@ -102,3 +110,45 @@ class StepData(Data):
                 if not step:
                     return
                 yield from self.completed(step)
+
+
+Place = tuple[
+    int, int, int
+]  # of a row in a rollout batch: mini-batch, number in it, tokens; the same in every layout
+Rows = dict[tuple[int, int], list[float]]  # by mini-batch and number
+
+
+def logprobs_file(
+    mesh: Mesh, number: int, places: Sequence[Sequence[Place]], found: Sequence[Tensor]
+) -> bytes:
+    """The log-probabilities of a rollout batch, of whose micro-batches `places` are this rank's, as a checkpoint has
+    them: on the first rank. Every rank calls it."""
+    own = []
+    if mesh.tp.rank == mesh.cp.rank == mesh.pp.rank == 0:
+        for rows, values in zip(places, found, strict=True):
+            for n, (mini, at, tokens) in enumerate(rows):
+                own.append([mini, at, values[n, :tokens].tolist()])
+    ranks = gather_json(own, mesh.world, to_first=True)
+    return zstandard.compress(json.dumps([number, [row for rank in ranks for row in rank]]).encode())
+
+
+def read_logprobs(path: Path) -> tuple[int, Rows]:
+    """The rollout batch's number, and its rows."""
+    number, rows = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
+    return number, {(mini, at): values for mini, at, values in rows}
+
+
+def kept_logprobs(kept: Rows, rows: Sequence[Place], like: Tensor) -> Tensor:
+    """Those of a micro-batch's rows, float32 like `like` [batch, seq]. Raises DataError where others were kept."""
+    found = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+    for n, (mini, at, tokens) in enumerate(rows):
+        values = kept.get((mini, at), [])
+        if len(values) != tokens:
+            raise DataError(
+                f"the checkpoint stands inside of a rollout batch whose row {at} of mini-batch {mini} had "
+                f"{len(values)} tokens and has {tokens} now; leave rl.packing, data.seq_length, "
+                "train.global_batch_size and rl.mini_batches as they were, or go on from a checkpoint between "
+                "rollout batches"
+            )
+        found[n, :tokens] = torch.tensor(values)
+    return found

@@ -13,15 +13,17 @@ kept apart. Rows are dealt out to the data-parallel ranks; those that are missin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalith.config import RlConfig, RunConfig
 from megalith.data.batch import document_ends
@@ -31,9 +33,11 @@ from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
 from megalith.rl.prompts import policy_entries
-from megalith.rl.reference import LogProbs
+from megalith.rl.reference import LogProbs, Place, Rows, kept_logprobs, logprobs_file, read_logprobs
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, RolloutFiles
 from megalith.training.run_state import Run
+
+OLD_LOGPROBS = "old_logprobs.json.zst"  # of a checkpoint's files
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Sample:
     prompt_ids: np.ndarray
     completion: RatedCompletion
     advantage: float
-    in_loss: bool
+    in_loss: bool | np.ndarray  # or of each token
     where: str = ""  # prompt and number, for errors
 
     @property
@@ -87,8 +91,9 @@ class FileRollouts:
     def __init__(self, run: Run, rollouts: RolloutFiles):
         rl, self.notes, self.rewards = run.config.rl, [], rollouts.rewards
         self._rollouts, self._entries, self._paths = rollouts, rollouts.entries, rl.files
-        if rl.old_logprobs == "rollout":
-            _require_logprobs(map(rollouts.group, self._entries))
+        if rl.old_logprobs == "rollout" or rl.use_decoupled_loss:
+            of = "old_logprobs is rollout" if rl.old_logprobs == "rollout" else "use_decoupled_loss is set"
+            _require_logprobs(map(rollouts.group, self._entries), of)
         if rl.filter_zero_std:
             self._leave_out_without_spread(rl)
         completions = len(self._entries) * rl.num_generations
@@ -134,6 +139,8 @@ class RolloutData:
             str, int
         ] = {}  # of each reward, for how many rollout batches on end it has been absent
         self._making = Lock()
+        self._ready: list[list[RolloutBatch]] = []  # of the rollout batch in progress, by mini-batch
+        self._kept: tuple[int, Rows] = -1, {}  # a rollout batch's number, and its old log-probabilities
         self.source, self.notes, self.files = source, source.notes, source.files
 
     def train_loader(
@@ -170,14 +177,16 @@ class RolloutData:
         rl = self._rl
         count = self._size * rl.mini_batches // rl.num_generations
         groups = self.source.batch(number, count)
-        found = advantages_of(rl, groups)
-        figures = _figures(groups, found)
+        found, first_step = advantages_of(rl, groups), number * rl.steps_per_batch
+        figures = _figures(groups, found) | _staleness_figures(rl, groups, first_step)
         self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples = []
         for group, values, spread in zip(groups, found.values.tolist(), found.spread.tolist()):
             teaches = spread > NO_SPREAD or not (rl.filter_zero_std and rl.prompts)
             for n, (one, advantage) in enumerate(zip(group.completions, values)):
                 in_loss = teaches and not (rl.mask_truncated_completions and one.truncated)
+                if in_loss and (stale := too_old(rl, one, first_step)).any():
+                    in_loss = ~stale
                 name = group.where if group.id is None else f"prompt {group.id}"
                 samples.append(Sample(group.prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         longest = self._run.config.data.seq_length if rl.packing else 0
@@ -192,8 +201,8 @@ class RolloutData:
             self._run.log(f"warning: step {step}: {absent_text(name, groups, again)}")
 
     def _from(self, step: int) -> Iterator[RolloutBatch]:
-        rl, ready, coming = self._rl, None, None
-        if step % rl.steps_per_batch and rl.computes_old:
+        rl, coming, is_first = self._rl, None, True
+        if step % rl.steps_per_batch and rl.computes_old and self._kept[0] != step // rl.steps_per_batch:
             self._run.log(
                 f"step {step} stands inside of a rollout batch of {rl.steps_per_batch} steps: for the rest of it the "
                 "old log-probabilities are those of the weights now"
@@ -201,14 +210,14 @@ class RolloutData:
         with ThreadPoolExecutor(1) as reader:
             while step < self._run.total_steps:
                 batch, within = divmod(step, rl.steps_per_batch)
-                if ready is None or within == 0:
+                if is_first or within == 0:
                     made = coming.result() if coming else self._all_own(batch)
-                    ready = self._with_logprobs(made)
+                    self._ready, is_first = self._with_logprobs(batch, made), False
                     more = (
                         self.source.reads_ahead and (batch + 1) * rl.steps_per_batch < self._run.total_steps
                     )
                     coming = reader.submit(self._all_own, batch + 1) if more else None
-                yield from ready[within % rl.mini_batches]
+                yield from self._with_proximal(step, self._ready[within % rl.mini_batches])
                 step += 1
 
     def _all_own(self, batch: int) -> list[list[RolloutBatch]]:
@@ -228,10 +237,15 @@ class RolloutData:
         rows = rows + [[] for _ in range(-len(rows) % together)]
         return [(at, rows[at : at + size]) for at in range(dp.rank * size, len(rows), together)]
 
-    def _with_logprobs(self, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
-        """The micro-batches with the log-probabilities that the loss reads."""
+    def _with_logprobs(self, number: int, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
+        """The micro-batches of a rollout batch with the log-probabilities that the loss reads."""
         flat, more = [batch for step in steps for batch in step], {}
-        if self._rl.computes_old:
+        if self._kept[0] == number:
+            more["old_logprobs"] = [
+                kept_logprobs(self._kept[1], rows, batch.labels)
+                for rows, batch in zip(self._places(number), flat)
+            ]
+        elif self._rl.computes_old:
             with self.source.timed("old_logprobs"):
                 entries = policy_entries(self._run.config, self._run.tokenizer)
                 more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
@@ -244,6 +258,42 @@ class RolloutData:
         ]
         each = iter(flat)
         return [[next(each) for _ in step] for step in steps]
+
+    def _with_proximal(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """With the old policy's place between the rollout's and ours, where that is what stands for it."""
+        within = step % self._rl.steps_per_batch
+        if not (self._rl.interpolates_old and within):
+            return batches
+        first, rows = step - within, [rows for _, rows in self.own_rows(step)]
+        return [
+            replace(batch, proximal=proximal_places(some, first, step, batch.labels))
+            for some, batch in zip(rows, batches, strict=True)
+        ]
+
+    # Inside of a rollout batch
+
+    def files_to_keep(self) -> dict[str, bytes]:
+        """The old policy's log-probabilities, which later weights do not give. Every rank calls it."""
+        run, rl = self._run, self._rl
+        number, inside = divmod(run.step, rl.steps_per_batch)
+        if not (rl.computes_old and inside):
+            return {}
+        flat = [batch.old_logprobs for batches in self._ready for batch in batches]
+        return {OLD_LOGPROBS: logprobs_file(run.mesh, number, self._places(number), flat)}
+
+    def go_on_with(self, files: Mapping[str, Path]) -> None:
+        """Takes what `files_to_keep` gave."""
+        kept = self._rl.computes_old and OLD_LOGPROBS in files
+        self._kept = read_logprobs(files[OLD_LOGPROBS]) if kept else (-1, {})
+
+    def _places(self, number: int) -> list[list[Place]]:
+        """Of each of this rank's micro-batches of a rollout batch, its rows."""
+        first = number * self._rl.steps_per_batch
+        return [
+            [(mini, at + n, sum(sample.tokens for sample in row)) for n, row in enumerate(rows)]
+            for mini in range(self._rl.mini_batches)
+            for at, rows in self.own_rows(first + mini)
+        ]
 
 
 def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:
@@ -263,6 +313,20 @@ def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:
             rows.append([sample])
             room.append(longest - sample.tokens)
     return rows
+
+
+def proximal_places(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
+    """α = (first − v) / (step − v) of each token that the weights of step v sampled, float32 like `like` [batch, seq]:
+    where the weights before the rollout batch's `first` step stand between those and the ones of now. 1 elsewhere."""
+    found = np.ones(like.shape, dtype=np.float32)
+    for at, row in enumerate(rows):
+        begin = 0
+        for sample in row:
+            end = begin + sample.tokens
+            lag = np.maximum(first - sample.completion.version, 0)
+            found[at, begin + len(sample.prompt_ids) - 1 : end] = lag / (lag + step - first)
+            begin = end
+    return torch.from_numpy(found).to(like.device)
 
 
 def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: int) -> RolloutBatch:
@@ -310,13 +374,13 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
-def _require_logprobs(groups: Iterable[PromptGroup]) -> None:
+def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
     for group in groups:
         for number, completion in enumerate(group.completions):
             if completion.logprobs is None:
                 raise DataError(
-                    f"{group.where}, sample {number} has no logprobs, but rl.old_logprobs is rollout; sample with "
-                    "log-probabilities, or set it to policy"
+                    f"{group.where}, sample {number} has no logprobs, but rl.{setting}; sample with log-probabilities, "
+                    "or leave that out"
                 )
 
 
@@ -338,6 +402,25 @@ def absent_text(name: str, groups: Sequence[PromptGroup], more: str = "") -> str
         f"the reward {name} is None or NaN for all {count:,} completions{more} and teaches nothing; correct the "
         "function, or take it out of the rewards"
     )
+
+
+def too_old(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
+    """bool [tokens]: which tokens leave the loss of a rollout batch with this first step, for weights sampled them that
+    are older than rl.max_staleness allows."""
+    if not rl.max_staleness or one.version is None:
+        return np.zeros(len(one.ids), dtype=bool)
+    oldest = first_step - rl.max_staleness * rl.steps_per_batch
+    return np.broadcast_to(one.version < oldest, len(one.ids))
+
+
+def _staleness_figures(rl: RlConfig, groups: Sequence[PromptGroup], first_step: int) -> dict[str, float]:
+    """Over all tokens, in steps; with rl.max_staleness."""
+    if not rl.max_staleness:
+        return {}
+    each = [one for group in groups for one in group.completions]
+    lags = first_step - np.concatenate([np.broadcast_to(one.version, len(one.ids)) for one in each])
+    dropped = sum(int(too_old(rl, one, first_step).sum()) for one in each)
+    return {"staleness": float(lags.mean()), "staleness_max": int(lags.max()), "tokens_dropped": dropped}
 
 
 def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, float]:

@@ -72,6 +72,13 @@ class Rollouts:
 
 def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
     """Writes a file of rollouts, compressed where its name ends in .zst or .gz. DataError: it cannot be written."""
+    content = rollout_file(path, rollouts)
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def rollout_file(path: str | Path, rollouts: Rollouts) -> bytes:
+    """The content of a file of rollouts of this name."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -80,8 +87,7 @@ def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
     }
     lines = [header, *map(_group_record, rollouts.groups)]
     content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
-    with atomic_file(path) as file:
-        file.write(COMPRESS.get(Path(path).suffix, bytes)(content))
+    return COMPRESS.get(Path(path).suffix, bytes)(content)
 
 
 def _group_record(group: PromptGroup) -> dict[str, Any]:

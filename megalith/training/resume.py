@@ -172,6 +172,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.totals, run.left_out = dict(record.counters), record.left_out
+    run.task.go_on_with(run, checkpoint.task_files)
     run.abandoned = _abandoned(run, checkpoint)
 
 

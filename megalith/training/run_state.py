@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,14 @@ class Task:
         """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""
         return None
 
+    def files_to_keep(self, run: Run) -> dict[str, bytes]:
+        """What a checkpoint of this moment has of it besides the counters, contents by file name. Every rank calls it;
+        those of the first are saved."""
+        return {}
+
+    def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
+        """Takes what `files_to_keep` gave when the checkpoint that `run` stands at was saved."""
+
     def evaluation_figures(self, run: Run) -> dict[str, float] | None:
         """Of the evaluation that has just ended; None: its loss is a mean over tokens. Every rank calls it."""
         return None
@@ -315,7 +323,8 @@ class Run:
         """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
-        self.saver.save(self._record(), self.model.chunks, optimizer, amaxes)
+        task_files = self.task.files_to_keep(self)
+        self.saver.save(self._record(), self.model.chunks, optimizer, amaxes, task_files)
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:

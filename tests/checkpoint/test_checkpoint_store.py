@@ -90,6 +90,25 @@ def test_a_run_is_saved_kept_listed_and_loaded_as_in_a_folder(store, tiny_run, t
         open_checkpoint(saved.parent / "step_00000001")
 
 
+def test_what_a_task_keeps_is_in_the_step_and_goes_with_it(store, tiny_run, tmp_path, capsys):
+    """Into a folder by `reshard`, where a byte that is changed is found."""
+    run = tiny_run().train(1)
+    with Saver(store / "checkpoints", unpadded_rows=run.rows, background=True) as saver:
+        saver.save(run.record(), run.model, run.optimizer, task_files={"queue.json.zst": b"ahead"})
+    opened = open_checkpoint(store)
+    assert {name: path.read_bytes() for name, path in opened.task_files.items()} == {
+        "queue.json.zst": b"ahead"
+    }
+    assert main(["checkpoint", "reshard", str(store), str(tmp_path / "out"), "--files", "1"]) == 0
+    copied = open_checkpoint(tmp_path / "out").task_files["queue.json.zst"]
+    assert copied == tmp_path / "out" / "checkpoints" / "step_00000001" / "task" / "queue.json.zst"
+    copied.write_bytes(b"aheaD")
+    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 4
+    assert "queue.json.zst" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"queue\.json\.zst"):
+        open_checkpoint(copied.parents[1])
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_ends_at_any_moment_leaves_what_was_whole_and_no_load_takes_it(
     store, tiny_run, break_at, monkeypatch, background

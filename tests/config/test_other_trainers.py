@@ -98,9 +98,14 @@ rl.inference_backend                     vllm                   rl.engine       
 rl.inference_backend                     sglang                 rl.engine                              sglang
 rl.inference_backend                     megatron               rl.engine                              own
 rl.enable_weight_sync                    true                   rl.engine                              own
-rl.max_trajectory_age_steps              1                      rl.max_staleness                       1
-rl.max_async_level                       1                      rl.max_staleness                       1
-rl.max_head_offpolicyness                0                      rl.max_staleness                       0
+rl.max_trajectory_age_steps              2                      rl.max_staleness                       2
+rl.max_async_level                       8                      rl.max_staleness                       8
+rl.max_head_offpolicyness                4                      rl.max_staleness                       4
+rl.recompute_logprob                     true                   rl.old_logprobs                        policy
+rl.recompute_logprob                     false                  rl.old_logprobs                        rollout
+rl.use_decoupled_loss                    true                   rl.use_decoupled_loss                  true
+rl.behav_imp_weight_cap                  5.0                    rl.behav_imp_weight_cap                5.0
+rl.prox_logp_method                      loglinear              rl.prox_logp_method                    loglinear
 rl.top_k                                 -1                     rl.top_k                               0
 rl.top_k                                 null                   rl.top_k                               0
 rl.top_p                                 null                   rl.top_p                               1.0

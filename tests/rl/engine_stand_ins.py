@@ -25,6 +25,10 @@ class Refusal(Exception):
     """Answered with 400 and these words."""
 
 
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 128  # several batches are asked for at once
+
+
 class StandIn:
     """A server on loopback, until `close`."""
 
@@ -59,7 +63,7 @@ class StandIn:
             def do_POST(self):
                 stand_in._serve(self, "POST")
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = Listener(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *request: None  # the client may have left
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -22,6 +22,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.rl.engines import json_http, server_engine, weight_stream
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.grpo import PolicyTask, train_grpo
+from megalith.rl.judged_groups import read_queue
 from megalith.rl.loop import engine_of
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare
@@ -385,10 +386,10 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on(tmp_path, monkey
     assert steps[0]["mismatch"] < 1.0001 < min(step["mismatch"] for step in steps[1:])
     assert all(step["drift_canary"] < 1.0001 for step in steps)
     a_run("cut", exit_interval=2)
-    kept = sorted(path.name for path in (tmp_path / "cut" / "rollouts").iterdir())
-    assert kept[-1] == "batch_00000002.jsonl.zst"
-    found = load_rollouts(str(tmp_path / "cut" / "rollouts" / kept[-1]))
-    assert {int(v) for group in found.groups for one in group.completions for v in one.version} == {1}
+    kept = tmp_path / "cut" / "checkpoints" / "step_00000002" / "task" / "queue.json.zst"
+    queue, _ = read_queue(kept.read_bytes())
+    assert list(queue) == [2] and queue[2].is_judged
+    assert {v for record in queue[2].records for one in record.samples for v in one.versions} == {1}
     a_run("cut", exit_interval=None)
     again = metrics(tmp_path / "cut")
     assert [step["loss"] for step in again] == [step["loss"] for step in steps]

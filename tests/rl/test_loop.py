@@ -141,9 +141,10 @@ def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(tmp_path, monk
     assert losses(cut) == losses(whole)
 
 
-def test_a_run_that_stopped_inside_of_a_rollout_batch_reads_it_again(tmp_path):
-    """Its old policy being the engine's, no old log-probabilities are lost."""
-    rl = dict(mini_batches=4, old_logprobs="rollout")
+@pytest.mark.parametrize("old", ["rollout", "policy"])
+def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it(tmp_path, old):
+    """And with the old policy's log-probabilities, which its weights no longer give."""
+    rl = dict(mini_batches=2, num_iterations=2, old_logprobs=old, packing=True)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, train_ in ((whole, {}), (cut, dict(exit_interval=6)), (cut, {})):
         sections = tree(tmp_path, rl=rl, train=dict(train_iters=8, output_dir=str(folder)) | train_)

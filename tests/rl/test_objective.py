@@ -171,6 +171,63 @@ def test_gradients_are_finite_differences(name, loss_type):
             assert found == 0 or batch.loss_mask[place] == 1
 
 
+def decoupled(rl: RlConfig, logprobs: np.ndarray, batch: RolloutBatch, alpha: np.ndarray | None) -> tuple:
+    """The loss and its gradient by log π_θ, by loops: −Σ_t (π_prox / π_behav) min(u A, clip(u, 1 − ε, 1 + ε) A) / Σ 1
+    with u = π_θ / π_prox (Hilton et al. 2021; AReaL, arXiv 2505.24298). π_prox is that of a pass, or
+    π_behav^(1 − α) π_θ^α, or π_θ itself."""
+    loss, grads = 0.0, np.zeros_like(logprobs)
+    for at in np.ndindex(*logprobs.shape):
+        if not batch.loss_mask[at]:
+            continue
+        theta, behaviour, a = (
+            math.exp(logprobs[at]),
+            math.exp(batch.rollout_logprobs[at]),
+            float(batch.advantages[at]),
+        )
+        if alpha is not None:
+            proximal = behaviour ** (1 - alpha[at]) * theta ** alpha[at]
+        else:
+            proximal = theta if batch.old_logprobs is None else math.exp(batch.old_logprobs[at])
+        weight, u = proximal / behaviour, theta / proximal
+        if rl.behav_imp_weight_cap is not None and weight > rl.behav_imp_weight_cap:
+            continue
+        clipped = min(max(u, 1 - rl.epsilon), 1 + rl.epsilon)
+        loss -= weight * min(u * a, clipped * a)
+        if u * a <= clipped * a:
+            grads[at] = -weight * a * u
+    return loss / sum(TOKENS), grads / sum(TOKENS)
+
+
+@pytest.mark.parametrize("cap", [None, 1.3])
+@pytest.mark.parametrize("proximal", ["pass", "line", "ours"])
+def test_the_decoupled_loss_is_the_published_formula(proximal, cap):
+    rl = RlConfig(rollouts="x", use_decoupled_loss=True, behav_imp_weight_cap=cap, mini_batches=2,
+                  vllm_importance_sampling_correction=False)  # fmt: skip
+    generator, left_out = torch.Generator().manual_seed(4), 0
+    for _ in range(10):
+        batch, logprobs = batch_of(generator, old=proximal == "pass")
+        if proximal == "line":
+            versions = torch.randint(4, 8, (2, SEQ), generator=generator)  # of weights up to those of step 7
+            alpha = ((7.0 - versions) / (9.0 - versions)).double().numpy()  # at step 9
+            batch.proximal = torch.from_numpy(alpha)
+        expected, grads = decoupled(rl, logprobs.numpy(), batch, alpha if proximal == "line" else None)
+        logprobs.requires_grad_()
+        loss = loss_of(rl, logprobs, None, batch)
+        (grad,) = torch.autograd.grad(loss, logprobs)
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+        assert np.allclose(grad, grads, rtol=1e-6, atol=1e-12)
+        tokens = PolicyLoss(rl).tokens(
+            batch
+        )  # as the pass over the vocabulary takes them, a chunk of tokens at a time
+        by_chunks = sum(
+            PolicyLoss(rl).token_losses(logprobs[:, at], None, {k: v[:, at] for k, v in tokens.items()}).sum()
+            for at in (slice(0, 3), slice(3, SEQ))
+        )
+        assert by_chunks.item() / sum(TOKENS) == pytest.approx(expected, rel=1e-6)
+        left_out += ((batch.loss_mask > 0).numpy() & (grads == 0)).sum()
+    assert left_out > 5 or (proximal == "ours" and cap is None)
+
+
 KINKS = [  # advantage, ratio, settings, one-sided derivatives by the ratio below and above
     (1.0, 1.2, {}, (-1.0, 0.0)),
     (1.0, 0.8, {}, (-1.0, -1.0)),
@@ -241,7 +298,9 @@ REFUSED = [
     (dict(delta=1.1), "rl.delta 1.1 is not above 1 \\+ epsilon_high"),
     (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
     (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
-    (dict(num_iterations=3), "checkpoint.save_interval 4 would save inside of a rollout batch, which is 3 steps"),
+    (dict(use_decoupled_loss=True, vllm_importance_sampling_clip_max=3.0), "has no bound but rl.behav_imp_weight_cap"),
+    (dict(use_decoupled_loss=True, old_logprobs="rollout"), "the proximal policy would be the one that sampled"),
+    (dict(use_decoupled_loss=True, prox_logp_method="loglinear", mini_batches=2), "whose versions say nothing of this"),
     (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above vllm_importance_sampling_clip_max 2.0"),
 ]  # fmt: skip
 

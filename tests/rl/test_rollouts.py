@@ -161,13 +161,28 @@ def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path,
     assert "rl.rollouts is what is trained on, but data.mock is True" in capsys.readouterr().err
 
 
-def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_and_says_what_is_not_as_it_was(tmp_path, capsys):
-    config = configuration(tmp_path, train=dict(train_iters=4, exit_interval=1), mini_batches=2)
-    assert train_grpo(config).step == 1
-    again = config.with_settings({"checkpoint.load": str(tmp_path / "run"), "train.exit_interval": None})
-    assert train_grpo(again).step == 4
+def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_as_it_was_or_says_what_is_not(tmp_path, capsys):
+    def run(folder: str, load: str | None = None, **rl) -> list[float]:
+        train = dict(train_iters=4, output_dir=str(tmp_path / folder), exit_interval=None if load else 1)
+        config = configuration(tmp_path, train=train, **dict(mini_batches=2) | rl)
+        train_grpo(config.with_settings({"checkpoint.load": load and str(tmp_path / load)}))
+        return [step["loss"] for step in read_records(tmp_path / folder / "metrics.jsonl")]
+
+    first = run("first")
+    again = run("again", "first")
+    assert "stands inside" not in capsys.readouterr().out
+    whole = configuration(
+        tmp_path, train=dict(train_iters=4, output_dir=str(tmp_path / "whole")), mini_batches=2
+    )
+    train_grpo(whole)
+    assert first + again == [step["loss"] for step in read_records(tmp_path / "whole" / "metrics.jsonl")]
+    with pytest.raises(
+        DataError, match=r"row 0 of mini-batch 2 had 0 tokens and has \d+ now; leave rl\.packing"
+    ):
+        run("other", "first", mini_batches=4)
+    run("older", old_logprobs="rollout")
+    run("newer", "older")
     assert "step 1 stands inside of a rollout batch of 2 steps" in capsys.readouterr().out
-    assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 4
 
 
 def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_path):

@@ -282,7 +282,6 @@ def check_rollouts(config: RunConfig) -> None:
             "given FP8 its scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
         )
     _check_clips(config)
-    _check_saves(config)
 
 
 def _check_prompts(config: RunConfig) -> None:
@@ -312,10 +311,10 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but which prompts are "
             "asked again is known only after the batch before; leave one out"
         )
-    if rl.max_staleness and rl.old_logprobs == "policy" and not rl.vllm_importance_sampling_correction:
+    if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness} without rl.vllm_importance_sampling_correction, so nothing would "
-            "correct for the older weights; leave it on, or set rl.old_logprobs to rollout"
+            "correct for the older weights; leave it on, or set rl.use_decoupled_loss, or rl.old_logprobs to rollout"
         )
     room = seq_length + 1 - rl.max_completion_length
     if (rl.max_prompt_length or 1) > room:
@@ -323,12 +322,6 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and rl.max_completion_length "
             f"{rl.max_completion_length} do not fit into data.seq_length + 1 = {seq_length + 1}; raise it, or shorten "
             "one of them"
-        )
-    interval = config.checkpoint.save_interval
-    if interval is not None and interval % rl.steps_per_batch and not rl.computes_old:
-        raise ConfigError(
-            f"checkpoint.save_interval {interval} would save inside of a rollout batch, which is {rl.steps_per_batch} "
-            f"steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches {rl.mini_batches}); choose a multiple"
         )
 
 
@@ -351,22 +344,27 @@ def _check_clips(config: RunConfig) -> None:
             raise ConfigError(
                 "rl.importance_sampling_level is sequence, but cispo caps each token's ratio; use token"
             )
+    if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
+        raise ConfigError(
+            "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
+            "sampled, and nothing decoupled; leave out one"
+        )
+    given = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
+    if rl.use_decoupled_loss and given != (None, None):
+        raise ConfigError(
+            f"rl.vllm_importance_sampling_clip_min is {given[0]} and _max {given[1]}, but with rl.use_decoupled_loss "
+            "the weight has no bound but rl.behav_imp_weight_cap; set that, or leave out one"
+        )
+    if rl.interpolates_old and rl.rollouts:
+        raise ConfigError(
+            "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
+            "one's weights; set it to recompute"
+        )
     low, high = rl.mismatch_bounds
     if low is not None and low > high:
         raise ConfigError(
             f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
             f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
-        )
-
-
-def _check_saves(config: RunConfig) -> None:
-    """Old log-probabilities are of the weights before a rollout batch, which no checkpoint inside of it has."""
-    rl, interval = config.rl, config.checkpoint.save_interval
-    if rl.computes_old and interval is not None and interval % rl.steps_per_batch:
-        raise ConfigError(
-            f"checkpoint.save_interval {interval} would save inside of a rollout batch, which is "
-            f"{rl.steps_per_batch} steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches "
-            f"{rl.mini_batches}); choose a multiple of it"
         )
 
 
