@@ -165,7 +165,8 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
             "raise it, or leave it out to take the tokenizer's"
         )
     if model.max_position_embeddings is None:
-        found["model.max_position_embeddings"] = config.data.seq_length
+        lengths = [config.data.seq_length, *[config.data.decoder_length] * (model.encoder_layers > 0)]
+        found["model.max_position_embeddings"] = max(lengths)
     return config.with_settings(found)
 
 

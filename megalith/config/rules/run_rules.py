@@ -135,12 +135,15 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
-    seq_length, longest = data.seq_length, model.max_position_embeddings
-    if longest is not None and seq_length > longest:
-        raise ConfigError(
-            f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}; shorten the "
-            "sequences, or raise the model's limit"
-        )
+    lengths = {"seq_length": data.seq_length}
+    if model.encoder_layers:
+        lengths["decoder_seq_length"] = data.decoder_length
+    for name, length in lengths.items():
+        if (longest := model.max_position_embeddings) is not None and length > longest:
+            raise ConfigError(
+                f"data.{name} {length} is longer than model.max_position_embeddings {longest}; shorten the "
+                "sequences, or raise the model's limit"
+            )
 
 
 def _check_data(data: DataConfig, rl: RlConfig) -> None:
