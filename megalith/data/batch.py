@@ -67,16 +67,6 @@ class Batch:
         return type(self)(*(None if value is None else change(value) for value in values))
 
 
-@dataclass
-class T5Batch(Batch):
-    """One micro-batch of an encoder-decoder: `input_ids`, `labels` and `loss_mask` are the decoder's, [batch, seq]."""
-
-    encoder_input_ids: Tensor  # int64 [batch, encoder seq]
-    encoder_padding_mask: (
-        Tensor | None
-    )  # bool [batch, encoder seq], False for what fills up; None: nothing does
-
-
 def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:
     """A Batch from int64 samples [batch, seq + 1] and their places in the stream, int64 [batch]."""
     input_ids = samples[:, :-1]  # [batch, seq]

@@ -14,7 +14,8 @@ from examples.seams.causal_convolution import CausalConvolution
 from examples.seams.counting_gemm import count_matmuls
 from examples.seams.encoder_decoder import EncoderDecoder
 from megalith.config import RunConfig
-from megalith.data.batch import Batch, T5Batch
+from megalith.data.batch import Batch
+from megalith.data.pairs import T5Batch
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
 from megalith.models.encoders.t5 import T5

@@ -154,6 +154,11 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
             "(model.experimental_attention_variant) reads them from their beginning; set it to 1 and use tensor or "
             "sequence parallelism"
         )
+    if model.encoder_layers:
+        raise ConfigError(
+            f"parallel.context_parallel_size {size} cuts self-attention alone, and with model.model_type "
+            f"{model.model_type} the decoder attends to the encoder; set it to 1 and use tensor or sequence parallelism"
+        )
     if seq_length % (2 * size):
         lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
         shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size
