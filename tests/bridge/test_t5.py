@@ -18,7 +18,7 @@ from megalith.bridge.verify import certify, same_bits
 from megalith.config import RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
 from megalith.parity.job import start
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
@@ -139,13 +139,20 @@ def test_a_run_learns_pairs_and_its_loss_is_that_of_transformers(tmp_path: Path)
     assert losses[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_matrix_of_its_own_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
-    """As transformers 5 saves what it has loaded of T5 1.1."""
-    reference("v1.1", tmp_path)
+def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """As transformers 5 saves what it has loaded of T5 1.1 or Flan."""
+    model, tokens = reference("v1.1", tmp_path), batch()
     settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
-        megalith.load(tmp_path)
+    del tokens["labels"], tokens["loss_mask"]
+    with pytest.warns(
+        UserWarning, match="lm_head.weight is not shared.weight: the model gets a matrix of its own"
+    ):
+        ours = megalith.load(tmp_path)
+    with torch.no_grad():
+        found, expected = ours(**tokens), theirs(model, tokens).logits
+    assert ours.config.untie_embeddings_and_output_weights
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
