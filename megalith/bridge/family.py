@@ -138,6 +138,10 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Ends of names that older files have, and what they are now."""
 
+    unties: bool = False
+    """Whether an output matrix in the files that is not the embedding's is the model's own, whatever config.json says
+    of it."""
+
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
 

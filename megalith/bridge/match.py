@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     """
     source.complete_names(family)
     _check_counts(source, model)
+    if family.unties and not model.untie_embeddings_and_output_weights:
+        model = _as_stored(source, family, model)
     groups = family.groups(model)
     wanted = {name: shape for group in groups for name, shape in group.sources.items()}
     found = {
@@ -136,14 +139,35 @@ def _check_shapes(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -
 
 
 def _check_tied(source: SourceFolder, family: Family, groups: list[Group]) -> None:
-    embedding = next(group for group in groups if group.name == VOCABULARY[0]).names()[0]
-    if embedding not in source.tensors:
-        return
-    both = [source.tensors[name] for name in (family.tied, embedding)]
-    if any(stored.dtype not in WEIGHT_CODES for stored in both):
-        return  # refused with all others of such a type
-    if not torch.equal(source.read(family.tied), source.read(embedding)):
+    embedding = _embedding(groups)
+    if _differs(source, family.tied, embedding):
         raise CheckpointError(
             f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}; if it is to "
             "have a matrix of its own, set tie_word_embeddings to false"
         )
+
+
+def _as_stored(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
+    """`model`, which config.json says is tied, with an output matrix of its own where the files have one."""
+    embedding = _embedding(family.groups(model))
+    if not _differs(source, family.tied, embedding):
+        return model
+    warnings.warn(
+        f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}: the model gets a "
+        "matrix of its own",
+        stacklevel=2,
+    )
+    return model.model_copy(update={"untie_embeddings_and_output_weights": True})
+
+
+def _embedding(groups: list[Group]) -> str:
+    """Their name of the word embedding."""
+    return next(group for group in groups if group.name == VOCABULARY[0]).names()[0]
+
+
+def _differs(source: SourceFolder, output: str, embedding: str) -> bool:
+    """Whether both matrices are there, of types that are read, and not alike."""
+    both = [source.tensors.get(name) for name in (output, embedding)]
+    if any(stored is None or stored.dtype not in WEIGHT_CODES for stored in both):
+        return False  # other types are refused with all others of such a type
+    return not torch.equal(source.read(output), source.read(embedding))

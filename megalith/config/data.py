@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megalith.config import small
-from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
+from megalith.config.base import KEPT, Decides, Needs, Resolved, Section, Shrinks
 
 DataPath = str | list[Any]
 MASKED = Needs("model.model_type", "bert")
@@ -38,6 +38,14 @@ class DataConfig(Section):
 
     seq_length: Annotated[PositiveInt, Shrinks(small.SEQUENCE)] = 1024
     """Tokens in a training sequence."""
+
+    decoder_seq_length: Annotated[
+        PositiveInt | None,
+        Needs("model.model_type", "t5"),
+        Resolved("decoder_length"),
+        Shrinks(lambda value, _: value and small.SEQUENCE // 2),
+    ] = None
+    """Tokens in a sample's sequence for the decoder, where seq_length is the encoder's. Absent: as many."""
 
     tokenizer_type: Annotated[
         (
@@ -95,3 +103,8 @@ class DataConfig(Section):
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
     """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of a sample that a decoder behind an encoder reads."""
+        return self.decoder_seq_length or self.seq_length

@@ -232,7 +232,7 @@ class Stack(nn.Module):
             context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
-        if self.relative_attention_bias is not None:
+        if self.relative_attention_bias is not None and self.layers:  # a pipeline stage may have none
             context.bias = self.relative_attention_bias(places)
         if self.config.num_experts:
             numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]

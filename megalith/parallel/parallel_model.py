@@ -43,7 +43,7 @@ from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
 from megalith.parallel.fp8_linears import StepCasts, amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
-from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_kind
+from megalith.parallel.pipeline.stages import reduce_over_stages, schedule_kind
 from megalith.parallel.shards import LocalParameters, to_local_parameters
 from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
 from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
@@ -292,7 +292,7 @@ class ParallelModel:
         wait_for_gradients(self.chunks, self._parallel)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
-        reduce_tied_embedding(self.chunks, self.mesh.tied)
+        reduce_over_stages(self.chunks, self.mesh)
         self.parameters.attach_gradients()
         if self.spec.has_experts:
             tokens_cut = self._parallel.sequence_parallel

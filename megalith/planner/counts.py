@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megalith.config import LoraConfig, ModelConfig, ParallelConfig
-from megalith.errors import ConfigError
+from megalith.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from megalith.models.adapters import ADAPTER, add_adapters
 from megalith.models.linear import Linear
 from megalith.models.model_types import make_model
@@ -37,6 +36,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
 from megalith.models.router import Router
 from megalith.models.transformer import TransformerLayer
+from megalith.models.transformer import layers_of as layers_in
 from megalith.parallel.expert.expert_parallel import CUTS
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.tensor_parallel import role_of
@@ -63,11 +63,6 @@ class MetaModel:
     experts, norms, head, adapters. Biases count with their part."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
-        if model.model_type == "t5":
-            raise ConfigError(
-                "model.model_type t5 cannot be counted: its layers read two sequences, each of its own length; "
-                "parameters are those of the model itself (megalith.load)"
-            )
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
         self.numbers = [*range(model.num_layers), *model.further_layers]
@@ -75,11 +70,24 @@ class MetaModel:
         kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
         first = {kinds[number]: number for number in reversed(self.numbers)}
         self._first = {number: first[kinds[number]] for number in self.numbers}
-        no_layers = {"num_layers": 0, "mtp_num_layers": model.mtp_num_layers and 0}
+        no_layers = {
+            "num_layers": 0,
+            "mtp_num_layers": model.mtp_num_layers and 0,
+            "encoder_num_layers": None,
+        }
         self._model = make_model(model.model_copy(update=no_layers), device="meta")
+        if encoders := model.encoder_layers:  # its last layer, which the encoder's norm goes with
+            self._first |= dict.fromkeys(range(encoders), encoders - 1)
+            self._model.encoder.layers[str(encoders - 1)] = TransformerLayer(model, encoders - 1, "meta")
+            first = {"decoder": encoders}
+            self._first |= dict.fromkeys(range(encoders, model.num_layers), encoders)
         self._model.layers.update(
-            {str(number): TransformerLayer(model, number, "meta") for number in first.values()}
+            {
+                str(number): TransformerLayer(model, number, "meta", cross=encoders > 0)
+                for number in first.values()
+            }
         )
+        self._layers = {layer.number: layer for layer in layers_in(self._model).values()}
         if lora is not None and lora.rank is not None:
             add_adapters(self._model, lora)
 
@@ -91,7 +99,7 @@ class MetaModel:
 
     def layer(self, number: int) -> TransformerLayer:
         """The layer of this number, or one like it."""
-        return self._model.layers[str(self._first[number])]
+        return self._layers[self._first[number]]
 
     def in_layers(self, numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
         """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
@@ -110,13 +118,17 @@ class MetaModel:
         """The parameters outside of layers: of the model, or of those of a pipeline rank that has these chunks."""
         if chunks is None:
             return self._count(self._model)
-        ends = [chunk for chunk in chunks if chunk.embedding or chunk.head]
+        last = (
+            self.config.encoder_layers - 1
+        )  # behind it stands a norm, and each stage has relative positions
+        ends = [chunk for chunk in chunks if chunk.embedding or chunk.head or last >= 0]
 
         def count() -> Counter[str]:
             kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
             return sum(map(self._count, kept), Counter())
 
-        return self.once(tuple((chunk.embedding, chunk.head) for chunk in ends), count)
+        held = tuple((chunk.embedding, chunk.head, last in chunk.layers) for chunk in ends)
+        return self.once(held, count)
 
     @property
     def output_matrix(self) -> int:
@@ -158,7 +170,8 @@ class MetaModel:
             for kind, parameter in owner.named_parameters(recurse=False):
                 part = _part(name, owner)
                 is_matrix = kind == "weight" and part not in ("embedding", "norms")
-                if not name.startswith("layers.") and (is_matrix or not matrices):
+                in_layer = name.removeprefix(ENCODER).startswith("layers.")
+                if not in_layer and (is_matrix or not matrices):
                     total[part] += self._here(name, owner, kind, parameter.shape)
         return total
 
@@ -190,7 +203,7 @@ def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
 
 
 def _part(name: str, module: nn.Module) -> str:
-    first = name.partition(".")[0]
+    first = name.removeprefix(ENCODER).partition(".")[0]
     if ADAPTER in name:
         return "adapters"
     if isinstance(module, GroupedLinear):
@@ -202,8 +215,10 @@ def _part(name: str, module: nn.Module) -> str:
     return OUTSIDE.get(first, "mlp")
 
 
+ENCODER = "encoder."  # what the names of an encoder's parts begin with beside a decoder
 OUTSIDE = {
     "embedding": "embedding",
+    "relative_attention_bias": "embedding",
     "output_layer": "head",
     "vocabulary": "head",
     "lm_head": "head",
@@ -217,7 +232,7 @@ class ParameterCounts:
     """Parameters by part, over all layers. Biases are counted with their part."""
 
     embedding: int
-    """Token embedding, and positions where they are learned."""
+    """Token embedding, and positions where they are learned, relative ones too."""
     attention: int
     mlp: int
     """With experts, and the matrices that stand before the layers of multi-token prediction."""
@@ -294,13 +309,20 @@ class TokenFlops:
         return self.attention_projections + self.attention_matrix + self.mlp + self.head + self.adapters
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None = None) -> TokenFlops:
+def flops_per_token(
+    model: ModelConfig, seq_length: int, lora: LoraConfig | None = None, decoder_length: float | None = None
+) -> TokenFlops:
     """FLOPs of one token, forward and backward, in unbroken sequences of `seq_length` tokens.
+
+    Of an encoder-decoder they are those of a sample over its `seq_length` tokens in the encoder; beside these it has
+    `decoder_length` in the decoder (None: as many), whose attention is counted whole too, in both conventions.
 
     The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
     Weights that adapters freeze have no wgrad: they cost two matmuls a token and not three.
     """
     meta = MetaModel(model, lora)
+    if model.encoder_layers:
+        return _of_two_stacks(meta, seq_length, seq_length if decoder_length is None else decoder_length)
     met = meta.in_layers(meta.numbers, matrices=True)
     per_weight = (FORWARD_AND_BACKWARD - (met["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of what is no weight, or a trained one
@@ -316,6 +338,34 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
         adapters=per_pair * met["adapters"],
         is_causal=model.causal,
     )
+
+
+def _of_two_stacks(meta: MetaModel, encoder_length: int, decoder_length: float) -> TokenFlops:
+    """Keys and values of cross-attention are of the encoder's tokens, all other matrices of the stack's own."""
+    model, share = meta.config, decoder_length / encoder_length
+    encoders, decoders = range(model.encoder_layers), range(model.encoder_layers, model.num_layers)
+    encoder, decoder = (meta.in_layers(numbers, matrices=True) for numbers in (encoders, decoders))
+    met = Counter({part: encoder[part] + share * decoder[part] for part in encoder | decoder})
+    keys_values = 2 * model.query_groups * model.head_dim * model.hidden_size
+    met["attention"] += (1 - share) * len(decoders) * keys_values
+    per_weight = (FORWARD_AND_BACKWARD - (met["adapters"] > 0)) * MULTIPLY_ADD
+    per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    widths = 2 * model.num_attention_heads * model.head_dim
+    pairs = len(encoders) * encoder_length + len(decoders) * share * (decoder_length + encoder_length)
+    return TokenFlops(
+        attention_projections=round(per_weight * met["attention"]),
+        attention_matrix=round(per_pair * widths * pairs),
+        mlp=round(per_weight * met["mlp"]),
+        head=round(per_weight * meta.output_matrix * share),
+        adapters=round(per_pair * met["adapters"]),
+        is_causal=False,
+    )
+
+
+def share_of_tokens(config: RunConfig, number: int) -> float:
+    """Of data.seq_length the tokens of a sample that layer `number` reads: 1, but in the decoder behind an encoder."""
+    first = config.model.encoder_layers
+    return config.data.decoder_length / config.data.seq_length if 0 < first <= number else 1.0
 
 
 def delta_rule(model: ModelConfig) -> int:

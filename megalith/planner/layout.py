@@ -276,7 +276,8 @@ def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Duratio
     A layer's forward pass, dgrad and wgrad are alike; the loss makes the head's gradients in the
     forward pass (ops/cross_entropy.py).
     """
-    cost = flops_per_token(config.model, config.data.seq_length, config.lora)
+    data = config.data
+    cost = flops_per_token(config.model, data.seq_length, config.lora, data.decoder_length)
     layer = (cost.causal - cost.head) / config.model.num_layers
     stages = sorted((chunk for chunks in assignment for chunk in chunks), key=lambda s: (s.chunk, s.rank))
     work = [max(len(stage.layers) * layer, 1.0) for stage in stages]

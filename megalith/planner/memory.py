@@ -39,7 +39,7 @@ from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_w
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
-from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
@@ -132,7 +132,8 @@ class StageMemory:
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
         tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
-        logits = min(tokens, tokens_at_once(rows)) * rows if self.head else 0
+        of_head = int(tokens * share_of_tokens(self.config, self.model.num_layers - 1))
+        logits = min(of_head, tokens_at_once(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         each, of_ends = moment_bytes(optim)
         moments = each * trained
@@ -180,7 +181,11 @@ class StageMemory:
         def mean_of(recomputed: Collection[str], code: float | None) -> float:
             kinds = self.meta.kinds(self.numbers).items()
             saved = sum(
-                times * saved_activations(self.meta, n, self.compiled, recomputed, code) for n, times in kinds
+                times
+                * share_of_tokens(self.config, n)
+                * saved_activations(self.meta, n, self.compiled, recomputed, code)
+                + times * saved_of_encoded(self.meta, n)
+                for n, times in kinds
             )
             return saved / max(self.layers, 1)
 
@@ -315,6 +320,9 @@ def saved_activations(
         attention += code * query
     if number in model.linear_attention_layers:
         attention = _of_delta_net(model) / tensor
+    if saved_of_encoded(meta, number):  # cross-attention's norm, queries and output
+        norm_inputs, norm_outputs = 1.5 * norm_inputs, 1.5 * norm_outputs
+        attention += 2 * query
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
@@ -324,6 +332,13 @@ def saved_activations(
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
+
+
+def saved_of_encoded(meta: MetaModel, number: int) -> int:
+    """Elements of each token of the encoder that cross-attention in layer `number` saves: its key and value."""
+    model, tensor = meta.config, meta.parallel.tensor_model_parallel_size
+    crosses = 0 < model.encoder_layers <= number
+    return 2 * max(model.query_groups // tensor, 1) * model.head_dim if crosses else 0
 
 
 def _of_delta_net(model: ModelConfig) -> int:

@@ -205,7 +205,8 @@ class _Search:
         self.answer, self.config = answer, answer.config
         self.world, self.rates = answer.gpus, answer.rates
         self.meta = MetaModel(self.config.model, self.config.lora)
-        self.flops = flops_per_token(self.config.model, self.config.data.seq_length, self.config.lora).causal
+        model, data, lora = self.config.model, self.config.data, self.config.lora
+        self.flops = flops_per_token(model, data.seq_length, lora, data.decoder_length).causal
         self.machine = self.rates.machine(self.world, answer.gpus_per_node)
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []

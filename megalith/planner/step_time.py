@@ -26,7 +26,7 @@ from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
 from megalith.parallel.pipeline.timeline import Timeline
-from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, makes_mask, moment_bytes
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
@@ -226,6 +226,7 @@ class _Model:
         there_already = {"data", "attention"} if self.parallel.saves_attention else {"data"}
         for number, times in kinds.items():
             there, back = self._layer(number)
+            times = times * share_of_tokens(self.config, number)
             for name in there | back:
                 forward[name] += times * there[name]
                 again = 0.0 if name in there_already else recomputed  # the backward pass gathers by itself

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
-from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 
 FP32 = 4
@@ -89,9 +89,16 @@ def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
     hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision]
     part = hidden * (size - 1) / size
     cut = config.parallel.sequence_parallel
-    layers = sum(len(chunk.layers) for chunk in chunks)
+    layers = sum(_exchanges(config, number) for chunk in chunks for number in chunk.layers)
     ends = sum(chunk.embedding + chunk.head for chunk in chunks)
     return int(part * (layers * (10 if cut else 8) + ends * 2))
+
+
+def _exchanges(config: RunConfig, number: int) -> float:
+    """A layer's pairs of matrices over those of self-attention and an MLP, by its tokens; a decoder behind an encoder
+    has a third, of which half gathers the encoder's tokens."""
+    share = share_of_tokens(config, number)
+    return 1.25 * share + 0.25 if 0 < config.model.encoder_layers <= number else share
 
 
 def context_bytes(config: RunConfig) -> int:
@@ -113,7 +120,10 @@ def context_bytes(config: RunConfig) -> int:
 def hidden_bytes(config: RunConfig) -> int:
     """The hidden states of a micro-batch, as a rank hands them to the next stage."""
     cut = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
+    hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
+    if config.model.encoder_layers:  # both streams
+        hidden += int(hidden * share_of_tokens(config, config.model.num_layers - 1))
+    return hidden
 
 
 def data_bytes(

@@ -216,8 +216,9 @@ def open_report(
 def flops_by_length(config: RunConfig) -> Callable[[float], float]:
     """A token's FLOPs by the length of its sequence, or the mean that its sequences have over their tokens, Σ n² / Σ n:
     linear in it, but for windows of attention."""
-    length = config.data.seq_length
-    short, whole = (flops_per_token(config.model, n, config.lora).causal for n in (1, length))
+    model, lora, length = config.model, config.lora, config.data.seq_length
+    share = config.data.decoder_length / length
+    short, whole = (flops_per_token(model, n, lora, n * share).causal for n in (1, length))
     return lambda mean: whole + (whole - short) * (mean - length) / max(length - 1, 1)
 
 

@@ -139,7 +139,8 @@ def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
 
 
 def _flops(config: RunConfig) -> str:
-    cost = flops_per_token(config.model, config.data.seq_length, config.lora)
+    data = config.data
+    cost = flops_per_token(config.model, data.seq_length, config.lora, data.decoder_length)
     return f"{_flop(cost.causal)} causal (as in the log), {_flop(cost.full)} full (attention matrix whole)"
 
 

@@ -27,6 +27,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import Collate, Loader
 from megalith.data.masked_lm import MaskedLMDataset, Masking, MockMaskedDataset, WordPieces, make_bert_batch
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
+from megalith.data.pairs import MockPairs, make_t5_batch
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -40,6 +41,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.report.report import Work
 
 RunConfig.model_rebuild()  # its validators: 0.2 s that processes forked from one which has this module need not spend
+COLLATES: dict[str, Collate | None] = {"gpt": None, "bert": make_bert_batch, "t5": make_t5_batch}
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -165,7 +167,8 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
             "raise it, or leave it out to take the tokenizer's"
         )
     if model.max_position_embeddings is None:
-        found["model.max_position_embeddings"] = config.data.seq_length
+        lengths = [config.data.seq_length, *[config.data.decoder_length] * (model.encoder_layers > 0)]
+        found["model.max_position_embeddings"] = max(lengths)
     return config.with_settings(found)
 
 
@@ -201,6 +204,13 @@ def open_datasets(
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
     masking = _masking(config)
+    if data.mock and model.model_type == "t5":
+        lengths = data.seq_length, data.decoder_length
+        train, valid, test = (
+            MockPairs(model.vocab_size, *lengths, count, seed + part) if count else None
+            for part, count in enumerate(samples)
+        )
+        return train, valid, test
     if data.mock and masking is not None:
         train, valid, test = (
             MockMaskedDataset(model.vocab_size, data.seq_length, count, seed + part, masking)
@@ -236,9 +246,9 @@ def open_datasets(
 
 
 def _masking(config: RunConfig) -> Masking | None:
-    """How the samples of an encoder are masked; None for a decoder."""
+    """How the samples of an encoder are masked; None for others."""
     data, model = config.data, config.model
-    if model.causal:
+    if model.model_type != "bert":
         return None
     settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
     return Masking(**settings, classification_head=model.bert_binary_head)
@@ -370,4 +380,4 @@ class Data:
     def _collate(self, dataset: SampleDataset) -> Collate | None:
         if isinstance(dataset, ChatDataset):
             return self.make_chat_batch
-        return None if self._config.model.causal else make_bert_batch
+        return COLLATES[self._config.model.model_type]

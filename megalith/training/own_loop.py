@@ -29,7 +29,7 @@ from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.parallel_model import ModelSpec, ParallelModel
-from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.parallel.pipeline.stages import copies, held_by_stages
 from megalith.training.build import build_model, complete, vocabulary_rows
 
 
@@ -70,11 +70,11 @@ class Optimizer:
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
         self.optimizer = build_optimizer(
-            model.parameters.named, config, on_two_stages(chunks, mesh.tied), model.placements(), precision
+            model.parameters.named, config, held_by_stages(chunks, mesh), model.placements(), precision
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
-            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh.pp), model.device
+            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh), model.device
         )
 
     def step(

@@ -37,7 +37,7 @@ from megalith.models.transformer import Transformer
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.fp8_counts import counted, counters
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.stages import on_two_stages
+from megalith.parallel.pipeline.stages import held_by_stages
 from megalith.parallel.shards import LocalParameters, placed
 from megalith.remote import StorePath, place
 from megalith.report.measured_step import PhaseTimers
@@ -52,9 +52,8 @@ NAMED = 3  # parameters in the message
 class ReplicaCheck:
     """Compares the copies of parameters. Made by every rank, while no layer is gathered."""
 
-    def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, world: Axis, tied: Axis):
-        """`tied`: the mesh's axis of the stages that share a tied embedding."""
-        self._world, self._shards = world, parameters.shards  # which store_frozen changes
+    def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, mesh: Mesh):
+        self._world, self._shards = mesh.world, parameters.shards  # which store_frozen changes
         self._held: dict[str, tuple[Axis, list[str]]] = {}  # names, by the group of the copies
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -63,9 +62,9 @@ class ReplicaCheck:
                     axes.append(parameters.copies[name])
                 for axis in axes:
                     self._held.setdefault(axis.name, (axis, []))[1].append(name)
-        # The one axis between stages comes last, so that every rank of a stage takes its axes in one order.
-        if shared := sorted(on_two_stages(chunks, tied)):
-            self._held[f"tied {tied.name}"] = (tied, shared)
+        # The axes between stages come last, so that every rank of a stage takes its axes in one order.
+        for name, axis in held_by_stages(chunks, mesh).items():
+            self._held.setdefault(f"stages {axis.name}", (axis, []))[1].append(name)
         self.agreed_at: int | None = None
         """The last step after which all copies were found the same."""
 
@@ -217,7 +216,7 @@ class Run:
         self.counters = counters(self.model.chunks)
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
-            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world, mesh.tied)
+            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh)
         self.timers = PhaseTimers(device, config.log.timing_log_level)
         self.log: Callable[[str], None] = lambda text: None
         """Takes a line for the reader of the run's log."""

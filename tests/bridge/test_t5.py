@@ -18,7 +18,8 @@ from megalith.bridge.verify import certify, same_bits
 from megalith.config import RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
+from megalith.parity.job import start
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
 # Heads that are not hidden / heads wide, stacks of two depths, and sequences that reach beyond the farthest bucket.
@@ -101,13 +102,57 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_a_matrix_of_its_own_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
-    """As transformers 5 saves what it has loaded of T5 1.1."""
-    reference("v1.1", tmp_path)
+RUN = {
+    "model": dict(model_type="t5", num_layers=5, encoder_num_layers=2, hidden_size=64, ffn_hidden_size=96,
+                  kv_channels=12, num_attention_heads=4, vocab_size=31, position_embedding_type="relative",
+                  normalization="RMSNorm",
+                  relative_attention_num_buckets=8, relative_attention_max_distance=20, add_bias_linear=False,
+                  activation="relu", query_pre_attn_scalar=1, scale_decoder_outputs=True, hidden_dropout=0.0,
+                  attention_dropout=0.0, max_position_embeddings=64, layernorm_epsilon=1e-6, init_method_std=0.1),
+    "data": dict(mock=True, seq_length=24, decoder_seq_length=10, num_workers=0),
+    "optim": dict(lr=1e-2),
+    "train": dict(micro_batch_size=8, global_batch_size=16, train_iters=60, eval_iters=1),
+    "runtime": dict(device="cpu", compile=False),
+}  # fmt: skip
+
+
+def test_a_run_learns_pairs_and_its_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    tree = RUN | {"train": RUN["train"] | {"output_dir": str(tmp_path / "run")}}
+    trainer = start(RunConfig.from_tree(tree))
+
+    with trainer.data.train_loader(0, 0, trainer.device) as batches:
+        trainer.train_step(batches)
+        trainer.save()
+        losses = [trainer.train_step(batches).loss.item() for _ in range(59)]
+    assert losses[-1] < losses[0] - 0.5
+    model = T5ForConditionalGeneration.from_pretrained(export_hf(tmp_path / "run", tmp_path / "hf").path)
+    with trainer.data.train_loader(1, 16, trainer.device) as batches:
+        parts = [next(batches) for _ in range(2)]
+    labels = torch.cat([part.labels.masked_fill(part.loss_mask == 0, -100) for part in parts])
+    tokens = {
+        name: torch.cat([part[name] for part in parts])
+        for name in ("input_ids", "encoder_input_ids", "encoder_padding_mask")
+    }
+    assert not tokens["encoder_padding_mask"].all() and (labels == -100).any()
+    with torch.no_grad():
+        expected = theirs(model.eval(), tokens, labels=labels).loss
+    assert losses[0] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """As transformers 5 saves what it has loaded of T5 1.1 or Flan."""
+    model, tokens = reference("v1.1", tmp_path), batch()
     settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
-        megalith.load(tmp_path)
+    del tokens["labels"], tokens["loss_mask"]
+    with pytest.warns(
+        UserWarning, match="lm_head.weight is not shared.weight: the model gets a matrix of its own"
+    ):
+        ours = megalith.load(tmp_path)
+    with torch.no_grad():
+        found, expected = ours(**tokens), theirs(model, tokens).logits
+    assert ours.config.untie_embeddings_and_output_weights
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -121,15 +166,18 @@ def test_a_matrix_of_its_own_that_the_configuration_denies_is_refused(tmp_path: 
         ({"num_experts": 4}, "no layer with cross-attention has here"),
         ({"attn_logit_softcapping": 3.0}, "both change the scores"),
         ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
-        ({}, "no samples to train on"),
+        ({"mock": False}, "makes no samples of documents here"),
     ],
 )
 def test_what_an_encoder_decoder_cannot_be_or_do_is_refused(fields: dict, message: str) -> None:
     shape = dict(model_type="t5", num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB,
                  position_embedding_type="relative", max_position_embeddings=16)  # fmt: skip
     train = dict(micro_batch_size=2, global_batch_size=2, train_iters=1)
-    data = dict(seq_length=8, mock=True)
-    tree = {"model": shape | fields, "data": data, "train": train, "optim": {"lr": 1e-3}}
+    data = dict(seq_length=8, mock=fields.get("mock", True))
+    if not data["mock"]:
+        data["data_path"] = "documents"
+    model = shape | {name: value for name, value in fields.items() if name != "mock"}
+    tree = {"model": model, "data": data, "train": train, "optim": {"lr": 1e-3}}
     config = RunConfig.from_tree(tree)
     with pytest.raises(ConfigError, match=message):
         check_model(config.model)

@@ -110,6 +110,8 @@ READ_WITH = {
         ("log.timing_log_option=max", "log.timing_log_level=2"),
     "model.model_type bert":
         ("data.mask_prob=0.3", "model.model_type=bert"),
+    "model.model_type t5":
+        ("data.decoder_seq_length=8", "model.model_type=t5"),
     "log.profile true":
         ("log.profile_step_end=20", "log.profile=true"),
     "sft.enabled true":

@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCAB, SEQ, WIDTH, LAYERS = 96, 16, 32, 4
@@ -53,10 +55,24 @@ BERT = dict(
     attention_probs_dropout_prob=0.0,
     pad_token_id=None,  # of which transformers leaves the gradient out
 )
+T5 = dict(
+    vocab_size=VOCAB,
+    d_model=WIDTH,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+    decoder_start_token_id=3,
+    n_positions=32,
+    dropout_rate=0.0,
+)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "bert": lambda: BertForPreTraining(BertConfig(**BERT)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
 }
 RATE = 1e4

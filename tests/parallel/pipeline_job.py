@@ -23,7 +23,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import (
     assign_layers,
-    reduce_tied_embedding,
+    reduce_over_stages,
     schedule_kind,
     split_stages,
 )
@@ -93,7 +93,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     pipeline.record = True
     loss = pipeline.share(pipeline.step(own, factor))
     wait_for_gradients(chunks, parallel)
-    reduce_tied_embedding(chunks, mesh.tied)
+    reduce_over_stages(chunks, mesh)
     for chunk in chunks:
         reduce_partial_gradients(chunk, mesh.tp)
     gradients = {name: whole_tensor(p.grad) for chunk in chunks for name, p in chunk.named_parameters()}

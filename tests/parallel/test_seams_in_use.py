@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from examples.seams.causal_convolution import CausalConvolution
 from examples.seams.counting_gemm import count_matmuls
-from examples.seams.encoder_decoder import EncoderDecoder, Pairs
+from examples.seams.encoder_decoder import EncoderDecoder
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
+from megalith.data.pairs import T5Batch
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
 from megalith.models.encoders.t5 import T5
@@ -47,7 +48,7 @@ PARTS = dict(recompute_granularity="selective", recompute_modules=["core_attn", 
 
 
 @dataclass
-class Padded(Pairs):
+class Padded(T5Batch):
     padding_mask: Tensor  # bool [batch, seq]
 
 
@@ -71,10 +72,14 @@ CASES = [
     ("encoder-decoder", SP | {"tp_comm_overlap": True}),
     ("t5", SP | ZERO3),
     ("t5", {"data_parallel_sharding_strategy": "no_shard"} | TP | PARTS),
+    ("t5", SP | PP),  # cut inside of the decoder
+    ("t5", {"pipeline_model_parallel_size": 4} | PARTS),  # no stage has layers of both stacks
+    ("t5", PP | ZERO3 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
 ]
 MORE = [
+    ("t5", {"data_parallel_sharding_strategy": "no_shard"} | PP | {"pipeline_schedule": "zero_bubble"}),
     ("t5", SP | {"tensor_model_parallel_size": 4} | FULL),
     ("t5", ZERO3 | FULL),
     ("t5, learned positions", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),

@@ -1,5 +1,7 @@
 """Which layers each stage holds, and what is left of the model there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.rules.parallel_rules import check_parallel
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 from megalith.parallel.pipeline.stages import (
     assign_layers,
@@ -150,9 +153,22 @@ def test_impossible_splits_are_refused_with_the_arithmetic_and_the_way_out(layer
         assign_layers(ModelConfig(num_layers=layers), parallel(4, **settings))
 
 
+def test_a_rank_with_two_copies_of_relative_positions_is_refused():
+    shape = ModelConfig(num_layers=4, model_type="t5", position_embedding_type="relative")
+    with pytest.raises(
+        ConfigError, match="2 copies of the relative positions, whose gradients are summed over ranks"
+    ):
+        assign_layers(shape, parallel(2, virtual_pipeline_model_parallel_size=2))
+
+
 def model(**fields) -> ModelConfig:
     sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     return ModelConfig(**sizes, max_position_embeddings=8, **fields)
+
+
+def of_stage(rank: int) -> Mesh:
+    """The mesh of two stages as one of them sees it."""
+    return replace(Mesh.alone(), pp=Axis(2, rank), tied=Axis(2, rank))
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -166,13 +182,13 @@ def test_stages_hold_every_parameter_once_under_its_name_and_a_tied_head_its_cop
         whole = Transformer(config, device="meta")
         chunks = split_stages(whole, assignment, rank)
         own = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-        names += [name for name in own if name not in copies(chunks, Axis(2, rank))]
+        names += [name for name in own if name not in copies(chunks, of_stage(rank))]
         assert [[*chunk.layers] for chunk in chunks] == [[*map(str, s.layers)] for s in assignment[rank]]
     assert sorted(names) == sorted(dict(Transformer(config, device="meta").named_parameters()))
     last = chunks[-1]
     assert (last.embedding is None) == untied
     if not untied:
-        assert copies(chunks, Axis(2, 1)) == {"embedding.word_embeddings.weight"}
+        assert copies(chunks, of_stage(1)) == {"embedding.word_embeddings.weight"}
         assert [name for name, _ in last.embedding.named_parameters()] == ["word_embeddings.weight"]
 
 

@@ -46,6 +46,16 @@ BLOOM = GPT2 | {
     "kv_channels": 4,
 }
 BERT = GPT2 | {"model_type": "bert"}
+MEGATRON_T5 = GPT2 | {"model_type": "t5"}
+T5 = MEGATRON_T5 | {
+    "position_embedding_type": "relative",
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,  # less than a sequence
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "query_pre_attn_scalar": 1,
+    "scale_decoder_outputs": True,
+}
 POST_LN = {"apply_residual_connection_post_layernorm": True}
 GEMMA = LLAMA | {
     "layernorm_epsilon": 1e-3,  # all that a norm divides by where a token's whole attention was dropped
@@ -178,6 +188,12 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "bert untied, recompute all": {
         "model": BERT | UNTIED | {"embedding_layernorm": True, "num_tokentypes": 3},
         "data": {"mask_prob": 0.4},
+        "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    },
+    "t5 dropout": {"model": T5 | DROPOUT, "data": {"decoder_seq_length": 20}},
+    "t5 learned positions, untied, recompute all": {
+        "model": MEGATRON_T5 | UNTIED | {"gated_linear_unit": True},
+        "data": {"decoder_seq_length": 16},
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "gpt2 single sequences, ramp-up": {
@@ -344,7 +360,7 @@ SHOWN_WITH = {
     "tp2-dp2": "gpt2 documents, recompute all",
     "tp2-sp-dp2-zero1": "llama text",
     "tp2-dp2-zero2": "llama one group, biases, no clipping",
-    "tp2-sp-dp2-zero3": "llama lora, dropout",
+    "tp2-sp-dp2-zero3": "t5 learned positions, untied, recompute all",
     "cp2-pp2": "falcon documents",
     "cp2-a2a-pp2-interleaved": "gpt2 dropout",
     "cp2-all_gather-pp2-zero_bubble": "gemma documents, dropout",
@@ -356,7 +372,7 @@ SHOWN_WITH = {
     "pp2-dp2": "gpt2 untied, documents, dropout",
     "pp2-dp2-zero1": "llama tied, documents",
     "pp2-dp2-zero2": "gpt2",
-    "pp2-dp2-zero3": "llama tied, documents",
+    "pp2-dp2-zero3": "t5 dropout",
     "pp2-interleaved-dp2-zero2": "llama dropout",
     "pp2-zero_bubble-dp2-zero1": "llama lora, dropout",
     "tp2-pp2-dp2": "gpt2 dropout",
@@ -416,7 +432,7 @@ BY_DEFAULT = (
     "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp4-zero3-hybrid",
     "cp2-auto",
     "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
-    "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
+    "tp2-sp-dp2-zero3", "pp2-dp2-zero3", "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
     "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-ep2", "pp2-interleaved-ep2-zero2",

@@ -19,6 +19,7 @@ CASES = [
     ("gpt2 untied, documents, dropout", "tp4", "pp2-zero_bubble-dp2-zero1"),
     ("llama tied, documents", "cp2-dp2-zero3", None),
     (BIASED, "tp2-sp-etp2-ep2", "ep4-zero3"),
+    ("t5 dropout", "pp4-uneven", "tp2-sp"),  # relative positions stand on every stage
 ]
 MORE = [  # checkpoint/test_checkpoint_layouts.py goes through more by default
     ("gpt2 untied, documents, dropout", None, "tp2-sp-dp2-zero3"),

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5Config, T5ForConditionalGeneration
 
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.model_types import make_model
-from megalith.planner.counts import count_parameters, flops_per_token, throughput
+from megalith.parallel.pipeline.stages import assign_layers, split_stages
+from megalith.planner.counts import MetaModel, count_parameters, flops_per_token, layers_of, throughput
 
 
 def _preset(name, **fields):
@@ -162,6 +165,44 @@ def test_counts_agree_with_a_plain_model_and_pytorchs_flop_counter(family):
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(batch, seq, dtype=torch.long)).sum().backward()
     assert counter.get_total_flops() == batch * seq * flops_per_token(config, seq).full
+
+
+T5 = dict(model_type="t5", num_layers=5, encoder_num_layers=2, hidden_size=64, kv_channels=12, ffn_hidden_size=96,
+          num_attention_heads=4, vocab_size=104, make_vocab_size_divisible_by=1, position_embedding_type="relative",
+          normalization="RMSNorm", add_bias_linear=False)  # fmt: skip
+
+
+def test_an_encoder_decoder_counts_as_transformers_has_it():
+    model = T5ForConditionalGeneration._from_config(
+        T5Config(vocab_size=104, d_model=64, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=3, num_heads=4,
+                 decoder_start_token_id=0),
+        attn_implementation="eager",
+    )  # fmt: skip
+    config = ModelConfig(**T5)
+    assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
+    batch, encoder_seq, seq = 2, 24, 16
+    ids, labels = (torch.zeros(batch, length, dtype=torch.long) for length in (encoder_seq, seq))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=labels).loss.backward()
+    cost = flops_per_token(config, encoder_seq, decoder_length=seq)
+    assert counter.get_total_flops() == pytest.approx(batch * encoder_seq * cost.full, rel=1e-6)
+
+
+def test_t5_base_has_its_published_number_of_parameters():
+    base = T5 | dict(num_layers=24, encoder_num_layers=12, hidden_size=768, kv_channels=64, ffn_hidden_size=3072,
+                     num_attention_heads=12, vocab_size=32128)  # fmt: skip
+    assert count_parameters(ModelConfig(**base)).total == 222_903_552
+
+
+@pytest.mark.parametrize("stages", ["E|tt|tttL", "Et|tttt|L", "Ett|t|ttL", "Ettt|t|tL"])
+def test_a_stage_of_an_encoder_decoder_has_what_is_counted(stages):
+    config = ModelConfig(**T5)
+    parallel = ParallelConfig(pipeline_model_parallel_size=3, pipeline_model_parallel_layout=stages)
+    assignment, meta = assign_layers(config, parallel), MetaModel(config)
+    for rank, chunks in enumerate(assignment):
+        counted = meta.in_layers(layers_of(config, chunks)) + meta.outside(chunks)
+        (held,) = split_stages(make_model(config, device="meta"), assignment, rank)
+        assert counted.total() == sum(p.numel() for p in held.parameters())
 
 
 BIASED_EXPERTS = {"add_mlp_bias": True, "moe_shared_expert_intermediate_size": 48}

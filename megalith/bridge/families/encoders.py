@@ -368,6 +368,7 @@ T5 = T5Family(
     tensors=T5_OUTSIDE | T5_ENCODER | T5_DECODER,
     settings=T5_SETTINGS,
     tied="lm_head.weight",
+    unties=True,  # transformers 5 says tie_word_embeddings of every T5 that it saves
     ignored=(
         r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",  # never used

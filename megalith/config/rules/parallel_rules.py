@@ -22,6 +22,8 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     data_parallel_size(parallel, world_size)
     shard_size(parallel, world_size)
     check_tensor(model, parallel, config.data.seq_length)
+    if model.encoder_layers:
+        _check_decoder_tokens(config)
     check_context(model, parallel, config.data.seq_length)
     check_expert_parallel(model, parallel, world_size)
     _check_distributed_inputs(model, parallel)
@@ -29,6 +31,16 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     _check_saved_attention(model, parallel)
     _check_zero_bubble(parallel, config.runtime)
     check_overlap(config)
+
+
+def _check_decoder_tokens(config: RunConfig) -> None:
+    parallel, length = config.parallel, config.data.decoder_length
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and length % size:
+        raise ConfigError(
+            f"parallel.sequence_parallel cuts the {length} tokens of the decoder's sequence (data.decoder_seq_length) "
+            f"over tensor_model_parallel_size {size} ranks, which does not divide them; choose a multiple"
+        )
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
@@ -141,6 +153,11 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
             f"parallel.context_parallel_size {size} cuts sequences, and a gated delta net "
             "(model.experimental_attention_variant) reads them from their beginning; set it to 1 and use tensor or "
             "sequence parallelism"
+        )
+    if model.encoder_layers:
+        raise ConfigError(
+            f"parallel.context_parallel_size {size} cuts self-attention alone, and with model.model_type "
+            f"{model.model_type} the decoder attends to the encoder; set it to 1 and use tensor or sequence parallelism"
         )
     if seq_length % (2 * size):
         lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)

@@ -135,12 +135,15 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
-    seq_length, longest = data.seq_length, model.max_position_embeddings
-    if longest is not None and seq_length > longest:
-        raise ConfigError(
-            f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}; shorten the "
-            "sequences, or raise the model's limit"
-        )
+    lengths = {"seq_length": data.seq_length}
+    if model.encoder_layers:
+        lengths["decoder_seq_length"] = data.decoder_length
+    for name, length in lengths.items():
+        if (longest := model.max_position_embeddings) is not None and length > longest:
+            raise ConfigError(
+                f"data.{name} {length} is longer than model.max_position_embeddings {longest}; shorten the "
+                "sequences, or raise the model's limit"
+            )
 
 
 def _check_data(data: DataConfig, rl: RlConfig) -> None:
@@ -195,10 +198,10 @@ def _check_encoder(config: RunConfig) -> None:
     model, data = config.model, config.data
     if model.causal:
         return
-    if model.model_type == "t5":
+    if model.model_type == "t5" and not data.mock:
         raise ConfigError(
-            "model.model_type t5 has no samples to train on here: it is read, written and run as a building block "
-            "(megalith.load), and its loss is model(input_ids, encoder_input_ids=…, labels=…)"
+            "model.model_type t5 makes no samples of documents here: train it on mock data (data.mock), or in a loop "
+            "of your own on batches with encoder_input_ids (megalith.parallelize)"
         )
     taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     given = [f"data.{name}" for name in taken if getattr(data, name)]
@@ -208,7 +211,7 @@ def _check_encoder(config: RunConfig) -> None:
     if given:
         raise ConfigError(
             f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
-            f"model.model_type is {model.model_type}, which is trained by masked words; leave it out"
+            f"model.model_type is {model.model_type}, which learns what an encoder has read; leave it out"
         )
     if not model.add_lm_head:
         raise ConfigError(

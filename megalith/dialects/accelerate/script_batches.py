@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 
 LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
 TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
-OF_ENCODERS = ("token_type_ids", "next_sentence_label")
+OF_ENCODERS = ("token_type_ids", "next_sentence_label", "decoder_input_ids")
 WITHOUT_EFFECT = ("use_cache", "return_dict")
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 

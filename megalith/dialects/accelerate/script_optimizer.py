@@ -25,7 +25,7 @@ from megalith.optim.optimizer import AdamW
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.parallel.pipeline.stages import copies, held_by_stages
 
 CLASSES = {torch.optim.AdamW: AdamW, torch.optim.Adam: torch.optim.Adam, torch.optim.SGD: torch.optim.SGD}
 # How torch steps, which does not change what it computes; ours is fused, and makes its state at once.
@@ -113,7 +113,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
-            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh.pp), model.device
+            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh), model.device
         )
         self.gradients = Gradients([parameter for _, parameter in model.parameters.named])
         self.tallies: Tensor | None = None
@@ -126,7 +126,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         model, config = self.model, self.config
         on_gpu = [(name, p) for name, p in named.items() if p.device.type != "cpu"]
         share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        twice = on_two_stages(model.chunks, model.mesh.tied)
+        twice = held_by_stages(model.chunks, model.mesh)
         host = kept_on_host(on_gpu, share, twice if share < 1 else ())
         for group in self.inner.param_groups:
             for name, parameter in zip(group["param_names"], group["params"]):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.data.batch import Batch
 from megalith.data.masked_lm import BertBatch
+from megalith.data.pairs import T5Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import token_multiple
 from megalith.dialects.accelerate.replica_loader import IGNORED
@@ -24,13 +25,9 @@ from megalith.dialects.accelerate.script_batches import ends_of, is_right_padded
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.encoders.bert import BertMicroBatchMean, order_loss
-from megalith.models.loss import Loss
+from megalith.models.loss import Loss, MicroBatchMean
 from megalith.ops.cross_entropy import NO_LABEL
 from megalith.ops.documents import document_ids
-
-NO_ENCODERS = (
-    "{} trains {}, which this version does not have; GPTTrainStep trains decoders, BertTrainStep encoders"
-)
 
 
 class AbstractTrainStep:
@@ -50,6 +47,12 @@ class AbstractTrainStep:
     def get_loss_func(self, accelerator: Any) -> Callable:
         """A function of the loss mask [batch, seq] and the losses [batch, seq]: the micro-batch's loss, and figures."""
         raise NotImplementedError(f"{type(self).__name__} has no get_loss_func; give it one")
+
+
+def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean of losses [batch, seq] over the tokens of loss_mask, and the figures to log."""
+    loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+    return loss, {"lm loss": loss.detach()}
 
 
 class GPTTrainStep(AbstractTrainStep):
@@ -91,11 +94,7 @@ class GPTTrainStep(AbstractTrainStep):
         if plugin.custom_loss_function is not None:
             return plugin.custom_loss_function
 
-        def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
-            return loss, {"lm loss": loss.detach()}
-
-        return loss_func
+        return mean_loss
 
 
 class BertTrainStep(AbstractTrainStep):
@@ -202,10 +201,93 @@ class EncoderStep:
 
 
 class T5TrainStep(AbstractTrainStep):
-    """Refused: there are no encoder-decoders."""
+    """Encoder-decoders: the decoder learns the labels, and reads them one place later."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(NO_ENCODERS.format("T5TrainStep", "T5"))
+    def __init__(self, accelerator: Any, args: Any):
+        """`args`: `decoder_start_token_id` and `pad_token_id` are read, 0 where they are None."""
+        super().__init__("T5TrainStep")
+        self.start_token = getattr(args, "decoder_start_token_id", None) or 0
+        self.pad_token = getattr(args, "pad_token_id", None) or 0
+        self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+        """A function of an iterator of micro-batches: the encoder's tokens, the decoder's, loss mask, labels, and the
+        encoder's padding mask or None. Without labels loss mask and labels are None."""
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_get_batch_function is not None:
+            return plugin.custom_get_batch_function
+
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor | None, ...]:
+            batch = next(data_iterator)
+            labels, tokens = batch.get("labels"), batch.get("decoder_input_ids")
+            loss_mask = None if labels is None else (labels != IGNORED).float()
+            if tokens is None and labels is not None:
+                tokens = nn.functional.pad(labels[:, :-1], (1, 0), value=self.start_token)
+                tokens = tokens.masked_fill(tokens == IGNORED, self.pad_token)
+            return batch["input_ids"], tokens, loss_mask, labels, batch.get("attention_mask")
+
+        return get_batch
+
+    def get_forward_step_func(self) -> Callable:
+        def forward_step(
+            data_iterator: Iterator[Mapping[str, Tensor]], model: Callable
+        ) -> tuple[Any, Callable]:
+            read, tokens, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            output = model(read, tokens, padding_mask, lm_labels=labels)
+            return output, lambda losses: self.loss_func(loss_mask, losses)
+
+        return forward_step
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        """A function of the loss mask and the losses, [batch, seq] both: their mean over the labels, transformers'."""
+
+        return mean_loss
+
+
+class PairStep:
+    """The micro-batches of a call of an encoder-decoder, and their loss: T5TrainStep's."""
+
+    def __init__(self, handler: T5TrainStep, multiple: int):
+        """`multiple`: of tokens, to which both sequences are filled up for parallelism."""
+        self._handler, self._multiple = handler, multiple
+
+    def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
+        """The micro-batches of this replica's samples. Raises ConfigError for a batch without labels."""
+        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+        parts = _in_micro_batches(given, count)
+        return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], MicroBatchMean()
+
+    def _batch(
+        self,
+        read: Tensor,
+        tokens: Tensor,
+        loss_mask: Tensor | None,
+        labels: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> T5Batch:
+        if labels is None:
+            raise ConfigError(
+                "a prepared encoder-decoder was called without labels, but it gives a loss alone; its logits are those "
+                "of accelerator.unwrap_model(model), which every rank calls"
+            )
+        real = torch.ones_like(read) if padding_mask is None else padding_mask
+        rows, seq = labels.shape
+        labels = labels.masked_fill(loss_mask == 0, 0)
+        return T5Batch(
+            input_ids=self._filled(tokens),
+            labels=self._filled(labels),
+            loss_mask=self._filled(loss_mask),
+            position_ids=torch.arange(seq + -seq % self._multiple, device=labels.device).repeat(rows, 1),
+            document_ends=None,
+            sample_numbers=torch.arange(rows),
+            encoder_input_ids=self._filled(read),
+            encoder_padding_mask=self._filled(real.bool()),
+        )
+
+    def _filled(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, -x.shape[1] % self._multiple))
 
 
 @dataclass
@@ -320,9 +402,9 @@ def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
 
 def custom_step(
     accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
-) -> CustomStep | EncoderStep | None:
-    """The script's own train step, or an encoder's; None for a decoder without one. Raises ConfigError for what cannot
-    be had together."""
+) -> CustomStep | EncoderStep | PairStep | None:
+    """The script's own train step, or that of a model with an encoder; None for a decoder without one. Raises
+    ConfigError for what cannot be had together."""
     if not engine.run.model.causal:
         return _encoder_step(accelerator, plugin, engine)
     given = [
@@ -344,17 +426,29 @@ def custom_step(
     return CustomStep(GPTTrainStep(accelerator, args))
 
 
-def _encoder_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine) -> EncoderStep:
+def _encoder_step(
+    accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
+) -> EncoderStep | PairStep:
+    is_pair = engine.run.model.model_type == "t5"
+    step, learnt = (
+        (T5TrainStep, "its labels")
+        if is_pair
+        else (BertTrainStep, "its masked tokens and the order of its segments")
+    )
     for name in ("custom_train_step_class", "custom_loss_function", "return_logits"):
         if getattr(plugin, name):
             raise ConfigError(
-                f"{name} is set, but an encoder is trained by BertTrainStep, by its masked tokens and the order of its "
-                "segments, and gives a loss alone; leave it out, or give a custom_get_batch_function"
+                f"{name} is set, but {'an encoder-decoder' if is_pair else 'an encoder'} is trained by "
+                f"{step.__name__}, by {learnt}, and gives a loss alone; leave it out, or give a "
+                "custom_get_batch_function"
             )
     if not engine.run.model.add_lm_head:
         raise ConfigError(
             "the model has no head that predicts masked tokens, so it cannot be trained here; prepare a "
             "BertForMaskedLM or a BertForPreTraining"
         )
-    args = SimpleNamespace(**plugin.megatron_lm_default_args)
+    tokens = {name: getattr(engine.config, name, None) for name in ("decoder_start_token_id", "pad_token_id")}
+    args = SimpleNamespace(**plugin.megatron_lm_default_args, **tokens)
+    if is_pair:
+        return PairStep(T5TrainStep(accelerator, args), token_multiple(plugin))
     return EncoderStep(BertTrainStep(accelerator, args), token_multiple(plugin))

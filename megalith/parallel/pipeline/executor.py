@@ -265,7 +265,8 @@ class Pipeline:
         def forward(chunk: Transformer, batch: MicroBatch, streams: Streams | None) -> Streams | Tensor:
             return chunk(batch["input_ids"], streams=streams)
 
-        run = _Pass(self, self._forward_schedule(1), [{"input_ids": input_ids}])
+        tokens = dict.fromkeys(self.chunks[0].streams.values(), input_ids)  # an encoder reads the same
+        run = _Pass(self, self._forward_schedule(1), [tokens])
         run.forward = forward
         run.run()
         if self.is_last:

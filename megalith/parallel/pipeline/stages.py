@@ -7,11 +7,13 @@ a layout spells every stage out, in Megatron's little language:
     Et*3|(tt|)*6,t*2|L      E embedding, t a layer, L head and loss, | the end of a stage,
                             *n repeats the letter or the (group) before it, commas and spaces are for the eye
 
-A word embedding that is the output matrix too, with the first and the last pipeline stage each holding a copy.
+Two kinds of parameters stand on several stages: a word embedding that is the output matrix too, on the first and on
+the last; and relative positions, which all layers of a stack share, on every one (a table is buckets × heads numbers).
 
-Both start from the same values, for these depend on the name alone. Each stage finds its own part of the gradient:
-the first that of looking tokens up, the last that of predicting them. Summed, once a step, they are the gradient of
-the one matrix, and the same update keeps the copies equal to the bit.
+The copies start from the same values, for these depend on the name alone. Each stage finds its own part of the
+gradient: of the embedding the first that of looking tokens up, the last that of predicting them; of relative positions
+that of its layers. Summed, once a step, they are the gradient of the one matrix, and the same update keeps the copies
+equal to the bit.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis, local
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
+from megalith.models.mixers.attention import RelativeBias
 from megalith.models.transformer import Transformer, stacks_of
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule
 from megalith.parallel.seams import plug
 
@@ -51,6 +56,11 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
     Raises ConfigError where the layers cannot be split as asked, with a split that can be.
     """
     ranks, virtual = parallel.pipeline_model_parallel_size, virtual_size(parallel)
+    if model.position_embedding_type == "relative" and virtual > 1:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size {virtual} would give each rank {virtual} copies of the relative "
+            "positions, whose gradients are summed over ranks alone; leave it out, or choose learned positions"
+        )
     if parallel.pipeline_model_parallel_layout is not None:
         sizes = _by_layout(model, parallel)
     elif parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
@@ -106,16 +116,10 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
     Each is a Transformer without what is not its own; parameters keep their names. Where embedding and head are tied
     but stand on different stages, the head's stage keeps a copy of the word embedding under the same name
-    (stages.py keeps the two equal). Raises ConfigError for relative positions.
+    (`reduce_over_stages` keeps the two equal); so does every stage of relative positions.
     """
     if len(assignment) == 1:
         return [model]
-    if model.config.position_embedding_type == "relative":
-        raise ConfigError(
-            f"pipeline_model_parallel_size {len(assignment)} would put a copy of the relative positions, which all "
-            "layers of a stack share, on every stage, and their gradients are not summed over stages; set it to 1, or "
-            "choose learned or rotary positions"
-        )
     return [_keep(_copy(model, stage), stage) for stage in assignment[rank]]
 
 
@@ -289,25 +293,37 @@ def _expand(layout: str, text: str) -> tuple[str, str]:
 NAME = "embedding.word_embeddings.weight"
 
 
-def reduce_tied_embedding(chunks: Sequence[Transformer], tied: Axis) -> None:
-    """Sums the gradient over the first and last stage (`mesh.tied`), in place; after the last backward pass.
+def held_by_stages(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]:
+    """The parameters of this rank of which other stages hold copies, by name: the axis of the stages that do.
 
-    Moves the local shard, fp32 [rows of the padded vocabulary, hidden], once a step. Does nothing where the
-    matrices are not tied or `tied` has size 1.
+    All ranks of a pipeline list them in one order.
     """
-    if not on_two_stages(chunks, tied):
-        return
-    for chunk in chunks:
-        if chunk.embedding is not None and chunk.embedding.word_embeddings.weight.requires_grad:
-            dist.all_reduce(local(chunk.embedding.word_embeddings.weight.grad), group=tied.group)
+    held = {NAME: mesh.tied} if chunks[0].config.embedding_at_head else {}
+    held |= {
+        f"{name}.weight": mesh.pp
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, RelativeBias)
+    }
+    return {name: axis for name, axis in held.items() if axis.size > 1}
 
 
-def on_two_stages(chunks: Sequence[Transformer], tied: Axis) -> set[str]:
-    """The parameters of this rank of which `mesh.tied` says that another stage holds a copy."""
-    return {NAME} if tied.size > 1 and chunks[0].config.embedding_at_head else set()
+def reduce_over_stages(chunks: Sequence[Transformer], mesh: Mesh) -> None:
+    """Sums the gradients of what several stages hold, in place; after the last backward pass.
+
+    Moves local shards, fp32, once a step: [rows of the padded vocabulary, hidden] where the matrices are tied, and
+    [buckets, heads] of each stack with relative positions.
+    """
+    parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
+    for name, axis in held_by_stages(chunks, mesh).items():
+        parameter = parameters[name]
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # no layer here reads it
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(local(parameter.grad), group=axis.group)
 
 
-def copies(chunks: Sequence[Transformer], pp: Axis) -> set[str]:
-    """The parameters of this rank that another rank counts in the gradient norm: the last stage's tied copy."""
-    last = pp.size > 1 and pp.rank == pp.size - 1
-    return {NAME} if last and chunks[0].config.embedding_at_head else set()
+def copies(chunks: Sequence[Transformer], mesh: Mesh) -> set[str]:
+    """The parameters of this rank that another rank counts in the gradient norm: the first stage with a copy does."""
+    return {name for name, axis in held_by_stages(chunks, mesh).items() if axis.rank > 0}
