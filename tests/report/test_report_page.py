@@ -4,6 +4,7 @@ import json
 import re
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from report_runs import EVIL, run_folder, write_lines
@@ -153,6 +154,10 @@ def test_the_command_writes_into_the_first_run_and_names_a_folder_without_metric
     run = run_folder(tmp_path / "run")
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
+    for command in ("report", "plot"):
+        assert main([command, str(run), "--output", "memory://bucket/x"]) == 2
+        assert "name a file here" in capsys.readouterr().err
+    assert not (Path("memory:")).exists()
     with pytest.raises(DataError, match=r"nothing to report in .*none"):
         write_report([str(tmp_path / "none")], tmp_path / "x.html")
 
