@@ -209,7 +209,7 @@ def export_hf(
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
-    codes = quantized_names(groups) if quantize else set()
+    codes = quantized_names(groups, quantize) if quantize else set()
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
     with (
@@ -232,7 +232,7 @@ def export_hf(
         model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
         tree = _config_json(chosen, config.model, origin, model_dtype, tokenizer)
         if quantize:
-            tree["quantization_config"] = quantization_config(quantize, tensors, codes)
+            tree["quantization_config"] = quantization_config(quantize, tensors, codes, chosen.tied)
         writer.write_json(CONFIG, tree)
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)

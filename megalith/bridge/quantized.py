@@ -36,8 +36,9 @@ SUFFIX = {"fp8": "_scale_inv", "int8": "_scale"}
 LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
 
 
-def quantized_names(groups: Iterable[Group]) -> set[str]:
-    """Their tensors that become codes. Raises ConfigError where a family stores them in a form that has none."""
+def quantized_names(groups: Iterable[Group], form: Form) -> set[str]:
+    """Their tensors that become codes. Raises ConfigError where a family stores them in a form that has none, and for
+    experts in int8, which transformers could not read."""
     found = set()
     for group in groups:
         if not _is_linear(group.name):
@@ -46,6 +47,12 @@ def quantized_names(groups: Iterable[Group]) -> set[str]:
             raise ConfigError(
                 f"--quantize takes matrices [out, in], but {next(iter(group.sources))} is stored otherwise; "
                 "choose a family that keeps them apart, by --family, or leave --quantize out"
+            )
+        if form == "int8" and len(group.shape) == 3:
+            raise ConfigError(
+                f"--quantize int8 makes codes of a linear's rows, but {next(iter(group.sources))} is an expert's, and "
+                "transformers, which has all experts of a layer in one tensor, reads none of them in "
+                "compressed-tensors' form; choose --quantize fp8"
             )
         found |= group.sources.keys()
     return found
@@ -91,11 +98,12 @@ def _divisor(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
-def quantization_config(form: Form, tensors: Layout, names: set[str]) -> dict[str, Any]:
-    """What config.json says, under `quantization_config`."""
+def quantization_config(form: Form, tensors: Layout, names: set[str], output: str) -> dict[str, Any]:
+    """What config.json says, under `quantization_config`. `output` is the output matrix, which is not among the
+    `tensors` where it is the embedding; transformers has it as lm_head too."""
     others = {name for name, (_, shape) in dict(tensors).items() if len(shape) == 2} - names
-    kept = sorted(name.removesuffix(".weight") for name in others if "embed" not in name)
-    kept = kept if "lm_head" in kept else ["lm_head", *kept]
+    linears = {name for name in others if "embed" not in name} | {output}
+    kept = sorted({"lm_head"} | {name.removesuffix(".weight") for name in linears})
     if form == "fp8":
         return {
             "quant_method": "fp8",

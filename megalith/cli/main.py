@@ -13,10 +13,12 @@ import megalith
 from megalith.cli.parser import Arguments, Parser, group, leaf
 from megalith.cli.planning import plan
 from megalith.cli.training import PROGRAMS, train
-from megalith.errors import DataError, MegalithError, printable
+from megalith.errors import ConfigError, DataError, MegalithError, printable
 from megalith.launch.parent import end_with_launcher
 from megalith.remote import is_url
 from megalith.report.streams import lasting_streams
+
+LONGEST_INTERVAL = 86_400  # seconds between two looks of `megalith watch`
 
 EXIT_CODES = """exit codes:
   0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank hangs
@@ -201,11 +203,20 @@ def watch(args: Arguments) -> int:
 
     from megalith.report.watch import watch
 
-    watch(args.run_dir, Console(), max(args.interval, 0.1), args.once or not sys.stdout.isatty())
+    if not 0.1 <= args.interval <= LONGEST_INTERVAL:
+        raise ConfigError(
+            f"--interval {args.interval:g} is not between 0.1 and {LONGEST_INTERVAL:,} seconds; give one that is"
+        )
+    watch(args.run_dir, Console(), args.interval, args.once or not sys.stdout.isatty())
     return 0
 
 
 def _written(output: str | Path, write: Callable[[], Path]) -> int:
+    if is_url(output):
+        raise ConfigError(
+            f"--output {output} is in a store, and pages and pictures are written on this machine alone; name a file here "
+            "and copy it there"
+        )
     try:
         print(printable(write()))
     except OSError as error:

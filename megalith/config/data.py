@@ -11,6 +11,7 @@ from megalith.config.base import KEPT, Decides, Needs, Resolved, Section, Shrink
 
 DataPath = str | list[Any]
 MASKED = Needs("model.model_type", "bert")
+SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP] behind each
 
 
 class DataConfig(Section):

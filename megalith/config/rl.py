@@ -98,8 +98,8 @@ class DistillConfig(Section):
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
     """α: a token's loss is (1 − α) · cross-entropy + α · T² · divergence."""
 
-    temperature: PositiveFloat = 1.0
-    """T: compared are the softmaxes of logits / T."""
+    temperature: Annotated[float, Field(ge=0.05, le=100)] = 1.0
+    """T: compared are the softmaxes of logits / T. Beyond 100, T² times what fp32 rounds is more than they differ."""
 
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
     """forward_kl takes the mean over the teacher's predictions, reverse_kl over the student's own."""

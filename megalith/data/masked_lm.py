@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.config.data import SPECIAL_COUNT
 from megalith.data.batch import Batch
 from megalith.data.indexed import IndexedDataset
 from megalith.data.sentence_index import sentence_index
@@ -30,7 +31,6 @@ from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
-SPECIAL_COUNT = 3  # of them in a sample of two segments
 
 
 @dataclass
@@ -155,6 +155,10 @@ class MockMaskedDataset:
     def __init__(
         self, vocab_size: int, seq_length: int, num_samples: int, seed: int, masking: Masking
     ) -> None:
+        if vocab_size <= len(SPECIAL):
+            raise ConfigError(
+                f"model.vocab_size {vocab_size} has nothing but {', '.join(SPECIAL)} in made-up samples; raise it"
+            )
         begins = np.ones(vocab_size, dtype=bool)
         self._words = WordPieces(*range(len(SPECIAL)), vocab_size, begins)
         self.seq_length, self.num_samples, self.seed, self._masking = seq_length, num_samples, seed, masking
@@ -167,7 +171,7 @@ class MockMaskedDataset:
             raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
         rng = np.random.RandomState([self.seed, i])
         room, words = self.seq_length - SPECIAL_COUNT, self._words.vocab_size - len(SPECIAL)
-        length = rng.randint(room // 2, room + 1)
+        length = rng.randint(max(2, room // 2), room + 1)
         cut = rng.randint(1, length)
         sentences = [
             (len(SPECIAL) + (rng.randint(words) + rng.randint(1, 4) * np.arange(count)) % words).tolist()

@@ -28,6 +28,8 @@ Points = list[tuple[int, float]]
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
 DASHES = (0, (4, 4))
 SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
+ROUNDING = 1e-9  # of figures that are as good as one
+SMALLEST = 1e-300  # span that can be cut into ticks
 
 
 def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) -> Path:
@@ -208,9 +210,16 @@ def loss_limits(
     tops = [y for points in [*smoothed, *validated] for _, y in points]
     if not tops:
         return None
-    low, high = min(y for points in [*trained, *validated] for _, y in points), max(tops)
-    margin = 0.05 * (high - low) or 0.5
-    return low - margin, high + margin
+    return limits_around(min(y for points in [*trained, *validated] for _, y in points), max(tops), 0.05)
+
+
+def limits_around(low: float, high: float, margin: float = 0.0) -> tuple[float, float]:
+    """An axis from low to high with a share of that at both ends; half of the figure where rounding alone differs."""
+    largest = max(abs(low), abs(high))
+    if high - low <= max(ROUNDING * largest, SMALLEST):
+        wide = largest / 2 if largest > SMALLEST else 0.5
+        return low - wide, high + wide
+    return low - margin * (high - low), high + margin * (high - low)
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -127,6 +127,11 @@ def teacher_config(config: RunConfig) -> RunConfig:
     except (ConfigError, DataError) as error:
         raise ConfigError(f"distill.teacher {path}: {error}") from error
     model, student = found.model, config.model
+    if model.model_type != "gpt":
+        raise ConfigError(
+            f"distill.teacher {path} has model_type {model.model_type}, which does not predict the next token from "
+            "those before it, as the student does; take a teacher that continues a text"
+        )
     if (model.vocab_size, model.padded_vocab_size) != (student.vocab_size, student.padded_vocab_size):
         raise ConfigError(
             f"distill.teacher {path} has a vocabulary of {model.vocab_size} and the student one of "

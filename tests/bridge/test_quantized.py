@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
-from megalith.bridge.quantized import LARGEST, quantize
+from megalith.bridge.quantized import LARGEST, SUFFIX, quantize
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 
@@ -66,9 +66,38 @@ def test_transformers_computes_with_what_the_codes_stand_for(form, family, tmp_p
     torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_an_output_matrix_that_is_the_embedding_is_told_as_not_quantized(form, tmp_path):
+    sizes = dict(
+        vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128
+    )
+    whole = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    import_hf(tmp_path / "whole", tmp_path / "run", show_progress=False)
+    export_hf(tmp_path / "run", tmp_path / "small", quantize=form, show_progress=False)
+    told = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    linears = {name for name, one in whole.named_modules() if isinstance(one, torch.nn.Linear)}
+    kept = told.get("ignore") or told["modules_to_not_convert"]
+    tensors = load_file(tmp_path / "small" / "model.safetensors")
+    stored = {name for name in linears if f"{name}.weight{SUFFIX[form]}" in tensors}
+    assert linears - set(kept) == stored
+    found, info = type(whole).from_pretrained(
+        tmp_path / "small", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    ids = torch.arange(40)[None]
+    expected = whole(ids).logits
+    found = found if form == "int8" else found.float()
+    assert (found(ids).logits - expected).norm() < 0.05 * expected.norm()
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     random_reference(CASES["gpt2"][0]()).save_pretrained(tmp_path / "gpt2")
     import_hf(tmp_path / "gpt2", tmp_path / "run", show_progress=False)
+    random_reference(CASES["mixtral"][0]()).save_pretrained(tmp_path / "mixtral")
+    import_hf(tmp_path / "mixtral", tmp_path / "experts", show_progress=False)
+    with pytest.raises(ConfigError, match="is an expert's"):
+        export_hf(tmp_path / "experts", tmp_path / "small", quantize="int8", show_progress=False)
     with pytest.raises(ConfigError, match="leave --quantize out"):
         export_hf(tmp_path / "run", tmp_path / "small", quantize="fp8", show_progress=False)
     assert not (tmp_path / "small").exists()

@@ -86,3 +86,11 @@ def test_made_up_samples_depend_on_seed_and_number_alone() -> None:
     assert len({sample.tobytes() for sample in samples}) == 9
     assert samples["padding_mask"].sum(1).min() >= 16 and (samples["loss_mask"].sum(1) > 0).all()
     assert {0, 1} == set(samples["is_random"].tolist())
+
+
+def test_made_up_samples_are_as_short_as_a_masked_token_allows() -> None:
+    for length in (5, 6, 7):
+        samples = MockMaskedDataset(5, length, 20, SEED, Masking(mask_prob=0.9))
+        assert all(samples[i]["loss_mask"].sum() for i in range(20))
+    with pytest.raises(ConfigError, match="vocab_size 4 has nothing but"):
+        MockMaskedDataset(4, 32, 1, SEED, Masking())

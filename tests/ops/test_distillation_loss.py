@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megalith.comm.collectives import Axis
-from megalith.config import ParallelConfig
+from megalith.config import ParallelConfig, RunConfig
+from megalith.errors import ConfigError
 from megalith.ops import cross_entropy
 from megalith.ops.distillation_loss import Taught, linear_distillation
 from megalith.parallel.mesh import build_mesh
@@ -65,6 +66,12 @@ def test_of_itself_a_model_learns_nothing():
     assert (
         divergences.abs().max() < 1e-6 and hidden.grad.abs().max() < 1e-6 and weight.grad.abs().max() < 1e-6
     )
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e4])
+def test_a_temperature_beyond_fp32_is_refused(temperature):
+    with pytest.raises(ConfigError, match=r"distill\.temperature"):
+        RunConfig.from_tree({"distill": {"teacher": "x", "temperature": temperature}})
 
 
 def of_a_shard(size: int, divergence: str) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from report_runs import EVIL, run_folder, write_lines
@@ -119,7 +120,8 @@ OWN_FILES = ("experts.jsonl", "events.jsonl", "starts.jsonl", "completions.jsonl
 DAMAGED = ("", "{}", "[]", "null", '{"step": 1, "tokens": [1], "ranks": 3, "stages": {"a": []}}',
            '{"step": 1, "tokens": {"0": ["x", 1e999]}, "ranks": [[1], {"peak": "x"}], "stages": [1, {"bytes": 2}]}',
            '{"hosts": 3, "versions": [1], "summary": 4, "rewards": 5, "layout": 6, "prompt": {}}', "{" * 100_000,
-           "[" * 100_000, '{"ranks": [[["forward", 0, 0, 1.0, 1.0]]]}')  # fmt: skip
+           "[" * 100_000, '{"ranks": [[["forward", 0, 0, 1.0, 1.0]]]}',
+           '{"ranks": [[["forward", 0, 0, 1.0, 1%s]]]}' % ("0" * 400))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OWN_FILES)
@@ -139,10 +141,23 @@ def test_figures_that_are_none_are_left_out(tmp_path):
     assert {a["data-y"] for a in page.of("div") if "data-y" in a} == {"0.95 2.05"}
 
 
+@pytest.mark.parametrize("losses", [[0.1] * 199, [1e17], [0.0, 5e-324], [-5e-324]])
+def test_figures_that_differ_by_rounding_alone_have_an_axis(tmp_path, losses):
+    records = [{"step": n, "loss": loss, "lr": loss} for n, loss in enumerate(losses, start=1)]
+    write_lines(tmp_path / "metrics.jsonl", [*records, {"step": 10**400, "nan_iterations": 1}])
+    page = Page(write_report([str(tmp_path)], tmp_path / "r.html").read_text())
+    for low, high in (map(float, a["data-y"].split()) for a in page.of("div") if "data-y" in a):
+        assert low < losses[0] < high
+
+
 def test_the_command_writes_into_the_first_run_and_names_a_folder_without_metrics(tmp_path, capsys):
     run = run_folder(tmp_path / "run")
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
+    for command in ("report", "plot"):
+        assert main([command, str(run), "--output", "memory://bucket/x"]) == 2
+        assert "name a file here" in capsys.readouterr().err
+    assert not (Path("memory:")).exists()
     with pytest.raises(DataError, match=r"nothing to report in .*none"):
         write_report([str(tmp_path / "none")], tmp_path / "x.html")
 

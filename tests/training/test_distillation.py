@@ -111,5 +111,10 @@ def test_what_cannot_be_learned_from_is_refused(models, tmp_path):
     )
     with pytest.raises(ConfigError, match="vocabulary of 97 and the student one of 151"):
         start(config_of(models, distill={"teacher": str(tmp_path / "other")}), DistillationTask())
+    sizes = dict(vocab_size=LLAMA["vocab_size"], hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+                 intermediate_size=64)  # fmt: skip
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="has model_type bert, which does not predict the next token"):
+        start(config_of(models, distill={"teacher": str(tmp_path / "bert")}), DistillationTask())
     with pytest.raises(ConfigError, match=r"distill\.teacher .*nowhere"):
         start(config_of(models, distill={"teacher": str(tmp_path / "nowhere")}), DistillationTask())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalith.config.base import NOT_YET
-from megalith.config.data import DataConfig
+from megalith.config.data import SPECIAL_COUNT, DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
@@ -216,6 +216,11 @@ def _check_encoder(config: RunConfig) -> None:
     if not model.add_lm_head:
         raise ConfigError(
             "model.add_lm_head is false, so there is nothing that masked words are learnt by; set it to true"
+        )
+    if data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
+        raise ConfigError(
+            f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} special "
+            "tokens is less than one token, so that none would ever be masked; raise one of the two"
         )
 
 

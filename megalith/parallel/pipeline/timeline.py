@@ -72,7 +72,7 @@ def read_timeline(run: str | Path | StorePath) -> Timeline:
             f"there is no {path}; a run with a pipeline writes it after some steps, unless log.layout_report is false: "
             "name such a run's folder"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None
     if not timeline.spans or not all(timeline.spans):
         raise DataError(f"{path} has a rank without actions; measure the run again")
@@ -90,8 +90,7 @@ def timeline_of(ranks: Sequence[Sequence[Sequence]]) -> Timeline:
 
 
 def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end: float) -> Span:
-    if not (
-        isinstance(micro_batch, int) and isinstance(chunk, int) and math.isfinite(start) and start <= end
-    ):
+    counted = isinstance(micro_batch, int) and isinstance(chunk, int)
+    if not (counted and math.isfinite(start) and math.isfinite(end) and start <= end):
         raise ValueError(f"rank {rank} has an action {[kind, micro_batch, chunk, start, end]}")
     return Span(rank, Action(Kind(kind), micro_batch, chunk), start, end)

@@ -234,8 +234,8 @@ def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
         if (step := number(event.get("step"))) is not None:
             yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
     for record in run.steps:
-        if number(record.get("nan_iterations")):
-            yield Mark(float(record["step"]), f"{run.name}, step {record['step']}: loss lost", colour)
+        if number(record.get("nan_iterations")) and (step := number(record["step"])) is not None:
+            yield Mark(step, f"{run.name}, step {record['step']}: loss lost", colour)
     for start in run.starts[1:]:
         if (step := number(start.get("step"))) is not None:
             yield Mark(step, f"{run.name}, started again after step {step:g}", colour)

@@ -16,6 +16,7 @@ from typing import Any
 from megalith.errors import LINES, printable
 from megalith.report.console import si
 from megalith.report.page.run_files import Points
+from megalith.report.plot import limits_around
 
 SIDE = 1000.0  # of a chart in its own units
 TICKS = 5
@@ -83,10 +84,7 @@ class Scale:
 
     @classmethod
     def around(cls, values: Sequence[float], margin: float = 0.0) -> Scale:
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        if low == high:
-            return cls(low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
-        return cls(low - margin * (high - low), high + margin * (high - low))
+        return cls(*limits_around(min(values, default=0.0), max(values, default=1.0), margin))
 
     def at(self, value: float) -> float:
         """0 at the low end, 1 at the high one."""
