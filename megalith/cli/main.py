@@ -214,8 +214,8 @@ def watch(args: Arguments) -> int:
 def _written(output: str | Path, write: Callable[[], Path]) -> int:
     if is_url(output):
         raise ConfigError(
-            f"--output {output} is in a store, and pages and pictures are written on this machine alone; name a file here "
-            "and copy it there"
+            f"--output {output} is in a store, and pages and pictures are written on this machine alone; name a file "
+            "here and copy it there"
         )
     try:
         print(printable(write()))
