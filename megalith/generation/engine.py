@@ -139,7 +139,9 @@ class Engine:
         if lora is not None and lora.rank is not None:
             add_adapters(model, lora)
         for name, module in model.named_modules():
-            if not isinstance(module, Norm | Decay | SoftmaxOffset) and not name.endswith("position_embeddings"):
+            if not isinstance(module, Norm | Decay | SoftmaxOffset) and not name.endswith(
+                "position_embeddings"
+            ):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.to(self.dtype)
         tensor = apply_tensor(model, self.tp, sequence_parallel=False)
