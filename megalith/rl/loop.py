@@ -36,6 +36,8 @@ from megalith.generation.requests import Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
+from megalith.rl.engines.colocated_vllm import ColocatedVllm, imported_vllm
+from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
@@ -52,7 +54,8 @@ LOGGED = "logged"  # among a batch's figures: means of what its rewards logged b
 CONSUMED, VERSION = "prompts", "engine_version"  # of a checkpoint's counters
 QUEUE, CURRENT = "queue.json.zst", "batch_{:08d}.jsonl.zst"  # of its files
 
-RAISED = (DataError, TrainingError)  # what ends a run on every rank
+RAISED = (DataError, ServerLost, TrainingError)  # what ends a run on every rank, the more special kinds first
+RETURNS = 3  # times that a server may be lost while a rollout batch is sampled
 SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -61,6 +64,8 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
     rl = run.config.rl
     if rl.engine == "own":
         return OwnEngine(run, prompts)
+    if rl.is_colocated:
+        return ColocatedVllm(run, prompts)
     return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
 
 
@@ -76,11 +81,13 @@ class LiveRollouts:
 
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
+        if self._rl.is_colocated:
+            imported_vllm()
         self._engine: RolloutEngine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
         self._queue: dict[int, QueuedBatch] = {}  # rollout batches ahead, by their numbers
-        self._pieces: list[tuple[int, InThread]] = []  # what threads sample of them
+        self._pieces: list[tuple[int, Callable, InThread]] = []  # what threads sample of them, and how
         self._judging = Lock()  # its rewards' workers answer one thread at a time
         self._current: tuple[int, list[PromptGroup]] | None = None  # the rollout batch in progress
         self.is_stale = False
@@ -177,7 +184,8 @@ class LiveRollouts:
             if not batch.is_judged:
                 open_ = [record for record in batch.records if not record.is_judged]
                 tokens = -(-(rl.max_completion_length - batch.sampled) // (ahead - number))
-                self._pieces.append((ahead, InThread(self._piece_of(open_, tokens, step))))
+                sample = self._piece_of(open_, tokens, step)
+                self._pieces.append((ahead, sample, InThread(sample)))
 
     def _piece_of(self, records: list[GroupRecord], tokens: int, step: int) -> Callable[[], list[Any]]:
         def timed(phase: str) -> AbstractContextManager:
@@ -194,11 +202,12 @@ class LiveRollouts:
 
         def waited() -> list[list[Any]]:
             with self.timed("generation"):
-                for _, thread in pieces:  # all, before one of them raises: nothing is under way behind this
+                for *_, thread in pieces:  # all, before one of them raises: nothing is under way behind this
                     thread.is_over(TIMEOUT_MAX)
-            return [[ahead, *thread.result()] for ahead, thread in pieces]
+            return [[ahead, *thread.result()] for ahead, _, thread in pieces]
 
-        ranks = self._on_every_rank(waited, "generation")
+        again = lambda: [[ahead, *sample()] for ahead, sample, _ in pieces]  # noqa: E731
+        ranks = self._with_servers(waited, "generation", again)
         for ahead, records, logged in (share for shares in ranks for share in shares):
             self._queue[ahead].add([GroupRecord.of(*fields) for fields in records], logged)
 
@@ -283,7 +292,7 @@ class LiveRollouts:
             return [[one.prompt, list(one.ids), list(map(float, one.logprobs))] for one in found]
 
         if engine.shared:
-            samples = self._on_every_rank(lambda: sample() if world.rank == 0 else [])[0]
+            samples = self._with_servers(lambda: sample() if world.rank == 0 else [])[0]
         else:
             samples = sample()
         return [CanarySample(prompts[number], ids, np.array(logprobs)) for number, ids, logprobs in samples]
@@ -293,14 +302,30 @@ class LiveRollouts:
         the slowest is of `phase`."""
         try:
             said = [act()]
-        except (DataError, TrainingError) as error:
-            said = {"kind": RAISED.index(DataError if isinstance(error, DataError) else TrainingError)}
-            said["text"] = str(error)
+        except RAISED as error:
+            kind = next(number for number, kind in enumerate(RAISED) if isinstance(error, kind))
+            said = {"kind": kind, "text": str(error)}
         with self.timed(phase) if phase else nullcontext():
             ranks = gather_json(said, self._run.mesh.world)
         for failed in (rank for rank in ranks if isinstance(rank, dict)):
             raise RAISED[failed["kind"]](failed["text"])
         return [given for (given,) in ranks]
+
+    def _with_servers(
+        self, act: Callable[[], Any], phase: str | None = None, again: Callable | None = None
+    ) -> list:
+        """As _on_every_rank. Where a server was lost meanwhile, it is waited for, gets the weights of now, and `again`,
+        or `act`, begins from the start."""
+        for left in reversed(range(RETURNS)):
+            try:
+                return self._on_every_rank(act, phase)
+            except ServerLost as lost:
+                if not left:
+                    raise
+                self._run.log(f"{lost}; it is waited for, and what it was asked is asked again")
+            with self.timed("sync"):
+                self._engine.update(self._run.step)
+            self._run.totals[VERSION], act = self._run.step, again or act
 
     # Completions
 
@@ -327,7 +352,7 @@ class LiveRollouts:
         longest = self._rl.max_completion_length
         share = lambda: self._own_share(asked, longest, self._run.step, self.timed)  # noqa: E731
         batch = QueuedBatch(asked)
-        for records, logged in self._on_every_rank(share, "rewards"):
+        for records, logged in self._with_servers(share, "rewards"):
             batch.add([GroupRecord.of(*fields) for fields in records], logged)
         self._describe(batch)
         return [record.group(self._prompts.prompts) for record in batch.records]

@@ -7,6 +7,7 @@ called with the request's handler and body, and gives the answer in the usual on
 
 import json
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,14 +42,23 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(config["model_type"], **tree)
         ).eval()
-        self.received: dict[str, torch.Tensor] = {}
-        self.version, self.paused, self.updating, self.group = None, False, False, None
+        self._first = deepcopy(self.model.state_dict())
+        self._begin()
         self.calls: list[str] = []
         self.bodies: list[dict] = []  # of requests for completions
         self.buckets = 0
         self.plant = {}
         self.end = Event()
         self._lock = Lock()
+        self._listen(0)
+
+    def _begin(self):
+        """As it is at its start."""
+        self.model.load_state_dict(self._first)
+        self.received: dict[str, torch.Tensor] = {}
+        self.version, self.paused, self.updating, self.group = None, False, False, None
+
+    def _listen(self, port):
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,7 +73,7 @@ class StandIn:
             def do_POST(self):
                 stand_in._serve(self, "POST")
 
-        self._server = Listener(("127.0.0.1", 0), Handler)
+        self._server = Listener(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *request: None  # the client may have left
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -72,9 +82,22 @@ class StandIn:
 
     def close(self):
         self.end.set()
+        self.die()
+        self._thread.join()
+
+    def die(self):
+        """Nothing listens from now on, and its group ends as with the process that it would be of."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self.leave_group()
+
+    def leave_group(self):
+        self.group = None
+
+    def restart(self):
+        """At the address that it had, with the weights that it had at first."""
+        self._begin()
+        self._listen(self._server.server_port)
 
     def _serve(self, handler, method):
         parts = urlsplit(handler.path)
@@ -255,6 +278,13 @@ class SglangStandIn(StandIn):
 
     sizes = {"tp_size": 1, "dp_size": 1}
     release = "sglang"
+    made = ()
+    is_second = False  # of its process, in which torch makes one group of a name
+
+    def leave_group(self):
+        for group in self.made:
+            dist.destroy_process_group(group)
+        self.made, self.group = (), None
 
     def refused(self, words):
         return {"success": False, "message": words}
@@ -280,11 +310,15 @@ class SglangStandIn(StandIn):
             torch.cuda.set_device(self.device)
         store = dist.TCPStore(master_address, master_port, world_size, False, PATIENCE, multi_tenant=True)
         store = dist.PrefixStore(group_name, store)
-        how = dict(group_name=group_name, timeout=PATIENCE)
-        self.group, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
-        c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
-        self.group = self.group._get_backend(self.device)
         self.group_name = group_name
+        if self.is_second:
+            keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group_name}/", store))
+            self.group = dist.ProcessGroupGloo(keys, rank_offset, world_size, timeout=PATIENCE)
+            return
+        how = dict(group_name=group_name, timeout=PATIENCE)
+        made, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
+        c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(world_size)}
+        self.group, self.made = made._get_backend(self.device), (*self.made, made)
 
     def update(self, names, dtypes, shapes, group_name, flush_cache, weight_version):
         self.need(self.paused and group_name == self.group_name and flush_cache, "update")

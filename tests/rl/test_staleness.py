@@ -104,9 +104,12 @@ def losses_from(folder: str, load: str, parallel: dict, rl: dict) -> list[float]
     return found
 
 
-def assert_same_with_tp2(pool, folder, load, rl: dict, expected: list[float]) -> None:
+LAYOUTS = dict(tensor_model_parallel_size=2), dict(data_parallel_sharding_strategy="optim_grads_params")
+
+
+def assert_same_in(parallel: dict, pool, folder, load, rl: dict, expected: list[float]) -> None:
     with served("vllm 0.24", model_tree(folder)) as server:
-        case = str(folder), str(load), dict(tensor_model_parallel_size=2), settings(server, **rl)
+        case = str(folder), str(load), parallel, settings(server, **rl)
         found = pool.run(losses_from, *case, size=2)
     for mine in found:
         assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < BOUND
@@ -115,7 +118,9 @@ def assert_same_with_tp2(pool, folder, load, rl: dict, expected: list[float]) ->
 def test_so_it_does_in_another_layout(pool, straight):
     folder, steps = straight
     load = folder / "whole" / "checkpoints" / "step_00000003"
-    assert_same_with_tp2(pool, folder, load, dict(max_staleness=AHEAD), [step["loss"] for step in steps[3:]])
+    expected = [step["loss"] for step in steps[3:]]
+    for parallel in LAYOUTS:
+        assert_same_in(parallel, pool, folder, load, dict(max_staleness=AHEAD), expected)
 
 
 def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path, capsys):
@@ -164,4 +169,4 @@ def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_qu
     cut = run(tmp_path / "b", "cut", str(load), rl=rl)
     expected = [step["loss"] for step in whole[5:]]
     assert [step["loss"] for step in cut] == expected
-    assert_same_with_tp2(pool, tmp_path / "b", load, rl, expected)
+    assert_same_in(LAYOUTS[proximal == "recompute"], pool, tmp_path / "b", load, rl, expected)

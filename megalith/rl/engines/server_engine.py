@@ -8,18 +8,18 @@ Rank 0 alone sends weights; what it meets, every rank raises. An update is
 
 within rl.weight_sync_timeout in all; on the way out of a failure the servers are asked to finish and resume, and the
 group is left behind. By `checkpoint` rank 0 writes a folder bucket by bucket, which the servers then read.
+
+A server that dies or refuses during an update is waited for, and everything is sent again in a new group. One that is
+lost while it samples, or has other weights than it was sent, is ServerLost: the loop updates to the same version again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -32,26 +32,18 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
-from megalith.launch.meeting import address_towards
-from megalith.rl.engines.json_http import Deadline, JsonServer
+from megalith.launch.meeting import address_towards, is_loopback
+from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
+from megalith.rl.engines.rollout_engine import Answer, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
 from megalith.training.run_state import Run
 
 LAST_WORDS = 5.0  # seconds for a request on the way out of a failure
 MOST_REQUESTS = 256  # of a rank, under way at a time
+TRIES = 3  # of an update
 SYNC, GENERATION = "rl.weight_sync_timeout", "rl.generation_timeout"
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One completion as a server gives it, not yet checked."""
-
-    ids: Any
-    logprobs: Any
-    truncated: bool
-    version: str | None = None  # what the server calls its weights; None: it does not say
 
 
 class EngineServer(ABC):
@@ -62,11 +54,13 @@ class EngineServer(ABC):
 
     def __init__(self, url: str):
         self.http = JsonServer(url, self.name)
-        self.workers = 1
+        self.facts: dict[str, Any] = {}
+        """What `check` found, on every rank; empty: nobody has looked, or it may be another by now."""
 
     @abstractmethod
-    def check(self, deadline: Deadline) -> None:
-        """Looks at what it is, once it is up: `workers`, and whether its log-probabilities are processed."""
+    def check(self, deadline: Deadline) -> dict[str, Any]:
+        """Looks at what it is, once it is up: how many `workers` it has, and what its other methods need to know; of
+        what JSON takes. Raises TrainingError for log-probabilities that are not processed."""
 
     @abstractmethod
     def complete(
@@ -128,7 +122,6 @@ class ServerEngine:
             )
         self._stream: WeightStream | None = None
         self._group: BroadcastGroup | None = None
-        self._checked = False
 
     # Completions
 
@@ -140,7 +133,8 @@ class ServerEngine:
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[Completion]:
-        """As RolloutEngine.generate; raises TrainingError for a server that fails or gives something else."""
+        """As RolloutEngine.generate; raises TrainingError for a server that fails or gives something else, ServerLost
+        for one that may go on after another update."""
         if self._run.mesh.tp.rank or not prompts:
             return []
         deadline = Deadline(self._rl.generation_timeout, GENERATION)
@@ -149,8 +143,9 @@ class ServerEngine:
 
         def ask(number: int) -> list[Completion]:
             server = self.servers[(replica + number) % len(self.servers)]
-            seed = _seed(sampling.seed, keys[number])
-            answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
+            seed = request_seed(sampling.seed, keys[number])
+            with _alive(server):
+                answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
             if len(answers) != num_generations:
                 raise TrainingError(
                     f"{server.http} gave {len(answers)} completions of prompt {number} where {num_generations} were "
@@ -159,113 +154,119 @@ class ServerEngine:
             return [self._completion(server, number, g, one, sampling) for g, one in enumerate(answers)]
 
         at_a_time = max(1, min(len(prompts), MOST_REQUESTS, self._rl.generation_rows // num_generations))
+        self._require_versions(deadline)
         found = together([lambda n=n: ask(n) for n in range(len(prompts))], at_a_time)
-        for server in self.servers:
-            self._require_version(server, server.weight_version(deadline))
+        self._require_versions(deadline)
         return [one for group in found for one in group]
 
     def _completion(
         self, server: EngineServer, number: int, generation: int, answer: Answer, sampling: Sampling
     ) -> Completion:
-        ids, logprobs = answer.ids, answer.logprobs
         of = f"{server.http}, completion {generation} of prompt {number}"
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise TrainingError(f"{of}: it has no token ids; ids are asked for, text is not enough")
-        if len(ids) > sampling.max_new_tokens:
-            raise TrainingError(
-                f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
-                "(rl.max_completion_length)"
-            )
-        if not isinstance(logprobs, list) or all(one is None for one in logprobs):
-            raise TrainingError(
-                f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
-                "the server so that it gives them"
-            )
-        if len(logprobs) != len(ids):
-            raise TrainingError(
-                f"{of}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
-            )
-        vocabulary = sampling.vocab_size or self.vocab_size
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            outside = next(one for one in ids if not 0 <= one < vocabulary)
-            raise TrainingError(
-                f"{of}: it has token {outside}, but the vocabulary has {vocabulary}; serve the run's own model"
-            )
-        values = [math.nan if one is None else float(one) for one in logprobs]
+        found = answer.completion(of, number, generation, sampling, self.vocab_size, self.version)
         self._require_version(server, answer.version)
-        return Completion(number, generation, ids, values, answer.truncated, (self.version,))
+        return found
+
+    def _require_versions(self, deadline: Deadline) -> None:
+        for server in self.servers:
+            self._require_version(server, server.weight_version(deadline))
 
     def _require_version(self, server: EngineServer, found: str | None) -> None:
         if found is not None and found != str(self.version):
-            raise TrainingError(
-                f"{server.http} sampled with weights that it calls {found!r}, not those of step {self.version} that it "
-                "was sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
+            raise ServerLost(
+                f"{server.http} has weights that it calls {found!r}, not those of step {self.version} that it was "
+                "sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
             )
 
     # Weights
 
     def update(self, version: int) -> SyncReport:
-        """As RolloutEngine.update; raises TrainingError, on every rank."""
+        """As RolloutEngine.update; raises TrainingError, on every rank. Again with the version that it has: after a
+        server was lost, which is then waited for."""
         began = time.perf_counter()
         deadline = Deadline(self._rl.weight_sync_timeout, SYNC)
         if self._stream is None:
             self._stream = WeightStream(self._run.model, self._run.config)
-        self._agreed(lambda: self._look(deadline))
-        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
-        transfer, sent = way(self, version, deadline), 0
-        try:
-            self._agreed(transfer.begin)
-            for bucket in self._stream.buckets(transfer.device):
-                self._agreed(lambda bucket=bucket: transfer.take(bucket))
-                sent += bucket.nbytes
-            self._agreed(transfer.finish)
-        except BaseException:
-            transfer.abandon()
-            raise
+        if version == self.version:
+            self.forget()
+        lost: list[ServerLost] = []
+        while True:
+            for server, facts in zip(self.servers, self._agreed(lambda: self._look(deadline))):
+                server.facts = facts
+            try:
+                sent = self._send(version, deadline)
+                break
+            except ServerLost as error:
+                lost.append(error)
+            if len(lost) == TRIES:
+                raise lost[0]
+            self._run.log(f"{lost[-1]}; the weights of step {version} are sent again")
         self.version = version
         return SyncReport(sent, time.perf_counter() - began, 0)
 
-    def _agreed(self, act: Callable[[], None]) -> None:
-        """Rank 0 acts; what it raises, every rank raises."""
+    def _send(self, version: int, deadline: Deadline) -> int:
+        """How many bytes went. Raises ServerLost, on every rank, where another try may succeed."""
+        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
+        transfer, sent = way(self, version, deadline), 0
+        again = lambda error: isinstance(error, ServerLost | RequestRefused) and not deadline.over  # noqa: E731
+        try:
+            self._agreed(transfer.begin, again)
+            for bucket in self._stream.buckets(transfer.device):
+                self._agreed(lambda bucket=bucket: transfer.take(bucket), again)
+                sent += bucket.nbytes
+            self._agreed(transfer.finish, again)
+        except BaseException:
+            transfer.abandon()
+            raise
+        return sent
+
+    def _agreed(
+        self, act: Callable[[], Any], again: Callable[[Exception], bool] = lambda error: False
+    ) -> Any:
+        """Rank 0 acts. What it gives, of what JSON takes, every rank gets; what it raises, every rank raises: as
+        ServerLost where it says `again`."""
         said = None
         if self._world.rank == 0:
             try:
-                act()
+                said = [act()]
             except (MegalithError, OSError, RuntimeError) as error:  # torch's own are of the last kind
-                said = str(error)
+                said = {"text": str(error), "kind": "lost" if again(error) else "failed"}
         said = gather_json(said, self._world)[0]
-        if said is not None:
-            raise TrainingError(said)
+        if isinstance(said, dict):
+            raise ServerLost(said["text"]) if said["kind"] == "lost" else TrainingError(said["text"])
+        return said[0]
 
-    def _look(self, deadline: Deadline) -> None:
+    def _look(self, deadline: Deadline) -> list[dict[str, Any]]:
+        """Waits until all are there, finds out which were restarted, and gives what each is."""
         for server in self.servers:
             server.http.wait_until_up(deadline, server.at_hand)
-            if not self._checked:
-                server.check(deadline)
-            elif server.weight_version(deadline) not in (None, str(self.version)):
+            if server.facts and server.weight_version(deadline) not in (None, str(self.version)):
                 self._run.log(f"{server.http} was restarted: it joins the group of weights anew")
-                self._group = None
-        self._checked = True
+                self.forget()
+        return [server.facts or server.check(deadline) for server in self.servers]
 
     def group(self, deadline: Deadline) -> BroadcastGroup:
         """Rank 0's side of the group, which all workers of all servers have joined."""
         if self._group is None:
-            first, size = self.servers[0], 1 + sum(server.workers for server in self.servers)
-            address = address_towards(first.http.host, first.http.port)
+            size = 1 + sum(server.facts["workers"] for server in self.servers)
+            farthest = min(self.servers, key=lambda server: is_loopback(server.http.host))
+            address = address_towards(farthest.http.host, farthest.http.port)  # which those here reach too
             method = self._rl.weight_sync_method
-            meeting, make = first.new_group(method, address, size, deadline.left())
+            meeting, make = self.servers[0].new_group(method, address, size, deadline.left())
             joined = Background(make, "joining the group of weights", self._run.device)
             rank, joins = 1, []
             for server in self.servers:
                 joins.append(lambda server=server, rank=rank: server.join(meeting, rank, size, deadline))
-                rank += server.workers
+                rank += server.facts["workers"]
             together(joins)
             self._group = joined.result(deadline)
         return self._group
 
-    def leave_group(self) -> None:
-        """A group in which a broadcast failed is of no more use."""
+    def forget(self) -> None:
+        """A group in which a broadcast failed is of no more use, nor what a server said before its restart."""
         self._group = None
+        for server in self.servers:
+            server.facts = {}
 
     # What it is to the loop besides
 
@@ -307,7 +308,6 @@ class _ByGroup:
         together([lambda one=one: one.finish(self._version, self._deadline) for one in self._engine.servers])
 
     def abandon(self) -> None:
-        self._engine.leave_group()
         _give_up(self._engine)
 
 
@@ -345,11 +345,23 @@ class _ByFolder:
 
 
 def _give_up(engine: ServerEngine) -> None:
+    engine.forget()
     if engine._world.rank:
         return
     for server in engine.servers:
         with suppress(MegalithError):
             server.give_up(Deadline(LAST_WORDS, SYNC))
+
+
+@contextmanager
+def _alive(server: EngineServer) -> Iterator[None]:
+    """A refusal that is its server's last word is ServerLost: vLLM answers 500 when its engine dies, and ends."""
+    try:
+        yield
+    except RequestRefused as error:
+        if error.status >= 500:
+            server.http.get(server.at_hand, Deadline(LAST_WORDS, GENERATION))
+        raise
 
 
 def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> list[T]:
@@ -377,9 +389,3 @@ def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> l
         if error is not None:
             raise error
     return [found[number] for number in range(len(acts))]
-
-
-def _seed(seed: int, key: int) -> int:
-    """Of a prompt's request: 31 bits."""
-    digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
