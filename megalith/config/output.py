@@ -126,7 +126,8 @@ class RuntimeConfig(Section):
     """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs."""
 
     distributed_timeout_minutes: PositiveFloat = 10
-    """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named."""
+    """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named. With servers
+    that sample, rl.weight_sync_timeout and rl.generation_timeout are added."""
 
     max_bad_steps: PositiveInt = 20
     """Steps in a row with NaN or Inf in loss or gradients, all of them skipped, after which the run ends."""

@@ -349,6 +349,12 @@ class RlConfig(Section):
         return [self.engine_url or usual] if not isinstance(self.engine_url, list) else list(self.engine_url)
 
     @property
+    def server_seconds(self) -> float:
+        """What a step may wait for servers beside its own work: one that starts again, and its completions."""
+        waits = self.prompts is not None and self.engine != "own"
+        return self.weight_sync_timeout + self.generation_timeout if waits else 0.0
+
+    @property
     def prompt_files(self) -> list[str]:
         """The files of prompts."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())

@@ -31,6 +31,7 @@ from megalith.generation.requests import Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
+from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
@@ -47,7 +48,8 @@ LOGGED = "logged"  # among a batch's figures: means of what its rewards logged b
 CONSUMED, VERSION, AHEAD = "prompts", "engine_version", "rollouts_ahead"  # of a checkpoint's counters
 
 
-RAISED = (DataError, TrainingError)  # what ends a run on every rank
+RAISED = (DataError, ServerLost, TrainingError)  # what ends a run on every rank, the more special kinds first
+RETURNS = 3  # times that a server may be lost while a rollout batch is sampled
 SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -153,8 +155,13 @@ class LiveRollouts:
             return
         (number, positions, sampled), self._ahead = self._ahead, None
         now, self._found = self._found, {}
-        with self.timed("generation"):
-            ranks = self._on_every_rank(sampled.result)
+
+        def waited() -> list[Any]:
+            with self.timed("generation"):
+                return sampled.result()
+
+        share = lambda: self._own_share(positions, self._run.step, self.timed)  # noqa: E731
+        ranks = self._with_servers(waited, "generation", share)
         groups = self._groups(positions, ranks)
         self._ready, self._found = (number, groups, self._found), now
         self._run.totals[AHEAD] = number
@@ -222,7 +229,7 @@ class LiveRollouts:
             return [[one.prompt, list(one.ids), list(map(float, one.logprobs))] for one in found]
 
         if engine.shared:
-            samples = self._on_every_rank(lambda: sample() if world.rank == 0 else [])[0]
+            samples = self._with_servers(lambda: sample() if world.rank == 0 else [])[0]
         else:
             samples = sample()
         return [CanarySample(prompts[number], ids, np.array(logprobs)) for number, ids, logprobs in samples]
@@ -232,14 +239,30 @@ class LiveRollouts:
         the slowest is of `phase`."""
         try:
             said = [act()]
-        except (DataError, TrainingError) as error:
-            said = {"kind": RAISED.index(DataError if isinstance(error, DataError) else TrainingError)}
-            said["text"] = str(error)
+        except RAISED as error:
+            kind = next(number for number, kind in enumerate(RAISED) if isinstance(error, kind))
+            said = {"kind": kind, "text": str(error)}
         with self.timed(phase) if phase else nullcontext():
             ranks = gather_json(said, self._run.mesh.world)
         for failed in (rank for rank in ranks if isinstance(rank, dict)):
             raise RAISED[failed["kind"]](failed["text"])
         return [given for (given,) in ranks]
+
+    def _with_servers(
+        self, act: Callable[[], Any], phase: str | None = None, again: Callable | None = None
+    ) -> list:
+        """As _on_every_rank. Where a server was lost meanwhile, it is waited for, gets the weights of now, and `again`,
+        or `act`, begins from the start."""
+        for left in reversed(range(RETURNS)):
+            try:
+                return self._on_every_rank(act, phase)
+            except ServerLost as lost:
+                if not left:
+                    raise
+                self._run.log(f"{lost}; it is waited for, and what it was asked is asked again")
+            with self.timed("sync"):
+                self._engine.update(self._run.step)
+            self._run.totals[VERSION], act = self._run.step, again or act
 
     # Completions
 
@@ -263,7 +286,7 @@ class LiveRollouts:
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
         share = lambda: self._own_share(positions, self._run.step, self.timed)  # noqa: E731
-        return self._groups(positions, self._on_every_rank(share, "rewards"))
+        return self._groups(positions, self._with_servers(share, "rewards"))
 
     def _own_share(self, positions: Sequence[int], step: int, timed: Callable) -> list[Any]:
         """What this rank samples and judges of them, of what JSON takes: the groups, what the rewards log, and how many

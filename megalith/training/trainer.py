@@ -74,7 +74,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     notes += offload_notes(config, device.type)
     if process.is_first:  # who prints them
         notes += tokenizer_notes(config.model, tokenizer)
-    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_seconds)
     output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
         lasting_streams() if process.is_first else nullcontext(),

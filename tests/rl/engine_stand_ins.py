@@ -7,6 +7,7 @@ called with the request's handler and body, and gives the answer in the usual on
 
 import json
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,14 +38,23 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(config["model_type"], **tree)
         ).eval()
-        self.received: dict[str, torch.Tensor] = {}
-        self.version, self.paused, self.updating, self.group = None, False, False, None
+        self._first = deepcopy(self.model.state_dict())
+        self._begin()
         self.calls: list[str] = []
         self.bodies: list[dict] = []  # of requests for completions
         self.buckets = 0
         self.plant = {}
         self.end = Event()
         self._lock = Lock()
+        self._listen(0)
+
+    def _begin(self):
+        """As it is at its start."""
+        self.model.load_state_dict(self._first)
+        self.received: dict[str, torch.Tensor] = {}
+        self.version, self.paused, self.updating, self.group = None, False, False, None
+
+    def _listen(self, port):
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,7 +69,7 @@ class StandIn:
             def do_POST(self):
                 stand_in._serve(self, "POST")
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *request: None  # the client may have left
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -71,6 +81,16 @@ class StandIn:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def die(self):
+        """Nothing listens from now on."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def restart(self):
+        """At the address that it had, with the weights that it had at first."""
+        self._begin()
+        self._listen(self._server.server_port)
 
     def _serve(self, handler, method):
         parts = urlsplit(handler.path)
@@ -251,6 +271,14 @@ class SglangStandIn(StandIn):
 
     sizes = {"tp_size": 1, "dp_size": 1}
     release = "sglang"
+    made = None
+
+    def die(self):
+        """Its group ends, as with the process that it would be of."""
+        super().die()
+        if self.made is not None:
+            dist.destroy_process_group(self.made)
+        self.made = self.group = None
 
     def refused(self, words):
         return {"success": False, "message": words}
@@ -277,9 +305,9 @@ class SglangStandIn(StandIn):
         store = dist.TCPStore(master_address, master_port, world_size, False, PATIENCE, multi_tenant=True)
         store = dist.PrefixStore(group_name, store)
         how = dict(group_name=group_name, timeout=PATIENCE)
-        self.group, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
-        c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
-        self.group = self.group._get_backend(self.device)
+        self.made, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
+        c10d._world.pg_group_ranks[self.made] = {rank: rank for rank in range(world_size)}
+        self.group = self.made._get_backend(self.device)
         self.group_name = group_name
 
     def update(self, names, dtypes, shapes, group_name, flush_cache, weight_version):

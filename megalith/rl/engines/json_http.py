@@ -18,6 +18,10 @@ from megalith.errors import ConfigError, TrainingError
 PIECE = 1 << 16  # bytes of an answer that are read at a time
 POLL_SECONDS = 0.2  # between two looks at a server that is not there yet
 SHOWN = 300  # characters of a server's own words
+NOT_UP = (
+    502,
+    503,
+)  # what a server says that loads or whose engine has died, and a proxy before one that is not there
 
 
 class Deadline:
@@ -36,8 +40,8 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
-class Unreachable(TrainingError):
-    """Nothing answers at the address."""
+class ServerLost(TrainingError):
+    """A server has died, is not up, or was restarted: once it is there and has the weights again, a run can go on."""
 
 
 class RequestRefused(TrainingError):
@@ -69,15 +73,16 @@ class JsonServer:
         return self._ask("POST", path, json.dumps({} if body is None else body).encode(), deadline)
 
     def wait_until_up(self, deadline: Deadline, path: str = "/health") -> None:
-        """Waits for a server that is starting. Raises what is wrong with one that does not come."""
+        """Waits for a server that is starting, or starts again. Raises TrainingError for one that does not come."""
         while True:
             try:
                 self.get(path, deadline)
                 return
-            except (Unreachable, RequestRefused) as error:
-                is_wrong = isinstance(error, RequestRefused) and error.status != 503
-                if is_wrong or deadline.left() <= 2 * POLL_SECONDS:
-                    raise
+            except ServerLost as lost:
+                if deadline.left() <= 2 * POLL_SECONDS:
+                    raise TrainingError(
+                        f"{lost}; it was waited for during {deadline.seconds:g} s ({deadline.setting})"
+                    ) from None
             time.sleep(POLL_SECONDS)
 
     def _ask(self, method: str, path: str, body: bytes | None, deadline: Deadline) -> Any:
@@ -95,12 +100,12 @@ class JsonServer:
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
                 raise self._late(what, deadline) from None
-            raise Unreachable(
+            raise ServerLost(
                 f"{self} cannot be reached for {what} ({error.reason}): it does not run, or not yet; start it, or "
                 "correct rl.engine_url"
             ) from None
         except (OSError, HTTPException) as error:
-            raise TrainingError(
+            raise ServerLost(
                 f"{self} ended the connection during {what} ({type(error).__name__}): it has died or was restarted; "
                 "its own log says why. Start it again and go on from the last checkpoint"
             ) from None
@@ -123,11 +128,10 @@ class JsonServer:
             "raise that"
         )
 
-    def _refusal(self, error: urllib.error.HTTPError, what: str) -> RequestRefused:
+    def _refusal(self, error: urllib.error.HTTPError, what: str) -> RequestRefused | ServerLost:
         try:
             said = " ".join(error.read(PIECE).decode("utf-8", errors="replace").split())
         except OSError:
             said = ""
-        return RequestRefused(
-            f"{self} refuses {what} with {error.code}: {said[:SHOWN] or error.reason}", status=error.code
-        )
+        sentence = f"{self} refuses {what} with {error.code}: {said[:SHOWN] or error.reason}"
+        return ServerLost(sentence) if error.code in NOT_UP else RequestRefused(sentence, status=error.code)

@@ -8,6 +8,9 @@ Rank 0 alone sends weights; what it meets, every rank raises. An update is
 
 within rl.weight_sync_timeout in all; on the way out of a failure the servers are asked to finish and resume, and the
 group is left behind. By `checkpoint` rank 0 writes a folder bucket by bucket, which the servers then read.
+
+A server that dies or refuses during an update is waited for, and everything is sent again in a new group. One that is
+lost while it samples, or has other weights than it was sent, is ServerLost: the loop updates to the same version again.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,13 +36,14 @@ from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.meeting import address_towards
-from megalith.rl.engines.json_http import Deadline, JsonServer
+from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
 from megalith.training.run_state import Run
 
 LAST_WORDS = 5.0  # seconds for a request on the way out of a failure
 MOST_REQUESTS = 256  # of a rank, under way at a time
+TRIES = 3  # of an update
 SYNC, GENERATION = "rl.weight_sync_timeout", "rl.generation_timeout"
 T = TypeVar("T")
 
@@ -62,11 +66,13 @@ class EngineServer(ABC):
 
     def __init__(self, url: str):
         self.http = JsonServer(url, self.name)
-        self.workers = 1
+        self.facts: dict[str, Any] = {}
+        """What `check` found, on every rank; empty: nobody has looked, or it may be another by now."""
 
     @abstractmethod
-    def check(self, deadline: Deadline) -> None:
-        """Looks at what it is, once it is up: `workers`, and whether its log-probabilities are processed."""
+    def check(self, deadline: Deadline) -> dict[str, Any]:
+        """Looks at what it is, once it is up: how many `workers` it has, and what its other methods need to know; of
+        what JSON takes. Raises TrainingError for log-probabilities that are not processed."""
 
     @abstractmethod
     def complete(
@@ -128,7 +134,6 @@ class ServerEngine:
             )
         self._stream: WeightStream | None = None
         self._group: BroadcastGroup | None = None
-        self._checked = False
 
     # Completions
 
@@ -140,7 +145,8 @@ class ServerEngine:
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[Completion]:
-        """As RolloutEngine.generate; raises TrainingError for a server that fails or gives something else."""
+        """As RolloutEngine.generate; raises TrainingError for a server that fails or gives something else, ServerLost
+        for one that may go on after another update."""
         if self._run.mesh.tp.rank or not prompts:
             return []
         deadline = Deadline(self._rl.generation_timeout, GENERATION)
@@ -150,7 +156,8 @@ class ServerEngine:
         def ask(number: int) -> list[Completion]:
             server = self.servers[(replica + number) % len(self.servers)]
             seed = _seed(sampling.seed, keys[number])
-            answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
+            with _alive(server):
+                answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
             if len(answers) != num_generations:
                 raise TrainingError(
                     f"{server.http} gave {len(answers)} completions of prompt {number} where {num_generations} were "
@@ -159,9 +166,9 @@ class ServerEngine:
             return [self._completion(server, number, g, one, sampling) for g, one in enumerate(answers)]
 
         at_a_time = max(1, min(len(prompts), MOST_REQUESTS, self._rl.generation_rows // num_generations))
+        self._require_versions(deadline)
         found = together([lambda n=n: ask(n) for n in range(len(prompts))], at_a_time)
-        for server in self.servers:
-            self._require_version(server, server.weight_version(deadline))
+        self._require_versions(deadline)
         return [one for group in found for one in group]
 
     def _completion(
@@ -195,62 +202,88 @@ class ServerEngine:
         self._require_version(server, answer.version)
         return Completion(number, generation, ids, values, answer.truncated, (self.version,))
 
+    def _require_versions(self, deadline: Deadline) -> None:
+        for server in self.servers:
+            self._require_version(server, server.weight_version(deadline))
+
     def _require_version(self, server: EngineServer, found: str | None) -> None:
         if found is not None and found != str(self.version):
-            raise TrainingError(
-                f"{server.http} sampled with weights that it calls {found!r}, not those of step {self.version} that it "
-                "was sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
+            raise ServerLost(
+                f"{server.http} has weights that it calls {found!r}, not those of step {self.version} that it was "
+                "sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
             )
 
     # Weights
 
     def update(self, version: int) -> SyncReport:
-        """As RolloutEngine.update; raises TrainingError, on every rank."""
+        """As RolloutEngine.update; raises TrainingError, on every rank. Again with the version that it has: after a
+        server was lost, which is then waited for."""
         began = time.perf_counter()
         deadline = Deadline(self._rl.weight_sync_timeout, SYNC)
         if self._stream is None:
             self._stream = WeightStream(self._run.model, self._run.config)
-        self._agreed(lambda: self._look(deadline))
-        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
-        transfer, sent = way(self, version, deadline), 0
-        try:
-            self._agreed(transfer.begin)
-            for bucket in self._stream.buckets(transfer.device):
-                self._agreed(lambda bucket=bucket: transfer.take(bucket))
-                sent += bucket.nbytes
-            self._agreed(transfer.finish)
-        except BaseException:
-            transfer.abandon()
-            raise
+        if version == self.version:
+            self.forget()
+        lost: list[ServerLost] = []
+        while True:
+            for server, facts in zip(self.servers, self._agreed(lambda: self._look(deadline))):
+                server.facts = facts
+            try:
+                sent = self._send(version, deadline)
+                break
+            except ServerLost as error:
+                lost.append(error)
+            if len(lost) == TRIES:
+                raise lost[0]
+            self._run.log(f"{lost[-1]}; the weights of step {version} are sent again")
         self.version = version
         return SyncReport(sent, time.perf_counter() - began, 0)
 
-    def _agreed(self, act: Callable[[], None]) -> None:
-        """Rank 0 acts; what it raises, every rank raises."""
+    def _send(self, version: int, deadline: Deadline) -> int:
+        """How many bytes went. Raises ServerLost, on every rank, where another try may succeed."""
+        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
+        transfer, sent = way(self, version, deadline), 0
+        again = lambda error: isinstance(error, ServerLost | RequestRefused) and not deadline.over  # noqa: E731
+        try:
+            self._agreed(transfer.begin, again)
+            for bucket in self._stream.buckets(transfer.device):
+                self._agreed(lambda bucket=bucket: transfer.take(bucket), again)
+                sent += bucket.nbytes
+            self._agreed(transfer.finish, again)
+        except BaseException:
+            transfer.abandon()
+            raise
+        return sent
+
+    def _agreed(
+        self, act: Callable[[], Any], again: Callable[[Exception], bool] = lambda error: False
+    ) -> Any:
+        """Rank 0 acts. What it gives, of what JSON takes, every rank gets; what it raises, every rank raises: as
+        ServerLost where it says `again`."""
         said = None
         if self._world.rank == 0:
             try:
-                act()
+                said = [act()]
             except (MegalithError, OSError, RuntimeError) as error:  # torch's own are of the last kind
-                said = str(error)
+                said = {"text": str(error), "kind": "lost" if again(error) else "failed"}
         said = gather_json(said, self._world)[0]
-        if said is not None:
-            raise TrainingError(said)
+        if isinstance(said, dict):
+            raise ServerLost(said["text"]) if said["kind"] == "lost" else TrainingError(said["text"])
+        return said[0]
 
-    def _look(self, deadline: Deadline) -> None:
+    def _look(self, deadline: Deadline) -> list[dict[str, Any]]:
+        """Waits until all are there, finds out which were restarted, and gives what each is."""
         for server in self.servers:
             server.http.wait_until_up(deadline, server.at_hand)
-            if not self._checked:
-                server.check(deadline)
-            elif server.weight_version(deadline) not in (None, str(self.version)):
+            if server.facts and server.weight_version(deadline) not in (None, str(self.version)):
                 self._run.log(f"{server.http} was restarted: it joins the group of weights anew")
-                self._group = None
-        self._checked = True
+                self.forget()
+        return [server.facts or server.check(deadline) for server in self.servers]
 
     def group(self, deadline: Deadline) -> BroadcastGroup:
         """Rank 0's side of the group, which all workers of all servers have joined."""
         if self._group is None:
-            first, size = self.servers[0], 1 + sum(server.workers for server in self.servers)
+            first, size = self.servers[0], 1 + sum(server.facts["workers"] for server in self.servers)
             address = address_towards(first.http.host, first.http.port)
             method = self._rl.weight_sync_method
             meeting, make = first.new_group(method, address, size, deadline.left())
@@ -258,14 +291,16 @@ class ServerEngine:
             rank, joins = 1, []
             for server in self.servers:
                 joins.append(lambda server=server, rank=rank: server.join(meeting, rank, size, deadline))
-                rank += server.workers
+                rank += server.facts["workers"]
             together(joins)
             self._group = joined.result(deadline)
         return self._group
 
-    def leave_group(self) -> None:
-        """A group in which a broadcast failed is of no more use."""
+    def forget(self) -> None:
+        """A group in which a broadcast failed is of no more use, nor what a server said before its restart."""
         self._group = None
+        for server in self.servers:
+            server.facts = {}
 
     # What it is to the loop besides
 
@@ -307,7 +342,6 @@ class _ByGroup:
         together([lambda one=one: one.finish(self._version, self._deadline) for one in self._engine.servers])
 
     def abandon(self) -> None:
-        self._engine.leave_group()
         _give_up(self._engine)
 
 
@@ -345,11 +379,23 @@ class _ByFolder:
 
 
 def _give_up(engine: ServerEngine) -> None:
+    engine.forget()
     if engine._world.rank:
         return
     for server in engine.servers:
         with suppress(MegalithError):
             server.give_up(Deadline(LAST_WORDS, SYNC))
+
+
+@contextmanager
+def _alive(server: EngineServer) -> Iterator[None]:
+    """A refusal that is its server's last word is ServerLost: vLLM answers 500 when its engine dies, and ends."""
+    try:
+        yield
+    except RequestRefused as error:
+        if error.status >= 500:
+            server.http.get(server.at_hand, Deadline(LAST_WORDS, GENERATION))
+        raise
 
 
 def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> list[T]:

@@ -24,14 +24,14 @@ from megalith.rl.engines.weight_stream import WeightBucket
 class SglangServer(EngineServer):
     name = "SGLang"
 
-    def check(self, deadline: Deadline) -> None:
+    def check(self, deadline: Deadline) -> dict[str, Any]:
         info = self._newest(("/server_info", "/get_server_info"), deadline)
         sizes = [at_path(info, name) or 1 for name in ("tp_size", "pp_size", "dp_size")]
         if at_path(info, "enable_dp_attention"):
             sizes[2] = 1  # its replicas are ranks of the tensor-parallel axis
         if not all(type(size) is int for size in sizes):
             raise TrainingError(f"{self.http} says sizes of {sizes} at /server_info; is it an SGLang server?")
-        self.workers = sizes[0] * sizes[1] * sizes[2]
+        return {"workers": sizes[0] * sizes[1] * sizes[2]}
 
     def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
         """The first of these that the server has."""

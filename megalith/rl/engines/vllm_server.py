@@ -28,14 +28,11 @@ GROUP = "weights"  # of gloo: each has a store of its own
 class VllmServer(EngineServer):
     name = "vLLM"
 
-    def check(self, deadline: Deadline) -> None:
+    def check(self, deadline: Deadline) -> dict[str, Any]:
         said = self.http.get("/version", deadline)
-        self.release = str(said.get("version")) if isinstance(said, dict) else str(said)
-        numbers = re.match(r"(\d+)\.(\d+)", self.release)
-        self._is_new = numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
-        models = self.http.get("/v1/models", deadline)
-        self._model = at_path(models, "data", 0, "id")
-        if not isinstance(self._model, str):
+        release = str(said.get("version")) if isinstance(said, dict) else str(said)
+        model = at_path(self.http.get("/v1/models", deadline), "data", 0, "id")
+        if not isinstance(model, str):
             raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
         modes = self._logprobs_modes(deadline)
         if modes not in ([], ["processed_logprobs"]):
@@ -46,12 +43,25 @@ class VllmServer(EngineServer):
         workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
             raise TrainingError(f"{self.http} says a world size of {workers!r}; is it vLLM 0.20 or newer?")
-        self.workers = workers
+        return {
+            "release": release,
+            "model": model,
+            "workers": workers,
+            "version": self._says_version(deadline),
+        }
+
+    def _says_version(self, deadline: Deadline) -> bool:
         try:
             self.http.get("/weight_info", deadline)
-            self._says_version = True
         except RequestRefused:
-            self._says_version = False
+            return False
+        return True
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether its transfer has the shape from 0.28 on."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.facts["release"])
+        return numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
 
     def _logprobs_modes(self, deadline: Deadline) -> list[str]:
         """Whether its log-probabilities are processed, as it says; empty where it fails to say, which it does on some
@@ -71,7 +81,7 @@ class VllmServer(EngineServer):
         except RequestRefused as error:
             if error.status in (404, 405):
                 raise TrainingError(
-                    f"{self.http} (vLLM {self.release}) has no {path.partition('?')[0]}: it is not in developers' "
+                    f"{self.http} has no {path.partition('?')[0]}: it is not in developers' "
                     f"mode, or older than 0.20; start it with: {START}"
                 ) from None
             raise
@@ -83,8 +93,8 @@ class VllmServer(EngineServer):
     ) -> list[Answer]:
         # What is left out here the server takes from the model's generation_config.json.
         body = {
-            "model": self._model, "prompt": list(prompt), "n": count, "seed": seed, "stream": False, "echo": False,
-            "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+            "model": self.facts["model"], "prompt": list(prompt), "n": count, "seed": seed, "stream": False,
+            "echo": False, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0,
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": list(sampling.stop),
             "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False, "logprobs": 0,
@@ -110,7 +120,7 @@ class VllmServer(EngineServer):
         ]
 
     def weight_version(self, deadline: Deadline) -> str | None:
-        if not self._says_version:
+        if not self.facts["version"]:
             return None
         return str(at_path(self.http.get("/weight_info", deadline), "weight_version"))
 
@@ -156,7 +166,7 @@ class VllmServer(EngineServer):
             "timeout": deadline.left(),
         }
         self._developers("POST", "/collective_rpc", body, deadline)
-        if self._says_version:
+        if self.facts["version"]:
             self._developers("POST", "/update_weight_version", {"new_version": str(version)}, deadline)
         self._resume(deadline)
 
