@@ -78,14 +78,17 @@ class StandIn:
 
     def close(self):
         self.end.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self.die()
         self._thread.join()
 
     def die(self):
-        """Nothing listens from now on."""
+        """Nothing listens from now on, and its group ends as with the process that it would be of."""
         self._server.shutdown()
         self._server.server_close()
+        self.leave_group()
+
+    def leave_group(self):
+        self.group = None
 
     def restart(self):
         """At the address that it had, with the weights that it had at first."""
@@ -271,14 +274,12 @@ class SglangStandIn(StandIn):
 
     sizes = {"tp_size": 1, "dp_size": 1}
     release = "sglang"
-    made = None
+    made = ()
 
-    def die(self):
-        """Its group ends, as with the process that it would be of."""
-        super().die()
-        if self.made is not None:
-            dist.destroy_process_group(self.made)
-        self.made = self.group = None
+    def leave_group(self):
+        for group in self.made:
+            dist.destroy_process_group(group)
+        self.made, self.group = (), None
 
     def refused(self, words):
         return {"success": False, "message": words}
@@ -305,9 +306,9 @@ class SglangStandIn(StandIn):
         store = dist.TCPStore(master_address, master_port, world_size, False, PATIENCE, multi_tenant=True)
         store = dist.PrefixStore(group_name, store)
         how = dict(group_name=group_name, timeout=PATIENCE)
-        self.made, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
-        c10d._world.pg_group_ranks[self.made] = {rank: rank for rank in range(world_size)}
-        self.group = self.made._get_backend(self.device)
+        made, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
+        c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(world_size)}
+        self.group, self.made = made._get_backend(self.device), (*self.made, made)
         self.group_name = group_name
 
     def update(self, names, dtypes, shapes, group_name, flush_cache, weight_version):

@@ -146,12 +146,31 @@ def first(edit):
     return answers(lambda found: [edit(found[0]), *found[1:]])
 
 
-def vllm_logprobs(values):
-    return lambda one: one | {"logprobs": {"token_logprobs": values(one["token_ids"])}}
+def tokens(ids, logprobs):
+    """One completion's, as either server would say them."""
+    pairs = [[value, one, None] for one, value in zip(ids or [None] * len(logprobs or []), logprobs or [])]
+
+    def edit(one):
+        if "meta_info" in one:
+            meta = one["meta_info"] | {"output_token_logprobs": None if logprobs is None else pairs}
+            return one | {"output_ids": ids, "meta_info": meta}
+        return one | {"token_ids": ids, "logprobs": logprobs and {"token_logprobs": logprobs}}
+
+    return edit
 
 
-def in_meta(**more):
-    return lambda one: one | {"meta_info": one["meta_info"] | more}
+def ended(why):
+    def edit(one):
+        if "meta_info" in one:
+            return one | {"meta_info": one["meta_info"] | {"finish_reason": {"type": why}}}
+        return one | {"finish_reason": why}
+
+    return edit
+
+
+def everywhere(act):
+    """What an edit that reads the server's own answer does to the path of its completions."""
+    return lambda server: act(COMPLETIONS[server.release == "sglang"])(server)
 
 
 def status(path, code, words):
@@ -161,32 +180,41 @@ def status(path, code, words):
     return plant
 
 
+def hangs(path):
+    """The server takes the request and never answers; what comes after its last good answer has little time."""
+
+    def plant(server):
+        def hang(handler, body):
+            server.end.wait()
+            return None, ""
+
+        server.plant[path] = hang
+
+    return plant
+
+
 def sets(**values):
     return lambda server: [setattr(server, name, value) for name, value in values.items()]
 
 
+COMPLETIONS = "/v1/completions", "/generate"
 BAD_ANSWERS = {
-    "fewer completions": ("vllm 0.24", answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
-    "no ids": ("vllm 0.24", first(lambda one: one | {"token_ids": None}), "it has no token ids"),
-    "no log-probabilities": ("vllm 0.24", first(lambda one: one | {"logprobs": None}), "no log-probabilities"),
-    "null ones": ("vllm 0.29", first(vllm_logprobs(lambda ids: [None] * len(ids))), "no log-probabilities"),
-    "another count": ("vllm 0.24", first(vllm_logprobs(lambda ids: [-0.5] * (len(ids) + 1))), "tokens but . log-prob"),
-    "too long": ("vllm 0.24", first(lambda one: one | {"token_ids": [1] * 7}), "7 tokens where at most 6"),
-    "outside": ("vllm 0.24", first(lambda one: one | {"token_ids": [1, 17], "logprobs": {"token_logprobs": [0, 0]}}),
-                "token 17, but the vocabulary has 17"),
-    "aborted": ("vllm 0.24", first(lambda one: one | {"finish_reason": "abort"}), "ended a completion for 'abort'"),
-    "no choices": ("vllm 0.24", status("/v1/completions", 200, {"error": "x"}), "without choices"),
-    "no JSON": ("vllm 0.24", status("/v1/completions", 200, None), "without choices"),
-    "an error": ("vllm 0.24", status("/v1/completions", 500, {"error": "out of memory"}), "with 500: .*out of memory"),
-    "died": ("vllm 0.24", status("/v1/completions", None, ""), "ended the connection during POST /v1/completions"),
-    "old weights, told": ("vllm 0.29", sets(version="0"), "calls '0', not those of step 5"),
-    "restarted": ("vllm 0.29", sets(version=None), "not those of step 5 that it was sent: it was restarted"),
-    "sglang: fewer": ("sglang", answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
-    "sglang: old weights": ("sglang", sets(version="4"), "calls '4', not those of step 5"),
-    "sglang: no log-probabilities": ("sglang", first(in_meta(output_token_logprobs=None)), "no log-probabilities"),
-    "sglang: other ids": ("sglang", first(lambda one: one | {"output_ids": [1] * 6 + [2]}), "tokens where|tokens but"),
-    "sglang: aborted": ("sglang", first(in_meta(finish_reason={"type": "abort"})), "ended a completion for 'abort'"),
+    "fewer completions": (answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
+    "no ids": (first(tokens(None, [-0.5])), "it has no token ids"),
+    "no log-probabilities": (first(tokens([1, 2], None)), "no log-probabilities"),
+    "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
+    "fewer log-probabilities": (first(tokens([1, 2, 3], [-0.5])), "3 tokens but 1 log-prob"),
+    "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens where at most 6"),
+    "outside": (first(tokens([1, 17], [-0.5, -0.5])), "token 17, but the vocabulary has 17"),
+    "aborted": (first(ended("abort")), "ended a completion for 'abort'"),
+    "no completions": (everywhere(lambda path: status(path, 200, {"error": "x"})), "without choices|for None"),
+    "no JSON": (everywhere(lambda path: status(path, 200, None)), "without choices|for None"),
+    "an error": (everywhere(lambda path: status(path, 500, {"error": "out of memory"})), "with 500: .*out of memory"),
+    "died": (everywhere(lambda path: status(path, None, "")), "ended the connection during POST /(v1|generate)"),
+    "old weights": (sets(version="4"), "calls '4', not those of step 5 that it was sent: it was restarted"),
+    "restarted": (sets(version=None), "calls '(None|default)', not those of step 5"),
 }  # fmt: skip
+UNTOLD = {("vllm 0.24", "old weights"), ("vllm 0.24", "restarted")}  # it has no word for its weights
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +230,18 @@ def synced(run, tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", BAD_ANSWERS)
-def test_what_is_no_completion_of_these_weights_is_a_sentence(synced, fault):
-    kind, plant, said = BAD_ANSWERS[fault]
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_completion_of_these_weights_is_a_sentence(synced, kind, fault):
+    plant, said = BAD_ANSWERS[fault]
     server, engine = synced[kind]
     kept = server.version
     plant(server)
     try:
-        with pytest.raises(TrainingError, match=said):
+        if (kind, fault) in UNTOLD:
             engine.generate(PROMPTS, SAMPLING, num_generations=3)
+        else:
+            with pytest.raises(TrainingError, match=said):
+                engine.generate(PROMPTS, SAMPLING, num_generations=3)
     finally:
         server.plant.clear()
         server.version = kept
@@ -218,9 +250,10 @@ def test_what_is_no_completion_of_these_weights_is_a_sentence(synced, fault):
     assert all(one.versions == (5,) for one in found)
 
 
-def test_a_log_probability_that_is_null_alone_is_not_known(synced):
-    server, engine = synced["vllm 0.24"]
-    first(lambda one: one | {"token_ids": [1, 2], "logprobs": {"token_logprobs": [None, -0.5]}})(server)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_log_probability_that_is_null_alone_is_not_known(synced, kind):
+    server, engine = synced[kind]
+    first(tokens([1, 2], [None, -0.5]))(server)
     try:
         found = engine.generate([[1, 2, 3]], SAMPLING, num_generations=3)
     finally:
@@ -238,66 +271,89 @@ def test_the_stand_ins_log_probabilities_are_the_trainers(run, synced):
         assert np.allclose(ours, one.logprobs, atol=1e-5), server.release
 
 
-def hangs(path):
-    """The server takes the request and never answers; what comes after its last good answer has little time."""
-
-    def plant(server):
-        def hang(handler, body):
-            server.end.wait()
-            return None, ""
-
-        server.plant[path] = hang
-
-    return plant
-
-
 def unreachable(server):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         server.url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
 
 
+UPDATE, GROUP, BEGIN, FINISH = range(4)
+PATHS = {
+    "vllm": ("/update_weights", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"),
+    "sglang": (
+        "/update_weights_from_distributed", "/init_weights_update_group", "/pause_generation", "/continue_generation",
+    ),
+}  # fmt: skip
+
+
+def path_of(server, request):
+    return PATHS["sglang" if server.release == "sglang" else "vllm"][request]
+
+
+def at(request, act, *more):
+    return lambda server: act(path_of(server, request), *more)(server)
+
+
 BAD_SYNCS = {
-    "not there": (unreachable, "cannot be reached for GET /health .*: it does not run, or not yet"),
-    "slow": (
-        hangs("/update_weights"),
-        "has not answered POST /update_weights within .* s .rl.weight_sync_timeout",
+    "not there": (unreachable, "cannot be reached for GET /health .*: it does not run, or not yet.* waited for during"),
+    "slow": (at(UPDATE, hangs), r"has not answered POST /update_weights\w* within .* s .rl.weight_sync_timeout"),
+    "dead": (at(UPDATE, status, None, ""), "ended the connection during POST /update_weights"),
+    "refuses the update": (at(UPDATE, status, 500, {"error": "shape mismatch"}), "with 500: .*shape mismatch"),
+    "refuses the group": (at(GROUP, status, 500, {"error": "no port"}), "500: .*no port"),
+    "no transfer": (at(BEGIN, status, 404, {}), "(has no|refuses POST) /(start_weight_update|pause_generation)"),
+    "does not resume": (at(FINISH, status, 500, {}), "refuses POST /(finish_weight_update|continue_generation)"),
+    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503.* waited for during 0.5 s"),
+    "more workers than join": (
+        sets(workers=2, sizes={"tp_size": 2}),
+        "joining the group of weights (is not over|failed)|answered POST /init_weight\\w* within",
     ),
-    "dead": (status("/update_weights", None, ""), "ended the connection during POST /update_weights"),
-    "refuses the update": (
-        status("/update_weights", 500, {"error": "shape mismatch"}),
-        "with 500: .*shape mismatch",
-    ),
-    "refuses the group": (
-        status("/init_weight_transfer_engine", 500, {"error": "no port"}),
-        "500: .*no port",
-    ),
+}  # fmt: skip
+OF_VLLM = {
     "no developers' mode": (status("/server_info", 404, {}), "not in developers' mode, or older than 0.20"),
-    "no transfer": (status("/start_weight_update", 404, {}), "has no /start_weight_update"),
     "raw log-probabilities": (
         sets(logprobs_mode="raw_logprobs"),
         "logprobs_mode raw_logprobs, but the ratio needs",
     ),
-    "more workers than join": (
-        sets(workers=2),
-        "joining the group of weights (is not over|failed)|answered POST /init_weight_transfer_engine within",
-    ),
     "not vLLM": (status("/v1/models", 200, {}), "names no model"),
-    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503"),
-    "does not resume": (status("/finish_weight_update", 500, {}), "refuses POST /finish_weight_update"),
+    "no workers": (sets(workers=None), "says a world size of None"),
 }
+OF_SGLANG = {
+    "no success": (
+        at(UPDATE, status, 200, {"success": False, "message": "no group"}),
+        "failed at POST .*: no group",
+    ),
+    "no sizes": (sets(sizes={"tp_size": "two"}), "says sizes of .*is it an SGLang server"),
+}
+SYNCS = [("vllm 0.24", fault) for fault in BAD_SYNCS | OF_VLLM]
+SYNCS += [
+    ("vllm 0.29", fault) for fault in BAD_SYNCS | OF_VLLM if fault not in ("slow", "more workers than join")
+]
+SYNCS += [("sglang", fault) for fault in BAD_SYNCS | OF_SGLANG]
 
 
-@pytest.mark.parametrize("fault", BAD_SYNCS)
-def test_a_sync_that_cannot_be_ends_within_its_time_with_a_sentence(run, tmp_path, fault):
-    plant, said = BAD_SYNCS[fault]
-    with served("vllm 0.24", model_tree(tmp_path)) as server:
+@pytest.mark.parametrize(("kind", "fault"), SYNCS)
+def test_a_sync_that_cannot_be_ends_within_its_time_with_a_sentence(run, tmp_path, kind, fault):
+    plant, said = (BAD_SYNCS | OF_VLLM | OF_SGLANG)[fault]
+    with served(kind, model_tree(tmp_path)) as server:
         plant(server)
         times = {"not there": 0.5, "loading for ever": 0.5, "slow": 2.0, "more workers than join": 1.0}
         engine = engine_at(run, server, weight_sync_timeout=times.get(fault, 600.0))
         with pytest.raises(TrainingError, match=said):
             engine.update(0)
         assert engine.version == -1
-        assert fault in ("slow", "not there") or not server.paused or "resume" in server.calls[-1]
+        resumes = ("/resume", path_of(server, FINISH))
+        assert fault in ("slow", "not there") or not server.paused or server.calls[-1] in resumes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_completions_that_do_not_come_end_within_their_time(run, tmp_path, kind):
+    with served(kind, model_tree(tmp_path)) as server:
+        engine = engine_at(run, server, generation_timeout=0.5)
+        engine.update(0)
+        everywhere(hangs)(server)
+        with pytest.raises(
+            TrainingError, match=r"has not answered POST /\S+ within 0.5 s .rl.generation_timeout"
+        ):
+            engine.generate(PROMPTS, SAMPLING)
 
 
 def test_a_server_is_waited_for_and_a_restarted_one_gets_a_new_group(run, tmp_path):
