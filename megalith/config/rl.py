@@ -175,7 +175,8 @@ class RlConfig(Section):
     """Who samples: our engine on the trainer's devices, or a server of vLLM or SGLang (docs/engines.md)."""
 
     engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
-    """The server's address, or several servers'; absent: http://127.0.0.1:8000 of vLLM, :30000 of SGLang."""
+    """The server's address, or several servers', as a list or with commas; absent: http://127.0.0.1:8000 of vLLM, :30000
+    of SGLang."""
 
     weight_sync_method: Annotated[
         Literal["nccl", "gloo", "checkpoint"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
@@ -346,7 +347,8 @@ class RlConfig(Section):
     def engine_urls(self) -> list[str]:
         """The addresses of the servers that sample."""
         usual = f"http://127.0.0.1:{30000 if self.engine == 'sglang' else 8000}"
-        return [self.engine_url or usual] if not isinstance(self.engine_url, list) else list(self.engine_url)
+        given = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or usual]
+        return [url.strip().rstrip("/") for several in given for url in several.split(",")]
 
     @property
     def server_seconds(self) -> float:

@@ -275,6 +275,7 @@ class SglangStandIn(StandIn):
     sizes = {"tp_size": 1, "dp_size": 1}
     release = "sglang"
     made = ()
+    is_second = False  # of its process, in which torch makes one group of a name
 
     def leave_group(self):
         for group in self.made:
@@ -305,11 +306,15 @@ class SglangStandIn(StandIn):
             torch.cuda.set_device(self.device)
         store = dist.TCPStore(master_address, master_port, world_size, False, PATIENCE, multi_tenant=True)
         store = dist.PrefixStore(group_name, store)
+        self.group_name = group_name
+        if self.is_second:
+            keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group_name}/", store))
+            self.group = dist.ProcessGroupGloo(keys, rank_offset, world_size, timeout=PATIENCE)
+            return
         how = dict(group_name=group_name, timeout=PATIENCE)
         made, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
         c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(world_size)}
         self.group, self.made = made._get_backend(self.device), (*self.made, made)
-        self.group_name = group_name
 
     def update(self, names, dtypes, shapes, group_name, flush_cache, weight_version):
         self.need(self.paused and group_name == self.group_name and flush_cache, "update")

@@ -379,10 +379,11 @@ def test_a_server_that_fails_to_say_what_it_is_may_be_right(run, tmp_path):
         assert len(engine.generate(PROMPTS, SAMPLING)) == 2
 
 
-def test_several_servers_share_the_prompts_and_all_get_the_weights(run, tmp_path):
+@pytest.mark.parametrize("other", ["vllm 0.24", "vllm 0.29"])
+def test_several_servers_share_the_prompts_and_all_get_the_weights(run, tmp_path, other):
     tree = model_tree(tmp_path)
-    with served("vllm 0.24", tree) as one, served("vllm 0.24", tree) as two:
-        engine = engine_at(run, one, engine_url=[one.url, two.url])
+    with served("vllm 0.24", tree) as one, served(other, tree) as two:
+        engine = engine_at(run, one, engine_url=f"{one.url}, {two.url}/")
         engine.update(0)
         found = engine.generate([[1, 2], [3, 4], [5, 6]], SAMPLING, num_generations=2)
         assert [one_.prompt for one_ in found] == [0, 0, 1, 1, 2, 2]
@@ -494,6 +495,7 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
         (dict(rl=dict(engine="vllm", weight_sync_method="ipc")), "handles are pickled"),
         (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
+        (dict(rl=dict(engine="vllm", engine_url="http://a:1,http://b:1, http://a:1/")), "http://a:1 2 times"),
         (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),
         (dict(rl=dict(max_staleness=1)), "rl.max_staleness"),
         (

@@ -1,10 +1,12 @@
 """Servers that die, or start again with old weights, in a run: waited for, given the weights, asked again."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Timer
 
 import numpy as np
 import pytest
+import torch
 from engine_stand_ins import KINDS, served
 from small_policy import configuration, metrics, write_prompts
 from test_engines import PROMPTS, SAMPLING, engine_at, model_tree, settings
@@ -80,6 +82,38 @@ def test_a_server_that_is_restarted_gets_the_weights_of_now_and_the_run_is_the_s
     assert all(step["mismatch"] < 1.0001 and step["drift_canary"] < 1.0001 for step in steps)
     if kind != "sglang":  # whose noise is its own
         assert [step["loss"] for step in steps] == [step["loss"] for step in whole]
+
+
+@pytest.mark.parametrize("method", ["gloo", "checkpoint"])
+def test_the_number_of_servers_changes_nothing_and_one_that_dies_is_named(
+    tmp_path, tree, whole, capsys, method
+):
+    with ExitStack() as stack:
+        servers = [stack.enter_context(served("vllm 0.29", tree)) for _ in range(3)]
+        dies(servers[1], COMPLETIONS, 1 + 1 + 2)  # of the canary, of a batch, of the second canary; the next
+        urls = dict(engine_url=[server.url for server in servers], weight_sync_method=method)
+        train_grpo(a_run(tmp_path, "run", servers[0], urls))
+        assert all(len(server.bodies) >= 2 * STEPS for server in servers[:2])
+        assert len(servers[2].bodies) == STEPS  # of the canary's four prompts
+        assert all(torch.equal(servers[0].received[name], one) for name, one in servers[1].received.items())
+        assert method == "checkpoint" or servers[0].calls.count("/init_weight_transfer_engine") == 2
+    assert [step["loss"] for step in metrics(tmp_path / "run")] == [step["loss"] for step in whole]
+    said = capsys.readouterr().out
+    assert f"vLLM at {servers[1].url} ended the connection" in said and "it is waited for" in said
+
+
+def test_several_sglang_servers_are_one_group(run, tree):
+    with served("sglang", tree) as one, served("sglang", tree) as two:
+        two.is_second = True
+        engine = engine_at(run, one, engine_url=[one.url, two.url])
+        engine.update(0)
+        engine.update(1)
+        assert len(engine.generate([*PROMPTS, [3]], SAMPLING, num_generations=2)) == 6
+        assert (len(one.bodies), len(two.bodies)) == (2, 1) and one.version == two.version == "1"
+        assert one.received and all(torch.equal(one.received[name], x) for name, x in two.received.items())
+        two.die()
+        with pytest.raises(ServerLost, match=f"SGLang at {two.url} cannot be reached"):
+            engine.generate(PROMPTS, SAMPLING)
 
 
 def losses_in_layout(folder: str, name: str, parallel: dict, url: str) -> list[float]:

@@ -307,6 +307,11 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
         )
+    if twice := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
+        raise ConfigError(
+            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; name "
+            "each server once"
+        )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but which prompts are "

@@ -35,7 +35,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
-from megalith.launch.meeting import address_towards
+from megalith.launch.meeting import address_towards, is_loopback
 from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
@@ -283,10 +283,11 @@ class ServerEngine:
     def group(self, deadline: Deadline) -> BroadcastGroup:
         """Rank 0's side of the group, which all workers of all servers have joined."""
         if self._group is None:
-            first, size = self.servers[0], 1 + sum(server.facts["workers"] for server in self.servers)
-            address = address_towards(first.http.host, first.http.port)
+            size = 1 + sum(server.facts["workers"] for server in self.servers)
+            farthest = min(self.servers, key=lambda server: is_loopback(server.http.host))
+            address = address_towards(farthest.http.host, farthest.http.port)  # which those here reach too
             method = self._rl.weight_sync_method
-            meeting, make = first.new_group(method, address, size, deadline.left())
+            meeting, make = self.servers[0].new_group(method, address, size, deadline.left())
             joined = Background(make, "joining the group of weights", self._run.device)
             rank, joins = 1, []
             for server in self.servers:
