@@ -140,6 +140,8 @@ def _pass_at(k: int, of: int, passed: int) -> float:
 
 def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) -> str:
     """What the engine takes of a rank's memory beside the trainer; a server's is its own."""
+    if config.rl.is_colocated:
+        return f"vLLM in the trainer's processes, {config.rl.vllm_gpu_memory_utilization:.0%} of each device"
     if config.rl.engine != "own":
         return f"{config.rl.engine} at {', '.join(config.rl.engine_urls)}, weights by {config.rl.weight_sync_method}"
     import torch

@@ -77,6 +77,15 @@ def _baseline(estimator: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     return estimator and "group"
 
 
+def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
+    given = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
+    if mode not in ("server", "colocate") or (mode == "colocate" and given):
+        raise ConfigError(
+            f"rl.vllm_mode is {mode!r} and rl.engine_url {given!r}: server has an address, colocate none; leave vllm_mode out"
+        )
+    return given or "http://127.0.0.1:8000" if mode == "server" else None
+
+
 def _synced(is_on: Any, tree: dict[str, dict[str, Any]]) -> None:
     if is_on is False:
         raise ConfigError(
@@ -183,7 +192,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before
     "rl.use_vllm":                                  Choose("rl.engine", {True: "vllm", False: "own"}),  # TRL
     "rl.vllm_server_base_url":                      Rename("rl.engine_url"),
-    "rl.vllm_mode":                                Already("rl.engine vllm is a server", ("server",)),
+    "rl.vllm_mode":                                Derive("rl.engine_url", str, _vllm_mode),
     "rl.vllm_server_timeout":                       Rename("rl.weight_sync_timeout"),
     "rl.inference_backend":                         Choose("rl.engine", {"vllm": "vllm", "sglang": "sglang", "megatron": "own"}),  # Oumi
     "rl.enable_weight_sync":                        Derive("rl.engine", bool, _synced),

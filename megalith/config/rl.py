@@ -113,6 +113,7 @@ MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {
 }
 
 
+SGLANG = "http://127.0.0.1:30000"  # its own default
 OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"None": 1.0},
     "top_k": {"None": 0, "-1": 0},
@@ -172,11 +173,21 @@ class RlConfig(Section):
     """Completions that a rank generates at a time, at most: the rows of its KV cache."""
 
     engine: Annotated[Literal["own", "vllm", "sglang"], Needs("prompts")] = "own"
-    """Who samples: our engine on the trainer's devices, or a server of vLLM or SGLang (docs/engines.md)."""
+    """Who samples: our engine on the trainer's devices, vLLM there or as a server, or a server of SGLang
+    (docs/engines.md)."""
 
     engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
-    """The server's address, or several servers', as a list or with commas; absent: http://127.0.0.1:8000 of vLLM, :30000
-    of SGLang."""
+    """The server's address, or several servers', as a list or with commas; absent: vLLM samples in the trainer's
+    processes, and SGLang's server is http://127.0.0.1:30000."""
+
+    vllm_gpu_memory_utilization: Annotated[
+        float, Field(gt=0, le=1), Needs("engine", "vllm"), Decides.NOTHING
+    ] = 0.3
+    """Share of each device that vLLM in the trainer's processes takes while it samples, weights and KV cache."""
+
+    vllm_sleep_level: Annotated[Literal[0, 1, 2], Needs("engine", "vllm"), Decides.NOTHING] = 2
+    """While the trainer trains, vLLM in its processes gives memory back: its KV cache, and weights (1: to the host; 2:
+    dropped, for an update brings all). 0: nothing."""
 
     weight_sync_method: Annotated[
         Literal["nccl", "gloo", "checkpoint"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
@@ -344,16 +355,22 @@ class RlConfig(Section):
         return self.prompts or self.rollouts
 
     @property
+    def is_colocated(self) -> bool:
+        """Whether vLLM samples in the trainer's processes."""
+        return self.engine == "vllm" and self.engine_url is None
+
+    @property
     def engine_urls(self) -> list[str]:
         """The addresses of the servers that sample."""
-        usual = f"http://127.0.0.1:{30000 if self.engine == 'sglang' else 8000}"
-        given = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or usual]
+        if self.engine == "own" or self.is_colocated:
+            return []
+        given = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or SGLANG]
         return [url.strip().rstrip("/") for several in given for url in several.split(",")]
 
     @property
     def server_seconds(self) -> float:
         """What a step may wait for servers beside its own work: one that starts again, and its completions."""
-        waits = self.prompts is not None and self.engine != "own"
+        waits = self.prompts is not None and self.engine_urls
         return self.weight_sync_timeout + self.generation_timeout if waits else 0.0
 
     @property

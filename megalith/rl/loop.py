@@ -31,6 +31,7 @@ from megalith.generation.requests import Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
+from megalith.rl.engines.colocated_vllm import ColocatedVllm, imported_vllm
 from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
 from megalith.rl.engines.server_engine import ServerEngine
@@ -58,6 +59,8 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
     rl = run.config.rl
     if rl.engine == "own":
         return OwnEngine(run, prompts)
+    if rl.is_colocated:
+        return ColocatedVllm(run, prompts)
     return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
 
 
@@ -73,6 +76,8 @@ class LiveRollouts:
 
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
+        if self._rl.is_colocated:
+            imported_vllm()
         self._engine: RolloutEngine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch

@@ -130,6 +130,8 @@ READ_WITH = {
         ("rl.max_resamples=2", "rl.filter_zero_std=true rl.prompts=a"),
     "rl.log_completions true":
         ("rl.num_completions_to_print=5", "rl.log_completions=true rl.prompts=a"),
+    "rl.engine vllm":
+        ("rl.vllm_sleep_level=1", "rl.engine=vllm rl.prompts=a"),
     "rl.engine vllm or sglang":
         ("rl.weight_sync_timeout=9", "rl.engine=vllm rl.prompts=a"),
     "rl.prompts_or_rollouts":

@@ -91,7 +91,8 @@ rl.bypass_mode                           true                   rl.old_logprobs 
 rl.bypass_mode                           false                  rl.old_logprobs                        policy
 rl.use_vllm                              true                   rl.engine                              vllm
 rl.use_vllm                              false                  rl.engine                              own
-rl.vllm_mode                             server                 rl.engine                              own
+rl.vllm_mode                             server                 rl.engine_url                          http://127.0.0.1:8000
+rl.vllm_mode                             colocate               rl.engine_url                          null
 rl.vllm_server_base_url                  http://a:1             rl.engine_url                          http://a:1
 rl.vllm_server_timeout                   240                    rl.weight_sync_timeout                 240
 rl.inference_backend                     vllm                   rl.engine                              vllm
@@ -134,7 +135,7 @@ REFUSED = [
     ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),
     ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
     ("enable_weight_sync", False, "rl.enable_weight_sync is False"),
-    ("vllm_mode", "colocate", "'colocate': one of server is needed"),
+    ("vllm_mode", "ray", "rl.vllm_mode is 'ray' and rl.engine_url None: server has an address, colocate none"),
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
     ("loss_type", "sapo", "'sapo': input should be 'dapo'"),

@@ -491,7 +491,7 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        (dict(rl=dict(engine="vllm", weight_sync_method="nccl")), "is nccl, but the trainer is on cpu"),
+        (dict(rl=dict(engine="sglang", weight_sync_method="nccl")), "is nccl, but the trainer is on cpu"),
         (dict(rl=dict(engine="vllm", weight_sync_method="ipc")), "handles are pickled"),
         (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
@@ -499,11 +499,11 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
         (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),
         (dict(rl=dict(max_staleness=1)), "rl.max_staleness"),
         (
-            dict(rl=dict(engine="vllm", max_staleness=1, vllm_importance_sampling_correction=False)),
+            dict(rl=dict(engine="sglang", max_staleness=1, vllm_importance_sampling_correction=False)),
             "nothing would correct",
         ),
         (
-            dict(rl=dict(engine="vllm", max_staleness=1, filter_zero_std=True, max_resamples=1)),
+            dict(rl=dict(engine="sglang", max_staleness=1, filter_zero_std=True, max_resamples=1)),
             "is known only after",
         ),
     ],

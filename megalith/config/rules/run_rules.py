@@ -303,14 +303,19 @@ def _check_prompts(config: RunConfig) -> None:
                 f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities are those of all tokens, so the "
                 f"ratio would be biased; leave it at {neutral}"
             )
-    if rl.engine != "own" and not rl.engine_urls:
+    if rl.engine_url == []:
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
         )
     if twice := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
-            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; name "
-            "each server once"
+            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; "
+            "name each server once"
+        )
+    if rl.max_staleness and rl.is_colocated:
+        raise ConfigError(
+            f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's devices, "
+            "which are busy meanwhile; name a server on others by rl.engine_url, or leave it at 0"
         )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(

@@ -9,12 +9,16 @@ The log-probabilities are *processed*: after the temperature, as the trainer com
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megalith.config import RunConfig
+from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport, engine_for, sync
@@ -60,6 +64,52 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends what it has begun; called once, also after an error."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion as another engine gives it, not yet checked."""
+
+    ids: Any
+    logprobs: Any
+    truncated: bool
+    version: str | None = None  # what the engine calls its weights; None: it does not say
+
+    def completion(
+        self, of: str, number: int, generation: int, sampling: Sampling, vocabulary: int, version: int
+    ) -> Completion:
+        """Raises TrainingError for what is none, `of` which the sentence is."""
+        ids, logprobs = self.ids, self.logprobs
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise TrainingError(f"{of}: it has no token ids; ids are asked for, text is not enough")
+        if len(ids) > sampling.max_new_tokens:
+            raise TrainingError(
+                f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
+                "(rl.max_completion_length)"
+            )
+        if not isinstance(logprobs, list) or all(one is None for one in logprobs):
+            raise TrainingError(
+                f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
+                "the server so that it gives them"
+            )
+        if len(logprobs) != len(ids):
+            raise TrainingError(
+                f"{of}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
+            )
+        entries = sampling.vocab_size or vocabulary
+        if not 0 <= min(ids) <= max(ids) < entries:
+            outside = next(one for one in ids if not 0 <= one < entries)
+            raise TrainingError(
+                f"{of}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
+            )
+        values = [math.nan if one is None else float(one) for one in logprobs]
+        return Completion(number, generation, ids, values, self.truncated, (version,))
+
+
+def request_seed(seed: int, key: int) -> int:
+    """Of a prompt's request: 31 bits."""
+    digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:

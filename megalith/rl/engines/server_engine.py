@@ -15,14 +15,11 @@ lost while it samples, or has other weights than it was sent, is ServerLost: the
 
 from __future__ import annotations
 
-import hashlib
-import math
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -37,6 +34,7 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.meeting import address_towards, is_loopback
 from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
+from megalith.rl.engines.rollout_engine import Answer, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
 from megalith.training.run_state import Run
@@ -46,16 +44,6 @@ MOST_REQUESTS = 256  # of a rank, under way at a time
 TRIES = 3  # of an update
 SYNC, GENERATION = "rl.weight_sync_timeout", "rl.generation_timeout"
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One completion as a server gives it, not yet checked."""
-
-    ids: Any
-    logprobs: Any
-    truncated: bool
-    version: str | None = None  # what the server calls its weights; None: it does not say
 
 
 class EngineServer(ABC):
@@ -155,7 +143,7 @@ class ServerEngine:
 
         def ask(number: int) -> list[Completion]:
             server = self.servers[(replica + number) % len(self.servers)]
-            seed = _seed(sampling.seed, keys[number])
+            seed = request_seed(sampling.seed, keys[number])
             with _alive(server):
                 answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
             if len(answers) != num_generations:
@@ -174,33 +162,10 @@ class ServerEngine:
     def _completion(
         self, server: EngineServer, number: int, generation: int, answer: Answer, sampling: Sampling
     ) -> Completion:
-        ids, logprobs = answer.ids, answer.logprobs
         of = f"{server.http}, completion {generation} of prompt {number}"
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise TrainingError(f"{of}: it has no token ids; ids are asked for, text is not enough")
-        if len(ids) > sampling.max_new_tokens:
-            raise TrainingError(
-                f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
-                "(rl.max_completion_length)"
-            )
-        if not isinstance(logprobs, list) or all(one is None for one in logprobs):
-            raise TrainingError(
-                f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
-                "the server so that it gives them"
-            )
-        if len(logprobs) != len(ids):
-            raise TrainingError(
-                f"{of}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
-            )
-        vocabulary = sampling.vocab_size or self.vocab_size
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            outside = next(one for one in ids if not 0 <= one < vocabulary)
-            raise TrainingError(
-                f"{of}: it has token {outside}, but the vocabulary has {vocabulary}; serve the run's own model"
-            )
-        values = [math.nan if one is None else float(one) for one in logprobs]
+        found = answer.completion(of, number, generation, sampling, self.vocab_size, self.version)
         self._require_version(server, answer.version)
-        return Completion(number, generation, ids, values, answer.truncated, (self.version,))
+        return found
 
     def _require_versions(self, deadline: Deadline) -> None:
         for server in self.servers:
@@ -424,9 +389,3 @@ def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> l
         if error is not None:
             raise error
     return [found[number] for number in range(len(acts))]
-
-
-def _seed(seed: int, key: int) -> int:
-    """Of a prompt's request: 31 bits."""
-    digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1

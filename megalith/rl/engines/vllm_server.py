@@ -17,7 +17,8 @@ from megalith.errors import TrainingError
 from megalith.generation.requests import Sampling
 from megalith.launch.meeting import hold_store
 from megalith.rl.engines.json_http import Deadline, RequestRefused
-from megalith.rl.engines.server_engine import Answer, EngineServer
+from megalith.rl.engines.rollout_engine import Answer
+from megalith.rl.engines.server_engine import EngineServer
 from megalith.rl.engines.transfer_group import TorchGroup, VllmNcclGroup, free_port
 from megalith.rl.engines.weight_stream import WeightBucket
 
