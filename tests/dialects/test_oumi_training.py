@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import forked
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import vllm_stand_in
+import yaml
+from engine_stand_ins import served
 from oumi_job import SIZES, gsm8k, quick_start, tiny_llama
+from safetensors.torch import load_file
 
 from megalith.cli.main import main
 from megalith.dialects.oumi import oumi_patch
@@ -135,6 +140,45 @@ def test_distributed_torchrun_starts_the_ranks(here):
     assert "world_size (6) must be divisible by the product of all model parallel sizes (4)" in done.stderr
 
 
+def with_engine(folder: Path, **kwargs) -> Path:
+    """The quick start with these of training.trainer_kwargs, weights in fp32 and rewards that differ."""
+    path = quick_start(folder)
+    tree = yaml.safe_load(path.read_text())
+    tree["training"] |= dict(trainer_kwargs=kwargs, reward_functions=["length"])
+    tree["model"]["torch_dtype_str"] = "float32"
+    tree["megatron"]["weight_sync_method"] = "gloo"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_the_file_names_samples(here, capsys, servers):
+    """Weights by gloo, of a Llama whose stand-in is made of the policy's own config.json."""
+    config = json.loads((here / "llama" / "config.json").read_text())
+    with ExitStack() as stack:
+        made = [stack.enter_context(served("vllm 0.29", config)) for _ in range(servers)]
+        path = with_engine(here, engine_url=[one.url for one in made])
+        assert main(["oumi", "train", "-c", str(path), *SIZES]) == 0
+        assert all(one.bodies and one.received for one in made)
+    out = capsys.readouterr().out
+    assert "own engine" not in out and "4 sequences a step" in out
+    assert all(step["drift_canary"] < 1.0001 for step in metrics(here / "run"))
+    tensors = load_file(here / "run" / "hf_model" / "model.safetensors")
+    assert tensors.keys() == made[0].received.keys()
+
+
+def test_vllm_in_the_trainers_processes_is_asked_for_by_its_name(here, monkeypatch):
+    vllm = vllm_stand_in.install(monkeypatch)
+    assert main(["oumi", "train", "-c", str(with_engine(here, engine="vllm")), *SIZES]) == 0
+    assert vllm.made and all(step["drift_canary"] < 1.0001 for step in metrics(here / "run"))
+
+
+def test_where_no_vllm_is_the_file_is_refused_with_what_installs_it(here, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["oumi", "train", "-c", str(with_engine(here, engine="vllm")), *SIZES]) == 2
+    assert "vLLM cannot be imported" in capsys.readouterr().err
+
+
 def shouting(completions, question, **columns):
     assert len(completions) == len(question)
     return [float(sum(map(str.isupper, str(one)))) for one in completions]
@@ -230,7 +274,7 @@ def test_the_bridge_that_is_not_available_is_said(monkeypatch):
         ImportError, match=r"^megatron-bridge is not available: .*safetensors is missing.*pip install"
     ):
         oumi_patch.check_megatron_bridge_available()
-    with pytest.raises(ConfigError, match=r"Oumi is not installed.*megalith oumi train"):
+    with pytest.raises(ConfigError, match=r"Oumi cannot be imported.*megalith oumi train"):
         oumi_patch.patch()
 
 

