@@ -19,6 +19,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
+from megalith.generation.sampling import generate
 from megalith.parity.job import start
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
@@ -100,6 +101,25 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_transformers_and_samples_follow_their_own_number(
+    kind: str, tmp_path: Path
+) -> None:
+    model, count = reference(kind, tmp_path), 30  # beyond the farthest bucket
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 8, 4, 7, 6, 3, 1, 2, 4, 9, 5, 6], [42]]
+    ours = megalith.load(tmp_path)
+    for prompt, found in zip(prompts, generate(ours, prompts, max_new_tokens=count, temperature=0)):
+        sizes = dict(
+            use_cache=False, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+        )
+        assert [[0, *found]] == model.generate(torch.tensor([prompt]), eos_token_id=None, **sizes).tolist()
+    sampled = generate(ours, prompts, max_new_tokens=count, seed=5)
+    assert sampled[0] == generate(ours, prompts[:1], max_new_tokens=count, seed=5)[0]
+    assert sampled != generate(ours, prompts, max_new_tokens=count, seed=6)
+    stopped = generate(ours, prompts, max_new_tokens=count, seed=5, eod=sampled[0][7])
+    assert stopped[0] == sampled[0][: sampled[0].index(sampled[0][7])]
 
 
 RUN = {
