@@ -83,10 +83,11 @@ def run_generate(args: Arguments) -> int:
         vocab_size=tokenizer.vocab_size,
     )
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    shown = _Stream(tokenizer, ids[0], process.is_first) if args.stream else None
+    before = [[] for _ in ids] if model.config.encoder_layers else ids  # an answer has no prompt before it
+    shown = _Stream(tokenizer, before[0], process.is_first) if args.stream else None
     done = _complete(args, model, ids, sampling, device, shown)
     if process.is_first:
-        _print(args, tokenizer, prompts, ids, done)
+        _print(args, tokenizer, prompts, before, done)
     return 0
 
 

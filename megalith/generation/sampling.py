@@ -12,14 +12,14 @@ import torch
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
+from megalith.generation.answers import MOST_ROWS, answers
 from megalith.generation.engine import Engine, OnToken
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import engine_for
+from megalith.models.encoders.t5 import T5
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
-
-MOST_ROWS = 64  # sequences under way at a time
 
 
 def generate(
@@ -34,7 +34,8 @@ def generate(
     eod: int | None = None,
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """Each prompt with up to `max_new_tokens` tokens behind it; a row ends before its first `eod`.
+    """Each prompt with up to `max_new_tokens` tokens behind it; a row ends before its first `eod`. Of an
+    encoder-decoder the answers to the prompts alone.
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); top_p keeps the likeliest
     ones that together reach this probability (Holtzman et al. 2020). Row i's choices follow from (seed, i) alone. Only
@@ -53,8 +54,9 @@ def generate(
         stop=() if eod is None else (eod,),
         vocab_size=vocab_size,
     )
+    shown = [()] * len(prompts) if isinstance(model, T5) else prompts
     return [
-        [*prompts[done.prompt], *(done.ids if done.truncated else done.ids[:-1])]
+        [*shown[done.prompt], *(done.ids if done.truncated else done.ids[:-1])]
         for done in complete(model, prompts, sampling)
     ]
 
@@ -74,6 +76,8 @@ def complete(
     rows = min(len(prompts) * num_generations, MOST_ROWS)
     room = dict(max_rows=rows, max_tokens=max(map(len, prompts)) + sampling.max_new_tokens)
     model.eval()
+    if isinstance(model, T5):
+        return answers(model, prompts, sampling, num_generations=num_generations, on_token=on_token)
     if isinstance(model, Transformer) and (model.compute_dtype == torch.float32 or model.has_adapters):
         engine = Engine(model.config, model.device, model.compute_dtype, **room, model=model, graphs=False)
     else:

@@ -19,6 +19,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
+from megalith.generation.sampling import generate
 from megalith.parity.job import start
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
@@ -102,6 +103,25 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_transformers_and_samples_follow_their_own_number(
+    kind: str, tmp_path: Path
+) -> None:
+    model, count = reference(kind, tmp_path), 30  # beyond the farthest bucket
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 8, 4, 7, 6, 3, 1, 2, 4, 9, 5, 6], [42]]
+    ours = megalith.load(tmp_path)
+    for prompt, found in zip(prompts, generate(ours, prompts, max_new_tokens=count, temperature=0)):
+        sizes = dict(
+            use_cache=False, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+        )
+        assert [[0, *found]] == model.generate(torch.tensor([prompt]), eos_token_id=None, **sizes).tolist()
+    sampled = generate(ours, prompts, max_new_tokens=count, seed=5)
+    assert sampled[0] == generate(ours, prompts[:1], max_new_tokens=count, seed=5)[0]
+    assert sampled != generate(ours, prompts, max_new_tokens=count, seed=6)
+    stopped = generate(ours, prompts, max_new_tokens=count, seed=5, eod=sampled[0][7])
+    assert stopped[0] == sampled[0][: sampled[0].index(sampled[0][7])]
+
+
 RUN = {
     "model": dict(model_type="t5", num_layers=5, encoder_num_layers=2, hidden_size=64, ffn_hidden_size=96,
                   kv_channels=12, num_attention_heads=4, vocab_size=31, position_embedding_type="relative",
@@ -167,16 +187,23 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
         ({"attn_logit_softcapping": 3.0}, "both change the scores"),
         ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
         ({"mock": False}, "makes no samples of documents here"),
+        (
+            {"decoder_seq_length": 12},
+            "there are tokens of a micro-batch in the decoder 24; change these sizes",
+        ),
     ],
 )
 def test_what_an_encoder_decoder_cannot_be_or_do_is_refused(fields: dict, message: str) -> None:
     shape = dict(model_type="t5", num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB,
                  position_embedding_type="relative", max_position_embeddings=16)  # fmt: skip
     train = dict(micro_batch_size=2, global_batch_size=2, train_iters=1)
-    data = dict(seq_length=8, mock=fields.get("mock", True))
+    if "decoder_seq_length" in fields:
+        train["fp8_format"] = "hybrid"
+    of_data = {name: value for name, value in fields.items() if name in ("mock", "decoder_seq_length")}
+    data = dict(seq_length=8, mock=True) | of_data
     if not data["mock"]:
         data["data_path"] = "documents"
-    model = shape | {name: value for name, value in fields.items() if name != "mock"}
+    model = shape | {name: value for name, value in fields.items() if name not in of_data}
     tree = {"model": model, "data": data, "train": train, "optim": {"lr": 1e-3}}
     config = RunConfig.from_tree(tree)
     with pytest.raises(ConfigError, match=message):

@@ -425,6 +425,11 @@ def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
     parallel = config.parallel
     tokens = config.train.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
     yield "tokens of a micro-batch", tokens
+    if config.model.encoder_layers:
+        yield (
+            "tokens of a micro-batch in the decoder",
+            config.train.micro_batch_size * config.data.decoder_length,
+        )
     if parallel.overlaps:  # by halves
         tokens //= 2
         yield "tokens of half a micro-batch", tokens

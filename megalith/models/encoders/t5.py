@@ -46,17 +46,32 @@ class T5(Transformer):
         and of the decoder's tokens."""
         if encoder_input_ids is None:
             encoder_input_ids = input_ids
-        context = self.encoder.context(
+        encoded = self.encode(
             encoder_input_ids,
+            encoder_padding_mask,
             trains=rest.get("labels") is not None,
-            padding_mask=encoder_padding_mask,
             sample_numbers=rest.get("sample_numbers"),
+            stream=None if streams is None else streams["encoded"],
         )
-        x = self.embed(encoder_input_ids, context) if streams is None else streams["encoded"]
-        x = self.encoder(x, context)  # those of its layers that are on this stage
-        seen = None if encoder_padding_mask is None else encoder_padding_mask[:, None, None]
-        y = super().forward(input_ids, streams=streams, encoded=Encoded(x, context, seen), **rest)
-        return y if isinstance(y, Tensor) else {"encoded": x} | y
+        y = super().forward(input_ids, streams=streams, encoded=encoded, **rest)
+        return y if isinstance(y, Tensor) else {"encoded": encoded.hidden} | y
+
+    def encode(
+        self,
+        input_ids: Tensor,  # int64 [batch, seq], the encoder's
+        padding_mask: Tensor | None,  # bool [batch, seq], False for what fills up
+        *,
+        trains: bool,
+        sample_numbers: Tensor | None = None,  # int64 [batch]
+        stream: Tensor | None = None,  # of the stage before; None: this is the first
+    ) -> Encoded:
+        """What the encoder's layers on this stage make of these tokens, for the decoder to attend to."""
+        context = self.encoder.context(
+            input_ids, trains=trains, padding_mask=padding_mask, sample_numbers=sample_numbers
+        )
+        x = self.embed(input_ids, context) if stream is None else stream
+        seen = None if padding_mask is None else padding_mask[:, None, None]
+        return Encoded(self.encoder(x, context), context, seen)
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         return super().vocabulary_logits(self._scaled(x), context)
