@@ -132,6 +132,16 @@ def test_what_an_encoder_cannot_have_is_refused(model, others, sentence):
         check_training(RunConfig.from_tree(tree_with({"model": ENCODER | model, **others})))
 
 
+def test_an_encoder_decoder_masks_no_words_so_its_sequences_may_be_short():
+    model = {
+        "model_type": "t5",
+        "num_layers": 2,
+        "encoder_num_layers": 1,
+        "position_embedding_type": "relative",
+    }
+    check_training(RunConfig.from_tree(tree_with({"model": model, "data": {"seq_length": 8}})))
+
+
 IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processes
     ({"moe_router_topk": 5}, {}, 1, "moe_router_topk 5 is more than model.num_experts 4"),
     ({"moe_layer_freq": [1]}, {}, 1, "has 1 entries, 1 of them 1, and model.num_layers is 2"),

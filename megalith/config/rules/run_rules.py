@@ -217,7 +217,7 @@ def _check_encoder(config: RunConfig) -> None:
         raise ConfigError(
             "model.add_lm_head is false, so there is nothing that masked words are learnt by; set it to true"
         )
-    if data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
+    if model.model_type == "bert" and data.mask_prob * (data.seq_length - SPECIAL_COUNT) < 1:
         raise ConfigError(
             f"data.mask_prob {data.mask_prob} of data.seq_length {data.seq_length} without its {SPECIAL_COUNT} special "
             "tokens is less than one token, so that none would ever be masked; raise one of the two"
