@@ -107,7 +107,7 @@ def test_data_show_and_bad_lines(capsys, tmp_path):
 
 def test_generate(capsys, monkeypatch):
     tokenizer = build_tokenizer("ByteTokenizer")
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=257, encoder_layers=0))
     monkeypatch.setattr(
         megalith.training.loading, "load_with_tokenizer", lambda path, device: (model, tokenizer)
     )

@@ -72,6 +72,12 @@ def run_generate(args: Arguments) -> int:
     alone = process.world_size == 1
     model, tokenizer = load_with_tokenizer(args.checkpoint, device if alone else "cpu")
     tokenizer = _tokenizer(args, tokenizer, model.config.vocab_size)
+    if model.config.encoder_layers and tokenizer.model_vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"{args.checkpoint} has word pieces behind which [BOS], [EOS] and sentinels stand: its decoder begins with "
+            "[BOS], and answers here begin with token 0, as those of T5's own tokenizer; model(decoder_ids, "
+            "encoder_input_ids=…) gives the logits at each place"
+        )
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

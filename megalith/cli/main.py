@@ -129,9 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(program, help=text)
     commands.add_parser("pretrain-gpt", help="train by Megatron-LM's flags")
     commands.add_parser("pretrain-bert", help="train an encoder by Megatron-LM's flags")
-    commands.add_parser(
-        "pretrain-t5", help="Megatron-LM's program of this name: says that it is not there yet"
-    )
+    commands.add_parser("pretrain-t5", help="train an encoder-decoder by Megatron-LM's flags")
     commands.add_parser(
         "megatron", help="run Megatron-LM's scripts, install its programs' names, list its flags"
     )

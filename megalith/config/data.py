@@ -10,7 +10,7 @@ from megalith.config import small
 from megalith.config.base import KEPT, Decides, Needs, Resolved, Section, Shrinks
 
 DataPath = str | list[Any]
-MASKED = Needs("model.model_type", "bert")
+MASKED = Needs("model.model_type", "bert", "t5")
 SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP] behind each
 
 
@@ -99,8 +99,14 @@ class DataConfig(Section):
     masking_do_full_word: Annotated[bool, MASKED] = True
     """Masks whole words; otherwise pieces of words."""
 
-    masking_max_ngram: Annotated[PositiveInt, MASKED] = 3
-    """Words in a row that are masked together at most, longer runs less often."""
+    masking_max_ngram: Annotated[PositiveInt | None, MASKED] = None
+    """Words in a row that are masked together at most, longer runs less often. Absent: 3, of T5 10."""
+
+    masking_use_geometric_distribution: Annotated[bool | None, MASKED] = None
+    """Whether a run ends behind each word with probability 0.2, or n words are 1 / n as often. Absent: of T5 alone."""
+
+    vocab_extra_ids: Annotated[NonNegativeInt, Needs("model.model_type", "t5")] = 100
+    """Sentinels behind a vocabulary of word pieces, one for each run of masked words; T5's own has its own."""
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
     """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""

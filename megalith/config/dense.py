@@ -285,8 +285,8 @@ class DenseModel(Section):
     untie_embeddings_and_output_weights: bool = False
     """A matrix of its own for the output instead of the embedding's."""
 
-    add_output_bias: Annotated[bool, Needs("model_type", "gpt", strict=True)] = False
-    """A bias behind the output matrix (Phi-2, GPT-J)."""
+    add_output_bias: Annotated[bool, Needs("model_type", "gpt", "t5", strict=True)] = False
+    """A bias behind the output matrix (Phi-2, GPT-J, Megatron's T5)."""
 
     scale_decoder_outputs: Annotated[bool, T5_ONLY] = False
     """Multiplies what the output matrix is given by 1 / √hidden_size (T5 before 1.1)."""

@@ -12,8 +12,9 @@ Made-up samples of the same form, for a first run or a speed test without data f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -30,6 +31,7 @@ from megalith.data.sentence_index import sentence_index
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 
+GEOMETRIC = 0.2  # that a run of words ends behind each (Joshi et al. 2020)
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 
@@ -81,6 +83,7 @@ class Masking(NamedTuple):
     short_seq_prob: float = 0.1
     masking_max_ngram: int = 3
     masking_do_full_word: bool = True
+    masking_use_geometric_distribution: bool = False
     classification_head: bool = True
 
 
@@ -91,33 +94,37 @@ def sample_dtype(seq_length: int) -> np.dtype:
     return np.dtype([*((name, *row) for name in names), ("is_random", np.int64), ("truncated", np.int64)])
 
 
-class MaskedLMDataset:
-    """The samples of documents `[first_document, last_document)` of an indexed dataset of sentences, at least
-    `num_samples` of them. Sample i is of `sample_dtype`."""
+class SentenceSamples(ABC):
+    """Samples of documents `[first_document, last_document)` of an indexed dataset of sentences, at least
+    `num_samples` of them; sample i is made of `room` tokens at most, with what is drawn from the seed + i."""
 
     def __init__(
         self,
         indexed: IndexedDataset,
         first_document: int,
         last_document: int,
-        seq_length: int,
+        room: int,
         num_samples: int,
         seed: int,
-        words: WordPieces,
-        masking: Masking,
+        vocab_size: int,
+        short_seq_prob: float,
+        least_sentences: int,
     ) -> None:
-        self.indexed, self.seq_length, self.seed = indexed, seq_length, seed
-        self._words, self._masking = words, masking
+        self.indexed, self.seed, self._vocab_size = indexed, seed, vocab_size
         self._index, self._epochs = sentence_index(
             indexed.document_indices[first_document : last_document + 1],
             indexed.sequence_lengths,
             num_samples,
-            seq_length - SPECIAL_COUNT,
-            masking.short_seq_prob,
+            room,
+            short_seq_prob,
             seed,
-            2 if masking.classification_head else 1,
+            least_sentences,
             f"{indexed.prefix}, documents [{first_document}, {last_document}),",
         )
+
+    @abstractmethod
+    def make(self, sentences: list[list[int]], target: int, rng: np.random.RandomState) -> np.ndarray:
+        """A sample of these sentences, of `target` tokens at most: an array without dimensions."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -127,13 +134,12 @@ class MaskedLMDataset:
             raise IndexError(f"sample {i} of {self.indexed.prefix}, which has {len(self)}")
         first, end, target = self._index[i].tolist()
         sentences = [self.indexed.get(sentence).tolist() for sentence in range(first, end)]
-        if max(map(max, filter(None, sentences)), default=0) >= self._words.vocab_size:
+        if max(map(max, filter(None, sentences)), default=0) >= self._vocab_size:
             raise DataError(
-                f"{self.describe(i)} has a token id beyond the vocabulary of {self._words.vocab_size}; preprocess the "
+                f"{self.describe(i)} has a token id beyond the vocabulary of {self._vocab_size}; preprocess the "
                 "data with this run's tokenizer, or raise vocab_size"
             )
-        rng = np.random.RandomState((self.seed + i) % 2**32)
-        return make_sample(sentences, target, self.seq_length, self._words, self._masking, rng)
+        return self.make(sentences, target, np.random.RandomState((self.seed + i) % 2**32))
 
     def describe(self, i: int) -> str:
         return f"sample {i} of {self.indexed.prefix}"
@@ -146,6 +152,29 @@ class MaskedLMDataset:
         # All samples are shuffled together: another number of epochs is another order.
         before_last = [0, *self._epochs][-2]
         return before_last < num_samples <= len(self)
+
+
+class MaskedLMDataset(SentenceSamples):
+    """BERT's samples. Sample i is of `sample_dtype`."""
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        first_document: int,
+        last_document: int,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        words: WordPieces,
+        masking: Masking,
+    ) -> None:
+        self.seq_length, self._words, self._masking = seq_length, words, masking
+        least = 2 if masking.classification_head else 1
+        sizes = (seq_length - SPECIAL_COUNT, num_samples, seed, words.vocab_size)
+        super().__init__(indexed, first_document, last_document, *sizes, masking.short_seq_prob, least)
+
+    def make(self, sentences: list[list[int]], target: int, rng: np.random.RandomState) -> np.ndarray:
+        return make_sample(sentences, target, self.seq_length, self._words, self._masking, rng)
 
 
 class MockMaskedDataset:
@@ -210,7 +239,8 @@ def make_sample(
     if segments[1]:
         tokens += [*segments[1], words.sep]
         types += [1] * (len(segments[1]) + 1)
-    masked, chosen = mask_words(tokens, target, words, masking, rng)
+    masked, runs = mask_words(tokens, target, words, masking, rng)
+    chosen = sorted(chain(*runs))
     sample, count = np.zeros((), dtype=sample_dtype(seq_length)), len(tokens)
     text = np.full(seq_length, words.pad, dtype=np.int64)
     text[:count] = masked
@@ -239,10 +269,22 @@ def _cut_off(segments: list[list[int]], target: int, rng: np.random.RandomState)
     return too_many > 0
 
 
+def replacement(token: int, words: WordPieces, rng: np.random.RandomState) -> int:
+    """[MASK], in a fifth of all cases the token itself or a random one."""
+    if rng.random_sample() < 0.8:
+        return words.mask
+    return token if rng.random_sample() < 0.5 else rng.randint(0, words.vocab_size)
+
+
 def mask_words(
-    tokens: list[int], target: int, words: WordPieces, masking: Masking, rng: np.random.RandomState
-) -> tuple[list[int], list[int]]:
-    """The tokens with some of them masked, and the places of those that were chosen, ascending.
+    tokens: list[int],
+    target: int,
+    words: WordPieces,
+    masking: Masking,
+    rng: np.random.RandomState,
+    replaced_by: Callable[[int, WordPieces, np.random.RandomState], int] = replacement,
+) -> tuple[list[int], list[list[int]]]:
+    """The tokens with some of them masked, and the places of those that were chosen, run by run.
 
     Words are tried in random order, each with up to max_ngram - 1 that follow it: a run that would be too many is made
     shorter, one with a word that is chosen already is left out.
@@ -252,18 +294,22 @@ def mask_words(
     cumulative = _cumulative_shares(masking.masking_max_ngram)
     order = np.arange(len(bounds) - 1)
     rng.shuffle(order)
-    masked, chosen = list(tokens), set()
+    masked, chosen, runs = list(tokens), set(), []
     for first in order.tolist():
         if len(chosen) >= most:
             break
-        count = bisect_right(cumulative, rng.random_sample()) + 1
+        if masking.masking_use_geometric_distribution:
+            count = min(rng.geometric(GEOMETRIC), masking.masking_max_ngram)
+        else:
+            count = bisect_right(cumulative, rng.random_sample()) + 1
         run = _that_fits(bounds[first : first + count + 1], most - len(chosen))
         if not chosen.isdisjoint(places[run]):
             continue
+        runs.append(places[run])
         for place in places[run]:
             chosen.add(place)
-            masked[place] = _replacement(tokens[place], words, rng)
-    return masked, sorted(chosen)
+            masked[place] = replaced_by(tokens[place], words, rng)
+    return masked, [run for run in runs if run]
 
 
 def _words(tokens: list[int], words: WordPieces, whole_words: bool) -> tuple[list[int], list[int]]:
@@ -287,12 +333,6 @@ def _cumulative_shares(longest: int) -> list[float]:
 def _that_fits(bounds: list[int], room: float) -> slice:
     """Of the words between these bounds the longest run from the first on with no more than `room` tokens."""
     return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
-
-
-def _replacement(token: int, words: WordPieces, rng: np.random.RandomState) -> int:
-    if rng.random_sample() < 0.8:
-        return words.mask
-    return token if rng.random_sample() < 0.5 else rng.randint(0, words.vocab_size)
 
 
 def make_bert_batch(samples: np.ndarray, numbers: np.ndarray) -> BertBatch:

@@ -1,19 +1,37 @@
 """Samples of an encoder-decoder: a sequence that the encoder reads, and one that the decoder learns to write.
 
+Of documents split into sentences they are made by span corruption (Raffel et al. 2020), token for token Megatron's:
+words are chosen as BERT's are masked (masked_lm.py), each run of them gives way to a sentinel, and the decoder writes
+each sentinel and the words that it stands for:
+
+    encoder   a a <extra_id_0> a <extra_id_1> a      decoder   [BOS] <extra_id_0> b b <extra_id_1> b → … b [EOS]
+
 A sample is a record of `pair_dtype`, filled up to the lengths of the run: a dataset makes records, and `make_t5_batch`
 tensors of them. The decoder reads its labels one place later, behind a token that begins them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megalith.data.batch import Batch
+from megalith.data.indexed import IndexedDataset
+from megalith.data.masked_lm import Masking, SentenceSamples, WordPieces, mask_words
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError
 
+SPANS = {"masking_max_ngram": 10, "masking_use_geometric_distribution": True}  # of Megatron's pretrain_t5.py
+FIRST_SENTINEL, T5_SPECIAL = "<extra_id_0>", ("<pad>", "</s>")
+WORD, NOWHERE = (
+    "▁",
+    -1,
+)  # how SentencePiece spells the beginning of a word; the id of a token that there is not
 BEGIN = 0  # what the mock decoder's sequences begin with, and what fills up
 
 
@@ -54,6 +72,92 @@ def make_t5_batch(samples: np.ndarray, numbers: np.ndarray) -> T5Batch:
         encoder_input_ids=text["text_enc"],
         encoder_padding_mask=text["enc_mask"],
     )
+
+
+@dataclass(frozen=True)
+class SpanTokens:
+    """What span corruption needs to know of a vocabulary."""
+
+    words: WordPieces
+    begin: int
+    """What the decoder reads first."""
+    end: int
+    """What it writes last."""
+    sentinels: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, extra: int) -> SpanTokens:
+        """Of word pieces, behind whose vocabulary Megatron's [BOS], [EOS] and `extra` sentinels stand; or of a
+        vocabulary that has T5's own, <pad>, </s> and <extra_id_0>, …. ConfigError where it has neither."""
+        pieces = tokenizer.pieces()
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        if FIRST_SENTINEL not in ids:
+            own = tokenizer.model_vocab_size
+            words = WordPieces.of(tokenizer, own + extra)
+            return cls(words, own - 2, own - 1, range(own, own + extra))
+        if lost := [token for token in T5_SPECIAL if token not in ids]:
+            raise ConfigError(
+                f"data.tokenizer_type {tokenizer.tokenizer_type} has {FIRST_SENTINEL}, but no {', '.join(lost)}; take "
+                "T5's own tokenizer, or BERT's vocab.txt by BertWordPieceLowerCase or BertWordPieceCase"
+            )
+        begins = np.array([piece.startswith(WORD) or piece in T5_SPECIAL for piece in pieces])
+        pad, end = (ids[token] for token in T5_SPECIAL)
+        found = (ids.get(f"<extra_id_{number}>") for number in range(len(pieces)))
+        words = WordPieces(NOWHERE, NOWHERE, pad, pad, len(pieces), begins)
+        return cls(words, pad, end, [*takewhile(lambda number: number is not None, found)])
+
+
+class SpanDataset(SentenceSamples):
+    """Samples of `pair_dtype`, as Megatron's T5MaskedWordPieceDataset makes them."""
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        first_document: int,
+        last_document: int,
+        lengths: tuple[int, int],
+        num_samples: int,
+        seed: int,
+        tokens: SpanTokens,
+        masking: Masking,
+    ) -> None:
+        """`lengths`: the encoder's and the decoder's."""
+        self._lengths, self._tokens, self._masking = lengths, tokens, masking
+        self._dtype = pair_dtype(*lengths)
+        sizes = (lengths[0] - 2, num_samples, seed, tokens.words.vocab_size)  # as for [BOS] and [EOS]
+        super().__init__(indexed, first_document, last_document, *sizes, masking.short_seq_prob, 1)
+
+    def make(self, sentences: list[list[int]], target: int, rng: np.random.RandomState) -> np.ndarray:
+        tokens, special = [*chain(*sentences)][:target], self._tokens
+        _, runs = mask_words(tokens, target, special.words, self._masking, rng, lambda token, *_: token)
+        read, written, first = [], [], 0
+        if len(runs) > len(special.sentinels):
+            raise DataError(
+                f"a sample has {len(runs)} runs of masked words and {len(special.sentinels)} sentinels to put in their "
+                "place; raise data.vocab_extra_ids, or lower data.mask_prob"
+            )
+        for sentinel, run in zip(special.sentinels, sorted(runs)):
+            read += [*tokens[first : run[0]], sentinel]
+            written += [sentinel, *(tokens[place] for place in run)]
+            first = run[-1] + 1
+        return self._record(read + tokens[first:], written)
+
+    def _record(self, read: list[int], written: list[int]) -> np.ndarray:
+        special, (room, length) = self._tokens, self._lengths
+        count = len(written) + 1
+        if count > length:
+            raise DataError(
+                f"the decoder has {count} tokens to write, but data.decoder_seq_length is {length}; raise it, or lower "
+                "data.mask_prob"
+            )
+        sample = np.zeros((), self._dtype)
+        text = np.full(room, special.words.pad, dtype=np.int64)
+        text[: len(read)] = read
+        sample["enc_mask"] = text != special.words.pad
+        sample["text_enc"] = np.where(sample["enc_mask"], text, 0)
+        sample["text_dec"][:count] = [special.begin, *written]
+        sample["labels"][:count], sample["loss_mask"][:count] = [*written, special.end], 1
+        return sample
 
 
 class MockPairs:

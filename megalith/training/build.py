@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import Collate, Loader
 from megalith.data.masked_lm import MaskedLMDataset, Masking, MockMaskedDataset, WordPieces, make_bert_batch
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
-from megalith.data.pairs import MockPairs, make_t5_batch
+from megalith.data.pairs import SPANS, MockPairs, SpanDataset, SpanTokens, make_t5_batch
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -161,6 +162,8 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     model, found = config.model, {}
     if tokenizer is not None and model.vocab_size is None:
         found["model.vocab_size"] = tokenizer.model_vocab_size
+        if model.encoder_layers and not config.data.mock:
+            found["model.vocab_size"] = _span_tokens(config, tokenizer).words.vocab_size
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
@@ -204,7 +207,7 @@ def open_datasets(
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
     masking = _masking(config)
-    if data.mock and model.model_type == "t5":
+    if data.mock and model.encoder_layers:
         lengths = data.seq_length, data.decoder_length
         train, valid, test = (
             MockPairs(model.vocab_size, *lengths, count, seed + part) if count else None
@@ -241,34 +244,52 @@ def open_datasets(
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        make=None if masking is None else _masked_samples(config, tokenizer, masking),
+        make=_sentence_samples(config, tokenizer, masking or _masking(config)) if not model.causal else None,
     )
 
 
 def _masking(config: RunConfig) -> Masking | None:
-    """How the samples of an encoder are masked; None for others."""
+    """How the samples of an encoder are masked; None where there is none."""
     data, model = config.data, config.model
-    if model.model_type != "bert":
+    if model.causal:
         return None
     settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
-    return Masking(**settings, classification_head=model.bert_binary_head)
+    for name, value in (SPANS if model.encoder_layers else {}).items():
+        settings[name] = value if settings[name] is None else settings[name]
+    given = {name: value for name, value in settings.items() if value is not None}
+    return Masking(**given, classification_head=model.bert_binary_head)
 
 
-def _masked_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> MakeDataset:
+def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> MakeDataset:
     """As build_datasets takes it: samples of documents, which their sentences are the sequences of."""
+    data, model, seed = config.data, config.model, config.train.seed
     if tokenizer is None:
         raise ConfigError(
-            "model.model_type bert masks words of data.data_path, but data.tokenizer_type is not set, which says what "
-            "a word is; name the tokenizer that the data was preprocessed with"
+            f"model.model_type {model.model_type} masks words of data.data_path, but data.tokenizer_type is not set, "
+            "which says what a word is; name the tokenizer that the data was preprocessed with"
         )
-    words = WordPieces.of(tokenizer, config.model.vocab_size)
+    if model.encoder_layers:
+        tokens, lengths = _span_tokens(config, tokenizer), (data.seq_length, data.decoder_length)
+        kind = partial(SpanDataset, tokens=tokens, masking=masking)
+    else:
+        lengths = data.seq_length
+        kind = partial(MaskedLMDataset, words=WordPieces.of(tokenizer, model.vocab_size), masking=masking)
 
-    def make(indexed: IndexedDataset, split: str, number: int, samples: int) -> MaskedLMDataset:
+    def make(indexed: IndexedDataset, split: str, number: int, samples: int) -> MaskedLMDataset | SpanDataset:
         first, last = split_ranges(split, indexed.num_documents)[number]
-        sizes = (config.data.seq_length, samples, config.train.seed)
-        return MaskedLMDataset(indexed, first, last, *sizes, words, masking)
+        return kind(indexed, first, last, lengths, samples, seed)
 
     return make
+
+
+def _span_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpanTokens:
+    found, size = SpanTokens.of(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
+    if size is not None and size < found.words.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {found.words.vocab_size} entries with {len(found.sentinels)} sentinels "
+            f"(data.vocab_extra_ids), but model.vocab_size is {size}; raise it, or lower vocab_extra_ids"
+        )
+    return found
 
 
 class Data:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sentences import CASES, PIECES, SEED, SEQ, ours, words, write_sentences
+from sentences import CASES, PIECES, SEED, SEQ, SPANS, ours, spans, words, write_sentences
 
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import Masking, MockMaskedDataset, WordPieces, make_bert_batch
@@ -23,9 +23,9 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     return write_sentences(tmp_path_factory.mktemp("sentences") / "data")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", (*CASES, *SPANS))
 def test_samples_are_those_that_megatron_core_gave(indexed: IndexedDataset, case: str) -> None:
-    dataset = ours(indexed, case)
+    dataset = (spans if case in SPANS else ours)(indexed, case)
     for i, expected in GOLDEN[case].items():
         assert {name: dataset[int(i)][name].tolist() for name in expected} == expected
 

@@ -37,6 +37,7 @@ SCRIPTS = {
     "gpt3_175b": ("gpt3/train_gpt3_175b_distributed.sh", ["ckpt", "tb", "vocab.json", "merges.txt", "data"]),
     "llama_7b": ("llama/pretrain_llama.sh", []),
     "llama3_8b_fp8": ("llama/train_llama3_8b_h100_fp8.sh", ["ckpt", "tb"]),
+    "t5_220m": ("t5/train_t5_220m_distributed.sh", ["ckpt", "tb", "vocab.txt", "data"]),
     "bert_340m": ("bert/train_bert_340m_distributed.sh", ["ckpt", "tb", "vocab.txt", "data"]),
     "mixtral_8x7b": ("mixtral/train_mixtral_8x7b_distributed.sh", ["ckpt", "tokenizer.model", "data"]),
 }
@@ -127,7 +128,7 @@ def test_every_script_of_the_notes_trains_two_steps_shrunk(pool, tmp_path, monke
 
 
 @pytest.mark.processes
-def test_the_script_for_bert_trains_two_steps_shrunk(pool, tmp_path, monkeypatch):
+def test_the_scripts_for_bert_and_t5_train_two_steps_shrunk(pool, tmp_path, monkeypatch):
     """On text that is split into sentences; its loss of masked words is evaluated too."""
     monkeypatch.chdir(tmp_path)
     words = [f"w{n}" for n in range(60)]
@@ -155,11 +156,25 @@ def test_the_script_for_bert_trains_two_steps_shrunk(pool, tmp_path, monkeypatch
         "8,1,1",
     ]
     more = [*flags, *SHRUNK.split(), *own, "--initial-loss-scale", "1024", "--mask-prob", "0.3"]
-    (tmp_path / "out").mkdir()
+    for folder in ("out", "t5"):
+        (tmp_path / folder).mkdir()
     printed, *_ = pool.run(trained_as, more, str(tmp_path), program, size=2)
     assert len(LINE.findall(printed)) == 2 and "validation loss at iteration 2" in printed
     config = RunConfig.load(tmp_path / "out" / "config.yaml")
     assert config.model.vocab_size == 5 + 2 + 60 + 2 and config.data.mask_prob == 0.3
+    flags, program = of_program(
+        words_of("t5/train_t5_220m_distributed.sh", ["t5", "tb", "vocab.txt", "bert_text_sentence"], tmp_path)
+    )
+    sizes = "--encoder-num-layers 2 --decoder-num-layers 1 --encoder-seq-length 32 --decoder-seq-length 20"
+    few = (
+        SHRUNK.replace("--num-layers 2 ", "").replace("--seq-length 32 ", "")
+        + " --kv-channels 16 --ffn-hidden-size 96"
+    )
+    more = [*flags, *few.split(), *sizes.split(), *own, "--vocab-extra-ids", "10"]
+    printed, *_ = pool.run(trained_as, more, str(tmp_path), program, size=2)
+    assert len(LINE.findall(printed)) == 2 and "validation loss at iteration 2" in printed
+    config = RunConfig.load(tmp_path / "t5" / "config.yaml")
+    assert config.model.vocab_size == 5 + 2 + 60 + 2 + 10 and config.model.encoder_num_layers == 2
 
 
 def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -229,8 +244,6 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     with pytest.raises(ConfigError, match=r"pretrain_t5.py is there, and not ours"):
         install(tmp_path)
     assert not (tmp_path / "pretrain_gpt.py").exists()
-    with pytest.raises(ConfigError, match="trains T5, which this version does not have"):
-        run_command(["pretrain-t5", "--num-layers", "2"])
     with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):
         run_command(["run", "nowhere.sh"])
 

@@ -5,6 +5,7 @@ Where no family is asked for, an export takes the first that can say the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,8 +118,11 @@ def family_named(name: str, where: str) -> Family:
     )
 
 
+NEAREST = 3  # families that a refusal names
+
+
 def family_for(model: ModelConfig) -> Family:
-    """The first family that can say this model. Raises ConfigError with the reason of each where none can."""
+    """The first family that can say this model. Raises ConfigError where none can, with what the nearest lack."""
     reasons = []
     for family in FAMILIES.values():
         try:
@@ -127,6 +131,8 @@ def family_for(model: ModelConfig) -> Family:
             reasons.append(f"{family.architecture}: {error}")
         else:
             return family
+    nearest = sorted(reasons, key=lambda reason: reason.count(", not ") or math.inf)[:NEAREST]
     raise ConfigError(
-        "no family of transformers can say this model, so it has no Hugging Face form: " + "; ".join(reasons)
+        f"no family of transformers can say this model, so it has no Hugging Face form; the nearest of {len(reasons)}: "
+        f"{'; '.join(nearest)}; --family NAME tells what another lacks"
     )

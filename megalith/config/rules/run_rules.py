@@ -198,11 +198,6 @@ def _check_encoder(config: RunConfig) -> None:
     model, data = config.model, config.data
     if model.causal:
         return
-    if model.model_type == "t5" and not data.mock:
-        raise ConfigError(
-            "model.model_type t5 makes no samples of documents here: train it on mock data (data.mock), or in a loop "
-            "of your own on batches with encoder_input_ids (megalith.parallelize)"
-        )
     taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     given = [f"data.{name}" for name in taken if getattr(data, name)]
     given += [f"{config.chat.name}.enabled"] if config.chat is not None else []

@@ -49,17 +49,47 @@ def precision(given: Given) -> None:
 
 
 def masked_words(given: Given) -> None:
-    """Of pretrain_bert model.model_type, model.bert_binary_head, data.mask_prob and data.short_seq_prob; pretrain_gpt
-    does not read them."""
-    flags = ("--bert-no-binary-head", "--mask-prob", "--short-seq-prob")
-    if given.program != "pretrain-bert":
-        if told := [flag for flag in flags if flag in given]:
-            given.notes.append(f"{' '.join(told)} changes nothing: pretrain_bert.py alone reads it")
+    """Of pretrain_bert and pretrain_t5 model.model_type, data.mask_prob and data.short_seq_prob, and what one of them
+    reads: model.bert_binary_head, or the decoder's sizes; pretrain_gpt reads none of it."""
+    program = given.program.removeprefix("pretrain-")
+    others = [flag for flag, readers in OF_ENCODERS.items() if flag in given and program not in readers]
+    if others:
+        given.notes.append(f"{' '.join(others)} changes nothing: pretrain_{program}.py does not read it")
+    if program == "gpt":
         return
-    given.set("model.model_type", "bert")
-    given.set("model.bert_binary_head", not given["--bert-no-binary-head"])
+    given.set("model.model_type", program)
     given.set("data.mask_prob", given["--mask-prob"])
     given.set("data.short_seq_prob", given["--short-seq-prob"])
+    if program == "bert":
+        given.set("model.bert_binary_head", not given["--bert-no-binary-head"])
+        return
+    encoder = given["--num-layers"] or given["--encoder-num-layers"]
+    if encoder is None:
+        given.problems.append(
+            "pretrain_t5.py needs --encoder-num-layers (or --num-layers), the encoder's; give it"
+        )
+        return
+    given.set("model.num_layers", encoder + (given["--decoder-num-layers"] or encoder))
+    given.set("model.encoder_num_layers", encoder)
+    given.set("model.add_output_bias", True)
+    if given["--decoder-seq-length"] is not None:
+        given.set("data.decoder_seq_length", given["--decoder-seq-length"])
+    given.set("data.vocab_extra_ids", given["--vocab-extra-ids"])
+    if given["--position-embedding-type"] == "relative":
+        given.set("model.relative_attention_num_buckets", given["--relative-attention-num-buckets"])
+        given.set("model.relative_attention_max_distance", given["--relative-attention-max-distance"])
+
+
+OF_ENCODERS = {
+    "--bert-no-binary-head": ("bert",),
+    "--mask-prob": ("bert", "t5"),
+    "--short-seq-prob": ("bert", "t5"),
+    "--decoder-num-layers": ("t5",),
+    "--decoder-seq-length": ("t5",),
+    "--vocab-extra-ids": ("t5",),
+    "--relative-attention-num-buckets": ("t5",),
+    "--relative-attention-max-distance": ("t5",),
+}  # and which programs read them
 
 
 def heads(given: Given) -> None:
@@ -81,6 +111,9 @@ def positions(given: Given) -> None:
     latent = given["--multi-latent-attention"]
     if latent and kind == "none":
         kind = "rope"  # its heads have a rotary part anyway
+    if kind == "relative" and given.program == "pretrain-t5":
+        given.set("model.position_embedding_type", kind)
+        return
     if kind not in ("learned_absolute", "rope", "yarn"):
         given.problems.append(
             f"--position-embedding-type {kind} is refused: there are learned_absolute, rope and yarn"
@@ -267,9 +300,9 @@ def vocabulary(given: Given) -> None:
 
 def tokenizer(given: Given) -> None:
     """data.tokenizer_type; without it GPT2BPETokenizer where --vocab-file and --merge-file are given, of pretrain_bert
-    BertWordPieceLowerCase where --vocab-file is."""
+    and pretrain_t5 BertWordPieceLowerCase where --vocab-file is."""
     kind = given["--tokenizer-type"]
-    if kind is None and given.program == "pretrain-bert" and "--vocab-file" in given:
+    if kind is None and given.program != "pretrain-gpt" and "--vocab-file" in given:
         kind = "BertWordPieceLowerCase"
     if kind is None and "--vocab-file" in given and "--merge-file" in given:
         kind = "GPT2BPETokenizer"
@@ -292,7 +325,7 @@ def lengths(given: Given) -> None:
             given.problems.append(
                 f"{flag} {given[flag]} and {older} {given[older]} contradict each other; leave one"
             )
-        for value in values:
+        for value in values if path != "model.num_layers" or given.program != "pretrain-t5" else ():
             given.set(path, value)
 
 
@@ -664,6 +697,6 @@ def trackers(given: Given) -> None:
 
 def per_token_loss(given: Given) -> None:
     """train.calculate_per_token_loss: without it every micro-batch counts the same, which makes a difference where
-    --eod-mask-loss, or pretrain_bert's masking, leaves them different numbers of valid tokens."""
-    if given["--eod-mask-loss"] or given.program == "pretrain-bert":
+    --eod-mask-loss, or an encoder's masking, leaves them different numbers of valid tokens."""
+    if given["--eod-mask-loss"] or given.program != "pretrain-gpt":
         given.set("train.calculate_per_token_loss", given["--calculate-per-token-loss"])

@@ -1,6 +1,6 @@
 """The commands of Megatron-LM's door: its programs by their flags, running its scripts, and the list of flags.
 
-    pretrain-gpt|pretrain-bert FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
+    pretrain-gpt|-bert|-t5 FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
                                                                    megalith.dialects.megatron`
     run SCRIPT.sh [ARGUMENTS] [--override 'FLAGS']
     install DIR
@@ -130,14 +130,6 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
         return exit_code(train(config).ended)
 
 
-def pretrain_other(program: str, model: str) -> NoReturn:
-    """What is not there yet, said with what is."""
-    raise ConfigError(
-        f"{program} trains {model}, which this version does not have; its flags are those of `megalith megatron "
-        "flags`, pretrain_gpt.py trains decoder-only models and pretrain_bert.py encoders"
-    )
-
-
 def run(words: list[str]) -> int:
     """Runs a script with our files in Megatron's place."""
     parser = OwnOptions("megalith megatron run")
@@ -261,7 +253,7 @@ exec {shlex.quote(sys.executable)} {module} "${{words[@]}}"
 COMMANDS = {
     "pretrain-gpt": pretrain,
     "pretrain-bert": lambda words: pretrain(words, "pretrain-bert"),
-    "pretrain-t5": lambda words: pretrain_other("pretrain_t5.py", "T5"),
+    "pretrain-t5": lambda words: pretrain(words, "pretrain-t5"),
     "preprocess": tool("run_preprocess_data"),
     "convert-checkpoint": tool("run_convert_checkpoint"),
     "run": run,

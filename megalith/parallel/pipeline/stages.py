@@ -298,6 +298,8 @@ def held_by_stages(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]
 
     All ranks of a pipeline list them in one order.
     """
+    if mesh.pp.size == 1:
+        return {}
     held = {NAME: mesh.tied} if chunks[0].config.embedding_at_head else {}
     held |= {
         f"{name}.weight": mesh.pp
