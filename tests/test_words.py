@@ -114,6 +114,7 @@ def test_every_command_of_the_documentation_is_one_that_the_command_line_takes()
         *PROGRAMS,
         "pretrain-gpt",
         "pretrain-bert",
+        "pretrain-t5",
         "megatron",
         "accelerate",
         "oumi",

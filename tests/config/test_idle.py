@@ -108,7 +108,7 @@ READ_WITH = {
         ("log.tensorboard_dir=a", "log.tensorboard=true"),
     "log.timing_log_level above 0":
         ("log.timing_log_option=max", "log.timing_log_level=2"),
-    "model.model_type bert":
+    "model.model_type bert or t5":
         ("data.mask_prob=0.3", "model.model_type=bert"),
     "model.model_type t5":
         ("data.decoder_seq_length=8", "model.model_type=t5"),

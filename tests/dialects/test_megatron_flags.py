@@ -99,21 +99,20 @@ def test_of_the_uses_in_known_scripts_at_least_98_percent_are_not_refused():
     assert 1 - refused / sum(uses.values()) > 0.98
 
 
-def test_what_20_scripts_use_is_had_but_for_three_flags_that_the_note_names():
+def test_what_20_scripts_use_is_had_but_for_two_flags_that_the_note_names():
     often = [flag for flag, row in PARSER.items() if int(row["uses"] or 0) >= 20]
     refused = {flag for flag in often if isinstance(FLAGS[flag], Refused)}
-    assert refused == {"--hybrid-layer-pattern", "--decoder-seq-length", "--spec"}
+    assert refused == {"--hybrid-layer-pattern", "--spec"}
     note = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
     assert all(f"`{flag}`" in note for flag in refused)
 
 
 def test_of_296_training_scripts_at_least_200_have_no_refused_flag():
     """Each use of a refused flag is of one script at most. Those of hybrid and RL scripts, which are not among the 296,
-    do not count; a T5 script has all of the T5 flags, so the most used one counts these scripts."""
+    do not count."""
     uses = {flag: int(row["uses"] or 0) for flag, row in PARSER.items() if isinstance(FLAGS[flag], Refused)}
-    aside, t5 = re.compile("--(hybrid|is-hybrid|spec$|perform-rl)"), re.compile("--(decoder-|vocab-extra)")
-    others = sum(count for flag, count in uses.items() if not aside.match(flag) and not t5.match(flag))
-    assert 296 - others - max(count for flag, count in uses.items() if t5.match(flag)) >= 200
+    aside = re.compile("--(hybrid|is-hybrid|spec$|perform-rl)")
+    assert 296 - sum(count for flag, count in uses.items() if not aside.match(flag)) >= 200
 
 
 def published_command_lines() -> dict[str, tuple[int, list[str], list[str]]]:
