@@ -22,6 +22,18 @@ _NEOX = dict(
     attention_dropout=0.0,
 )
 _FALCON = dict(_NEOX, activation="gelu", add_bias_linear=False, vocab_size=65024)
+_T5 = dict(  # before 1.1
+    model_type="t5",
+    position_embedding_type="relative",
+    normalization="RMSNorm",
+    layernorm_epsilon=1e-6,
+    add_bias_linear=False,
+    activation="relu",
+    query_pre_attn_scalar=1,
+    scale_decoder_outputs=True,
+    vocab_size=32128,
+    max_position_embeddings=512,
+)
 _BERT = dict(
     model_type="bert",
     apply_residual_connection_post_layernorm=True,
@@ -249,6 +261,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b":    dict(_QWEN3, num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
     "qwen3-32b":    dict(_QWEN3, num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
 
+    "t5-base":      dict(_T5, num_layers=24, hidden_size=768, ffn_hidden_size=3072, num_attention_heads=12),
+    "t5-3b":        dict(_T5, num_layers=48, hidden_size=1024, ffn_hidden_size=16384, num_attention_heads=32,
+                         kv_channels=128),
     "bert-base":    dict(_BERT, num_layers=12, hidden_size=768, num_attention_heads=12),
     "bert-large":   dict(_BERT, num_layers=24, hidden_size=1024, num_attention_heads=16),
     "bloom-560m":   dict(_BLOOM, num_layers=24, hidden_size=1024, num_attention_heads=16),

@@ -186,7 +186,6 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
         ({"num_experts": 4}, "no layer with cross-attention has here"),
         ({"attn_logit_softcapping": 3.0}, "both change the scores"),
         ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
-        ({"mock": False}, "makes no samples of documents here"),
         (
             {"decoder_seq_length": 12},
             "there are tokens of a micro-batch in the decoder 24; change these sizes",
@@ -199,10 +198,8 @@ def test_what_an_encoder_decoder_cannot_be_or_do_is_refused(fields: dict, messag
     train = dict(micro_batch_size=2, global_batch_size=2, train_iters=1)
     if "decoder_seq_length" in fields:
         train["fp8_format"] = "hybrid"
-    of_data = {name: value for name, value in fields.items() if name in ("mock", "decoder_seq_length")}
+    of_data = {name: value for name, value in fields.items() if name == "decoder_seq_length"}
     data = dict(seq_length=8, mock=True) | of_data
-    if not data["mock"]:
-        data["data_path"] = "documents"
     model = shape | {name: value for name, value in fields.items() if name not in of_data}
     tree = {"model": model, "data": data, "train": train, "optim": {"lr": 1e-3}}
     config = RunConfig.from_tree(tree)

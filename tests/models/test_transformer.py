@@ -209,3 +209,18 @@ def test_the_further_activations_of_megatron_are_their_formulas():
     x = torch.randn(64)
     torch.testing.assert_close(ACTIVATIONS["squared_relu"](x), x.clamp(min=0) ** 2)
     torch.testing.assert_close(ACTIVATIONS["quick_gelu"](x), x / (1 + torch.exp(-1.702 * x)))
+
+
+@torch.no_grad()
+def test_a_softmax_off_by_one_is_one_with_a_learned_score_of_nothing_at_0():
+    plain, off, learned = (
+        build("llama", softmax_type=kind) for kind in ("vanilla", "off-by-one", "learnable")
+    )
+    off.load_state_dict(plain.state_dict())
+    weights = {
+        name: torch.zeros_like(x) for name, x in learned.state_dict().items() if "softmax_offset" in name
+    }
+    learned.load_state_dict(plain.state_dict() | weights)
+    ids = torch.arange(12)[None] % 7
+    assert len(weights) == len(learned.layers) and torch.equal(off(ids), learned(ids))
+    assert (off(ids) - plain(ids)).abs().max() > 1e-3

@@ -192,7 +192,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "t5 dropout": {"model": T5 | DROPOUT, "data": {"decoder_seq_length": 20}},
     "t5 learned positions, untied, recompute all": {
-        "model": MEGATRON_T5 | UNTIED | {"gated_linear_unit": True},
+        "model": MEGATRON_T5 | UNTIED | {"gated_linear_unit": True, "add_output_bias": True},
         "data": {"decoder_seq_length": 16},
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
