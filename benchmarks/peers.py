@@ -2,8 +2,9 @@
 
 `python -m benchmarks.peers hf gpt2-large` prints one line of JSON; benchmarks/train.py calls it. All train on random
 tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
-`hf` is transformers' model for causal language modelling, of an encoder that for pre-training (samples half to wholly
-filled, as ours are, with both losses), compiled whole, under autocast; `plain` a GPT-2 of 60 lines
+`hf` is transformers' model for causal language modelling, of an encoder that for pre-training (with both losses), of an
+encoder-decoder that for conditional generation (the samples of these two half to wholly filled, as ours are), compiled
+whole, under autocast; `plain` a GPT-2 of 60 lines
 with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
 sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
 Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from benchmarks.train import WORKLOADS
+from benchmarks.train import WORKLOADS, lengths
 from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.model import ModelConfig
@@ -57,7 +58,7 @@ def main() -> None:
     device = begin_processes()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     began = time.perf_counter()
-    loss_of, model = PEERS[args.peer](config, seq_length, device)
+    loss_of, model = PEERS[args.peer](run, device)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -92,13 +93,11 @@ def main() -> None:
 
 
 def model_run(workload: str, settings: Sequence[str]) -> RunConfig:
-    """The model and the sequence length of a workload, with `section.key=value` in their place."""
+    """The model and the sequences' lengths of a workload, with `section.key=value` in their place."""
     given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
     own = WORKLOADS[workload]
     model = {"vocab_size": 50257, **own["model"]}
-    return RunConfig.from_tree({"model": model, "data": {"seq_length": own["seq_length"]}}).with_settings(
-        given
-    )
+    return RunConfig.from_tree({"model": model, "data": lengths(own)}).with_settings(given)
 
 
 def begin_processes() -> str:
@@ -143,14 +142,13 @@ def loss_by_logits(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 def loss_of_masked(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         rows, seq = tokens.shape
-        places = torch.arange(seq, device=tokens.device)
-        lengths = torch.randint(seq // 2, seq + 1, (rows, 1), device=tokens.device)
-        real = places < lengths
+        real = half_filled(tokens)
         masked = (torch.rand(rows, seq, device=tokens.device) < MASKED) & real
+        second = torch.arange(seq, device=tokens.device) > real.sum(1, keepdim=True) // 2
         return model(
             input_ids=tokens,
             attention_mask=real.long(),
-            token_type_ids=(places > lengths // 2).long() * real,
+            token_type_ids=second.long() * real,
             labels=labels.masked_fill(~masked, -100),
             next_sentence_label=torch.randint(2, (rows,), device=tokens.device),
         ).loss
@@ -158,25 +156,47 @@ def loss_of_masked(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def hugging_face(config: ModelConfig, seq_length: int, device: str) -> Peer:
-    model = build_hugging_face(config, device)
-    loss = loss_by_logits if config.causal else loss_of_masked
-    return under_autocast(loss(torch.compile(model)), device), model
+def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The tokens are the encoder's; the first `length` labels the decoder's, which reads them one place later."""
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model(
+            input_ids=tokens,
+            attention_mask=half_filled(tokens).long(),
+            labels=labels[:, :length].masked_fill(~half_filled(labels[:, :length]), -100),
+            use_cache=False,
+        ).loss
+
+    return loss
 
 
-def fsdp2(config: ModelConfig, seq_length: int, device: str) -> Peer:
-    model = build_hugging_face(config, device)
+def half_filled(tokens: Tensor) -> Tensor:
+    """bool like tokens [batch, seq]: True for the first half to all of each row."""
+    rows, seq = tokens.shape
+    lengths = torch.randint((seq + 1) // 2, seq + 1, (rows, 1), device=tokens.device)
+    return torch.arange(seq, device=tokens.device) < lengths
+
+
+def hugging_face(run: RunConfig, device: str) -> Peer:
+    model = build_hugging_face(run.model, device)
+    whole = torch.compile(model)
+    losses = {"bert": loss_of_masked, "t5": partial(loss_of_pairs, length=run.data.decoder_length)}
+    return under_autocast(losses.get(run.model.model_type, loss_by_logits)(whole), device), model
+
+
+def fsdp2(run: RunConfig, device: str) -> Peer:
+    model = build_hugging_face(run.model, device)
     for layer in model.model.layers:
         layer.compile()
     return loss_by_logits(sharded(model)), model
 
 
-def liger(config: ModelConfig, seq_length: int, device: str) -> Peer:
+def liger(run: RunConfig, device: str) -> Peer:
     """Its loss takes the head's weight and the hidden states, for labels that stand one place ahead of their logits."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
-    model = sharded(build_hugging_face(config, device))
+    model = sharded(build_hugging_face(run.model, device))
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens, shift_labels=labels, use_cache=False).loss
@@ -184,7 +204,7 @@ def liger(config: ModelConfig, seq_length: int, device: str) -> Peer:
     return loss, model
 
 
-def peft(config: ModelConfig, seq_length: int, device: str, patched: bool = False) -> Peer:
+def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
     from peft import LoraConfig, get_peft_model
 
     if patched:
@@ -192,7 +212,7 @@ def peft(config: ModelConfig, seq_length: int, device: str, patched: bool = Fals
 
         apply_liger_kernel_to_llama()
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(build_hugging_face(config, device, torch.bfloat16), adapters)
+    model = get_peft_model(build_hugging_face(run.model, device, torch.bfloat16), adapters)
     if not patched:
         return under_autocast(loss_by_logits(model), device), model
 
@@ -248,10 +268,10 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def plain(config: ModelConfig, seq_length: int, device: str) -> Peer:
-    if config.position_embedding_type != "learned_absolute":
+def plain(run: RunConfig, device: str) -> Peer:
+    if run.model.position_embedding_type != "learned_absolute":
         raise SystemExit("the plain peer is a GPT-2; choose a gpt2 workload, or --peer hf")
-    model = PlainGPT(config, seq_length).to(device)
+    model = PlainGPT(run.model, run.data.seq_length).to(device)
     return under_autocast(model, device), model
 
 

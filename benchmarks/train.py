@@ -38,6 +38,7 @@ _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
 _NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
 _BERT = dict(preset="bert-large", **_NO_DROPOUT)
+_T5 = dict(preset="t5-3b", **_NO_DROPOUT)
 _BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
 _QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
 # 14 of its 27 layers, as many as two GPUs hold.
@@ -53,6 +54,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
     "llama3.2-1b":        dict(model=dict(_LLAMA, preset="llama3.2-1b"), seq_length=4096, precision="bf16", batch=32),
     "bert-large":         dict(model=_BERT, seq_length=512, precision="bf16", batch=64),
+    "t5-3b":              dict(model=_T5, seq_length=512, decoder_seq_length=128, precision="bf16", batch=16),
     "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
     "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
 }
@@ -321,6 +323,11 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def lengths(workload: dict[str, Any]) -> dict[str, int]:
+    """The lengths of a workload's sequences, as settings of `data`."""
+    return {name: workload[name] for name in ("seq_length", "decoder_seq_length") if name in workload}
+
+
 def run_tree(args: argparse.Namespace, layout: str, data: dict[str, Any], folder: str) -> dict[str, Any]:
     """The run file of a workload in a layout, on these data."""
     workload, how = WORKLOADS[args.workload], LAYOUTS[layout]
@@ -328,7 +335,7 @@ def run_tree(args: argparse.Namespace, layout: str, data: dict[str, Any], folder
     return {
         "model": workload["model"],
         "parallel": how["parallel"],
-        "data": {**data, "seq_length": workload["seq_length"]},
+        "data": {**data, **lengths(workload)},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
         "checkpoint": {"save_at_end": False},
         "log": {
