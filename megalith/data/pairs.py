@@ -42,7 +42,10 @@ class T5Batch(Batch):
     encoder_input_ids: Tensor  # int64 [batch, encoder seq]
     encoder_padding_mask: (
         Tensor | None
-    )  # bool [batch, encoder seq], False for what fills up; None: nothing does
+    )  # bool [batch, encoder seq], False for what fills up; None: nothing does, or `encoder_document_ends` says it
+    encoder_document_ends: Tensor | None = (
+        None  # int32 [batch, 2]: where what is real ends, and what fills up behind it; None: nothing does
+    )
 
 
 def pair_dtype(encoder_length: int, length: int) -> np.dtype:
@@ -62,6 +65,7 @@ def make_t5_batch(samples: np.ndarray, numbers: np.ndarray) -> T5Batch:
     """A batch of samples [batch] of a `pair_dtype`, and their places in the stream, int64 [batch]."""
     text = {name: torch.from_numpy(np.ascontiguousarray(samples[name])) for name in samples.dtype.names}
     batch, seq = text["text_dec"].shape
+    real = text["enc_mask"].sum(1, dtype=torch.int32)
     return T5Batch(
         input_ids=text["text_dec"],
         labels=text["labels"],
@@ -70,7 +74,8 @@ def make_t5_batch(samples: np.ndarray, numbers: np.ndarray) -> T5Batch:
         document_ends=None,
         sample_numbers=torch.from_numpy(numbers),
         encoder_input_ids=text["text_enc"],
-        encoder_padding_mask=text["enc_mask"],
+        encoder_padding_mask=None,
+        encoder_document_ends=torch.stack([real, torch.full_like(real, text["text_enc"].shape[1])], 1),
     )
 
 

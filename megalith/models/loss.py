@@ -205,7 +205,8 @@ def sum_of_losses(
     *,
     bias: Tensor | None = None,  # float32 [padded vocab], added to the logits
 ) -> Tensor:
-    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale, bias=bias)
+    of_tokens = labels, loss_mask, vocab_size, softcap, scale
+    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, labelled=context.labelled)
 
 
 def target_logprobs(

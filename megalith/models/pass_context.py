@@ -61,6 +61,7 @@ class Context:
     upcoming: Tensor | None = (
         None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
     )
+    labelled: int | None = None  # tokens here with a label that counts, at most; None: that is not known
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
     encoded: Encoded | None = None  # the other sequence that cross-attention attends to
 
@@ -81,6 +82,9 @@ class Encoded:
     hidden: Tensor  # [batch, keys, hidden], as the residual stream of its own pass
     context: Context  # of that pass
     mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True where a query may look; None: all
+    documents: Tensor | None = (
+        None  # int32 [2, batch, documents], the ends of the queries' and of the keys'; None: one
+    )
 
 
 def own_tokens(x: Tensor, context: Context | None) -> Tensor:

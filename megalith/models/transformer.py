@@ -349,6 +349,7 @@ class Transformer(Stack):
         balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none
         future: Future | None = None,  # what further layers predict; None: they are left out
         loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
+        labelled: int | None = None,  # tokens whose loss_mask is not 0, at most; None: that is not known
     ) -> Tensor | dict[str, Tensor]:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the loss: a float32 scalar.
 
@@ -364,7 +365,7 @@ class Transformer(Stack):
             padding_mask=padding_mask,
             sample_numbers=sample_numbers,
         )
-        context.balance_scale, context.encoded = balance_scale, encoded
+        context.balance_scale, context.encoded, context.labelled = balance_scale, encoded, labelled
         x = self.embed(input_ids, context) if streams is None else streams["hidden"]
         x = super().forward(x, context)  # [batch, seq, hidden]
         if self.final_layernorm is None:
@@ -433,7 +434,7 @@ class Transformer(Stack):
             x = self.runner([self.layers[number]], x, told)
             labels, loss_mask = future.labels[k], future.loss_mask[k]
             sizes = self._vocabulary
-            given = labels, loss_mask, *sizes, context, scales[k]
+            given = labels, loss_mask, *sizes, replace(context, labelled=None), scales[k]
             losses.append(self._by_output(self.loss, self.head_input(x), *given))
         return with_further_losses(loss, sum(losses))
 

@@ -37,7 +37,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
-from megalith.ops.documents import alibi_bias, cumulative_lengths, dense_mask
+from megalith.ops.documents import alibi_bias, cumulative_lengths, dense_mask, of_queries_and_keys
 from megalith.ops.dropout import attention_keep_mask
 
 _aten = torch.ops.aten
@@ -424,7 +424,7 @@ def block_attention(
     key: Tensor,  # [batch, groups, keys, head_dim]
     value: Tensor,  # [batch, groups, keys, head_dim]
     mask: Tensor | None,  # bool [batch or 1, 1, queries, keys], True where a query may look
-    documents: Tensor | None,  # int32 [batch, documents], the ends of the queries' and the keys' alike
+    documents: Tensor | None,  # as ops.documents.of_queries_and_keys takes them
     causal: bool,
     window: int | None,  # as ops.attention.attention has it, with or without a mask
     scale: float,
@@ -477,8 +477,7 @@ def _(grad, query, key, value, *rest):
 def _whole(
     mask: Tensor | None, documents: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Block:
-    both = None if documents is None else (documents, documents)
-    return Block(causal and mask is None, mask, both, window, scale=scale)
+    return Block(causal and mask is None, mask, of_queries_and_keys(documents), window, scale=scale)
 
 
 def _save(ctx, inputs, output) -> None:

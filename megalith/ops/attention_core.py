@@ -38,7 +38,7 @@ from megalith.ops.attention_blocks import (
     warn_of_plain_attention,
 )
 from megalith.ops.compiled import constant
-from megalith.ops.documents import alibi_bias, alibi_slopes, dense_mask, document_ids
+from megalith.ops.documents import alibi_bias, alibi_slopes, dense_mask, document_ids, of_queries_and_keys
 from megalith.ops.dropout import attention_keep_mask
 from megalith.ops.gemm import add_bias_gradient
 
@@ -65,7 +65,8 @@ def attention(
     mask: Tensor
     | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
     documents: Tensor
-    | None = None,  # int32 [batch, documents], as ops/documents.py has them: attention stays inside of each
+    | None = None,  # int32 [batch, documents], as ops/documents.py has them: attention stays inside of each. Of queries
+    # that are no keys' tokens [2, batch, documents]: theirs, and the keys'
     window: int
     | None = None,  # the keys that a query sees at most, its own included; the queries are the last tokens
     softcap: float | None = None,  # scores become softcap · tanh(score / softcap)
@@ -124,7 +125,7 @@ class Seen(NamedTuple):
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
         """The same as a mask alone, or as causality alone; query and key [batch, ·, seq, head_dim]."""
-        both = None if self.documents is None else (self.documents, self.documents)
+        both = of_queries_and_keys(self.documents)
         mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
         return self.causal and mask is None, mask
 

@@ -34,6 +34,9 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 # its fp32. Of Llama-3-8B's 128,256 entries chunks of 4,096 tokens take 8 ms a step of 16,384 tokens less than of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
+FEW_LABELS = (
+    0.75  # the share of the tokens up to which taking those with a label out costs less than it saves
+)
 NO_LABEL = -1  # of a sample that a classification leaves out
 
 
@@ -50,6 +53,7 @@ def linear_cross_entropy(
     first: int = 0,
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, an entry a row of weight
+    labelled: int | None = None,  # tokens whose weight is not 0, at most; None: that is not known
 ) -> Tensor:
     """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label]: a float32 scalar.
 
@@ -57,17 +61,22 @@ def linear_cross_entropy(
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
     `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
     and the gradient of hidden a part of a sum. The gradient is made times `scale` before it is rounded for the first
-    time, so that in fp16 a loss scale keeps small probabilities; the result is without it.
+    time, so that in fp16 a loss scale keeps small probabilities; the result is without it. Where `labelled` says that
+    few tokens count, the others' logits are not made.
     """
     if (
         not torch.is_grad_enabled()
     ):  # an autograd function still sees a parameter as one that needs a gradient
         hidden, weight = hidden.detach(), weight.detach()
+    hidden, labels, weights = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1)
+    if labelled is not None and labelled <= FEW_LABELS * labels.numel():
+        counted = _first_labelled(weights, labelled)
+        hidden, labels, weights = (x.index_select(0, counted) for x in (hidden, labels, weights))
     return _LinearLosses.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden,
         weight,
-        labels.reshape(-1) - first,
-        {"weights": loss_mask.reshape(-1)},
+        labels - first,
+        {"weights": weights},
         None,
         max(0, vocab_size - first),
         tokens_at_once(rows or weight.shape[0], hidden.device.type),
@@ -78,6 +87,13 @@ def linear_cross_entropy(
         scale,
         bias,
     )[0]
+
+
+def _first_labelled(weights: Tensor, labelled: int) -> Tensor:
+    """The places of the tokens whose weight is not 0, int64, and behind them of some others: their number is the host's
+    alone to know, and a multiple of CHUNK_MULTIPLE, so that the device meets few sizes."""
+    count = min(weights.numel(), max(1, -(-labelled // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
+    return (weights == 0).argsort(stable=True)[:count]
 
 
 TokenLoss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor]

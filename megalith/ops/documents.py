@@ -24,6 +24,13 @@ from torch import Tensor
 from megalith.ops.compiled import varies
 
 
+def of_queries_and_keys(ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """int32 [batch, documents], of both alike, or of each [2, batch, documents], one by one."""
+    if ends is None:
+        return None
+    return (ends, ends) if ends.dim() == 2 else tuple(ends)
+
+
 def prepared(ends: Tensor) -> Tensor:
     """The ends as compiled layers may take them: however many documents there are."""
     varies(ends, 1)

@@ -65,6 +65,7 @@ class Head:
         """
         vocabulary, size = vocabulary_of(output, self.axis)
         weight, context = local(output.weight), Context(len(hidden), PassLayout())
+        context.labelled = None if self.asked is None else self.asked.labelled
         if self.asked is None:
             return vocabulary.logits(hidden, weight, size, None, context)
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
@@ -208,6 +209,7 @@ class TransformerSpec(ModelSpec):
             balance_scale=part.balance_scale,
             future=part.future,
             loss_scale=part.loss_scale,
+            labelled=part.labelled,
             **{name: batch[name] for name in chunk.reads},
         )
 
@@ -225,6 +227,7 @@ class RankBatch:
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
     future: Future | None = None  # what the layers of multi-token prediction predict
     loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
+    labelled: int | None = None  # tokens whose loss_mask is not 0; None: the host does not know it
 
     def __getitem__(self, name: str) -> Tensor:
         return self.batch[name]
@@ -388,6 +391,8 @@ class ParallelModel:
                 objective, tokens={name: x[:, places] for name, x in objective.tokens.items()}
             )
         part = RankBatch(own, places, objective)
+        if not own.loss_mask.is_cuda:
+            part.labelled = int(own.loss_mask.count_nonzero())
         if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)

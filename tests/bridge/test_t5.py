@@ -47,12 +47,16 @@ def reference(kind: str, folder: Path) -> T5ForConditionalGeneration:
     return model
 
 
+LENGTHS = [40, 27, 9]  # of what the encoder reads
+ENDS = torch.tensor([[length, ENCODER_SEQ] for length in LENGTHS], dtype=torch.int32)
+
+
 def batch() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
     return dict(
         input_ids=torch.randint(0, VOCAB, (3, SEQ), generator=random),
         encoder_input_ids=torch.randint(0, VOCAB, (3, ENCODER_SEQ), generator=random),
-        encoder_padding_mask=torch.arange(ENCODER_SEQ) < torch.tensor([40, 27, 9])[:, None],
+        encoder_padding_mask=torch.arange(ENCODER_SEQ) < torch.tensor(LENGTHS)[:, None],
         labels=torch.randint(0, VOCAB, (3, SEQ), generator=random),
         loss_mask=(torch.arange(SEQ) < torch.tensor([31, 12, 20])[:, None]).float(),
     )
@@ -72,8 +76,10 @@ def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Pa
     del tokens["labels"], tokens["loss_mask"]
     for folder in ("hf", "run"):
         with torch.no_grad():
-            found, expected = megalith.load(tmp_path / folder)(**tokens), theirs(model, tokens).logits
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+            ours, expected = megalith.load(tmp_path / folder), theirs(model, tokens).logits
+            for padding in ({}, {"encoder_padding_mask": None, "encoder_document_ends": ENDS}):
+                found = ours(**tokens | padding)
+                assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     out = export_hf(tmp_path / "run", tmp_path / "out").path
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", out))
     assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
@@ -149,10 +155,10 @@ def test_a_run_learns_pairs_and_its_loss_is_that_of_transformers(tmp_path: Path)
     with trainer.data.train_loader(1, 16, trainer.device) as batches:
         parts = [next(batches) for _ in range(2)]
     labels = torch.cat([part.labels.masked_fill(part.loss_mask == 0, -100) for part in parts])
-    tokens = {
-        name: torch.cat([part[name] for part in parts])
-        for name in ("input_ids", "encoder_input_ids", "encoder_padding_mask")
-    }
+    names = ("input_ids", "encoder_input_ids", "encoder_document_ends")
+    tokens = {name: torch.cat([part[name] for part in parts]) for name in names}
+    real = tokens.pop("encoder_document_ends")[:, :1]
+    tokens["encoder_padding_mask"] = torch.arange(tokens["encoder_input_ids"].shape[1]) < real
     assert not tokens["encoder_padding_mask"].all() and (labels == -100).any()
     with torch.no_grad():
         expected = theirs(model.eval(), tokens, labels=labels).loss

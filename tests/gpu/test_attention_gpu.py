@@ -279,7 +279,7 @@ def test_attention_without_a_fused_kernel_says_so():
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", ["", "by a mask", "by ends"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_cross_attention_over_a_sequence_of_another_length_gives_the_formula(dtype, padded, compiled):
     heads, groups, size, keys = 16, 4, 64, 200
@@ -287,10 +287,14 @@ def test_cross_attention_over_a_sequence_of_another_length_gives_the_formula(dty
     key, value = (x.detach()[:, :keys].clone().requires_grad_() for x in (key, value))
     ends = torch.tensor([[150], [keys]], device=query.device)
     seen = (torch.arange(keys, device=query.device) < ends)[:, None, None]  # [batch, 1, 1, keys]
-    mask = seen.expand(-1, -1, SEQ, -1) if padded else None
+    mask = seen.expand(-1, -1, SEQ, -1) if padded == "by a mask" else None
+    pair = torch.tensor(
+        [[[SEQ, SEQ]] * 2, [[150, keys], [keys, keys]]], dtype=torch.int32, device=query.device
+    )
+    documents = pair if padded == "by ends" else None
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, causal=False, mask=mask)
+        return attention(query, key, value, causal=False, mask=mask, documents=documents)
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.float().transpose(1, 2) for x in (query, key, value))

@@ -54,6 +54,27 @@ def test_equals_torch_for_every_chunk_size_with_masks_and_padding(rows, monkeypa
     assert found[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("counted", [0, 1, 8, 22])
+def test_tokens_without_a_label_cost_no_matmul_where_the_host_counts_the_others(counted, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_MULTIPLE", 4)
+    hidden, weight, labels, mask = inputs()
+    few = mask.flatten().clone()
+    few[few.nonzero().flatten()[torch.arange(len(few.nonzero())) >= counted]] = 0.0
+    arguments = hidden, weight, labels, few.view_as(mask)
+    labelled = int(few.count_nonzero())
+    expected = loss_and_gradients(on_whole_logits, arguments)
+
+    def counting(*given):
+        return linear_cross_entropy(*given, VOCAB, labelled=labelled)
+
+    with FlopCounterMode(display=False) as flops:
+        found = loss_and_gradients(counting, arguments)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    taken = max(4, -(-labelled // 4) * 4)
+    assert flops.get_total_flops() == 3 * 2 * taken * PADDED * HIDDEN
+
+
 @pytest.mark.parametrize("softcap", [0.5, 5.0])
 def test_of_capped_logits_equals_torch_with_padding(softcap, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)

@@ -131,7 +131,7 @@ class Bert(Transformer):
     ) -> tuple[Tensor, Context]:
         """What the stack gives: the residual stream [batch, seq, hidden]."""
         context = self.context(input_ids, trains=trains, **{name: tokens.get(name) for name in OF_TOKENS})
-        context.balance_scale = tokens.get("balance_scale")
+        context.balance_scale, context.labelled = tokens.get("balance_scale"), tokens.get("labelled")
         if streams is not None:
             return Stack.forward(self, streams["hidden"], context), context
         if tokentype_ids is None:

@@ -11,6 +11,7 @@ what the encoder has made. Before T5 1.1 the output matrix is the embedding, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class T5(Transformer):
     """An encoder-decoder: the decoder's layers and heads are its own, the encoder's its `encoder`'s."""
 
     streams = {"encoded": "encoder_input_ids", "hidden": "input_ids"}
-    reads = ("encoder_input_ids", "encoder_padding_mask")
+    reads = ("encoder_input_ids", "encoder_padding_mask", "encoder_document_ends")
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str | None = None, seed: int = 0, **how
@@ -39,6 +40,9 @@ class T5(Transformer):
         *,
         encoder_input_ids: Tensor | None = None,  # int64 [batch, encoder seq]; None: the decoder's
         encoder_padding_mask: Tensor | None = None,  # bool [batch, encoder seq], False for what fills up
+        encoder_document_ends: Tensor
+        | None = None,  # int32 [batch, 2], the same where it fills up from the right: the
+        # end of what is real, and that of the sequence
         streams: Mapping[str, Tensor] | None = None,
         **rest,
     ) -> Tensor | dict[str, Tensor]:
@@ -49,10 +53,14 @@ class T5(Transformer):
         encoded = self.encode(
             encoder_input_ids,
             encoder_padding_mask,
+            encoder_document_ends,
             trains=rest.get("labels") is not None,
             sample_numbers=rest.get("sample_numbers"),
             stream=None if streams is None else streams["encoded"],
         )
+        if encoder_document_ends is not None:
+            queries = torch.full_like(encoder_document_ends, input_ids.shape[1])  # all see what is real
+            encoded = replace(encoded, documents=torch.stack([queries, encoder_document_ends]))
         y = super().forward(input_ids, streams=streams, encoded=encoded, **rest)
         return y if isinstance(y, Tensor) else {"encoded": encoded.hidden} | y
 
@@ -60,6 +68,7 @@ class T5(Transformer):
         self,
         input_ids: Tensor,  # int64 [batch, seq], the encoder's
         padding_mask: Tensor | None,  # bool [batch, seq], False for what fills up
+        document_ends: Tensor | None = None,  # int32 [batch, 2], as `forward` has them
         *,
         trains: bool,
         sample_numbers: Tensor | None = None,  # int64 [batch]
@@ -67,7 +76,11 @@ class T5(Transformer):
     ) -> Encoded:
         """What the encoder's layers on this stage make of these tokens, for the decoder to attend to."""
         context = self.encoder.context(
-            input_ids, trains=trains, padding_mask=padding_mask, sample_numbers=sample_numbers
+            input_ids,
+            trains=trains,
+            padding_mask=padding_mask,
+            document_ends=document_ends,
+            sample_numbers=sample_numbers,
         )
         x = self.embed(input_ids, context) if stream is None else stream
         seen = None if padding_mask is None else padding_mask[:, None, None]

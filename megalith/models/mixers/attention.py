@@ -154,7 +154,13 @@ class CrossAttention(Attention):
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
         apart = replace(
-            context, causal=False, mask=mask, bias=None, documents=None, dropout=dropout, cache=None
+            context,
+            causal=False,
+            mask=mask,
+            bias=None,
+            documents=encoded.documents,
+            dropout=dropout,
+            cache=None,
         )
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)

@@ -128,4 +128,6 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
 def _encoded_part(encoded: Encoded, number: int, count: int) -> Encoded:
     stream = _stream_parts if encoded.context.layout.sharded else torch.chunk
     mask = None if encoded.mask is None else encoded.mask.chunk(count)[number]
-    return Encoded(stream(encoded.hidden, count)[number], _part(encoded.context, number, count, stream), mask)
+    ends = None if encoded.documents is None else encoded.documents.chunk(count, 1)[number]
+    hidden = stream(encoded.hidden, count)[number]
+    return Encoded(hidden, _part(encoded.context, number, count, stream), mask, ends)

@@ -451,7 +451,7 @@ class VocabParallel:
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
         labels, loss_mask = (self.tensor.in_shares(x, context.layout) for x in (labels, loss_mask))
-        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
+        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, labelled=context.labelled)
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
 
