@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import build_hugging_face, model_run
-from benchmarks.train import LAYOUTS, WORKLOADS, measure, run_tree, show
+from megalith.bench.peers import build_hugging_face, model_run
+from megalith.bench.training_speed import measure, show
+from megalith.bench.workloads import LAYOUTS, WORKLOADS, run_tree
 
 FIELDS = {"tensor_model_parallel_size": "tp_degree", "pipeline_model_parallel_size": "pp_degree",
           "sequence_parallel": "sequence_parallelism"}  # fmt: skip
@@ -91,7 +92,10 @@ def script(args: argparse.Namespace) -> None:
     """The loop of Accelerate's guide; its last line is its figures."""
     from megalith.accelerate import Accelerator, MegatronLMPlugin
 
-    how, tree = LAYOUTS[args.script], run_tree(args, args.script, {}, "")
+    how, tree = (
+        LAYOUTS[args.script],
+        run_tree(args.workload, args.script, {}, "", steps=args.steps, batch=args.batch),
+    )
     parallel, batch = how["parallel"], tree["train"]["global_batch_size"]
     config = model_run(args.workload, [each for each in args.set if each.startswith(("model.", "data."))])
     degrees = {FIELDS[name]: value for name, value in parallel.items()}

@@ -20,7 +20,7 @@ from unittest import mock
 
 import yaml
 
-from benchmarks.train import WORKLOADS
+from megalith.bench.workloads import WORKLOADS
 
 VARIANTS = {
     "plain": {"tp_comm_overlap": False},

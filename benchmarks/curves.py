@@ -45,8 +45,8 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.text import build_dataset
-from benchmarks.train import LAYOUTS
+from megalith.bench.corpus_text import build_dataset
+from megalith.bench.workloads import LAYOUTS
 
 IN_THE_MEAN, IN_A_WINDOW = 2.0, 4.0  # times the spread
 WINDOW = 10  # steps

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.train import run_to_end, surroundings
+from megalith.bench.training_speed import run_to_end, surroundings
 
 EXAMPLES = Path("examples/grpo")
 WARMUP, BAR, LESS = 5, 1.25, 0.05

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import breakdown
+from megalith.bench import step_breakdown
 
 GRAPH = "## Call CompiledFxGraph f1 ##"
 
@@ -51,13 +51,13 @@ def trace() -> Trace:
 
 
 def test_every_moment_of_the_step_belongs_to_one_part(trace):
-    parts = breakdown.step_parts(breakdown.kernels_of(trace.events), trace.events)
+    parts = step_breakdown.step_parts(step_breakdown.kernels_of(trace.events), trace.events)
     assert parts == {
-        breakdown.ATTENTION: 50,
-        breakdown.DISPATCH: 5,
-        breakdown.IDLE: 5 + 5,  # before the exchange, and behind it
-        breakdown.EXCHANGE: 5 + 25,  # but for the cast beside it
-        breakdown.EXPERTS: 10 + 20,
+        step_breakdown.ATTENTION: 50,
+        step_breakdown.DISPATCH: 5,
+        step_breakdown.IDLE: 5 + 5,  # before the exchange, and behind it
+        step_breakdown.EXCHANGE: 5 + 25,  # but for the cast beside it
+        step_breakdown.EXPERTS: 10 + 20,
         "gradients added up": 5,
         "optimizer and norm of the gradient": 30,
     }
@@ -65,6 +65,6 @@ def test_every_moment_of_the_step_belongs_to_one_part(trace):
 
 
 def test_the_table_has_the_largest_part_first(trace):
-    lines = breakdown.table(trace.events).splitlines()
-    assert lines[0].split() == ["0.05", "ms", "31.2%", *breakdown.ATTENTION.split()]
-    assert len(lines) == 7 and breakdown.table([]) == ""
+    lines = step_breakdown.table(trace.events).splitlines()
+    assert lines[0].split() == ["0.05", "ms", "31.2%", *step_breakdown.ATTENTION.split()]
+    assert len(lines) == 7 and step_breakdown.table([]) == ""

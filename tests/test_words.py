@@ -2,10 +2,13 @@
 
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+from megalith.bench.bench_command import OTHERS
+from megalith.bench.workloads import LAYOUTS, WORKLOADS
 from megalith.cli.main import build_parser
 from megalith.cli.planning import read_words
 from megalith.cli.training import PROGRAMS, _launcher_options
@@ -118,6 +121,7 @@ def test_every_command_of_the_documentation_is_one_that_the_command_line_takes()
         "megatron",
         "accelerate",
         "oumi",
+        "bench",
     }  # read their own options
     others = [words for words in commands() if words[0] not in own]
     assert len(others) > 20
@@ -128,6 +132,15 @@ def test_every_command_of_the_documentation_is_one_that_the_command_line_takes()
         parsed, settings = parser.parse_known_args(words)
         assert parsed.takes_settings or not settings, words
         RunConfig.load(None, settings)
+
+
+def test_benchmarks_of_the_documentation_are_there():
+    shown = [words[1:] for words in commands() if words[0] == "bench" and words[1:]]
+    assert len(shown) > 5
+    for name, *options in shown:
+        assert name in (WORKLOADS if "--layout" in options else [*WORKLOADS, *OTHERS]), name
+        layouts = options[options.index("--layout") + 1 :] if "--layout" in options else []
+        assert all(layout in LAYOUTS for layout in takewhile(lambda word: word[0] != "-", layouts)), options
 
 
 def test_settings_on_the_documentations_command_lines_are_taken():

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan": plan,
         "accelerate": accelerate,
         "oumi": oumi,
+        "bench": bench,
     }  # they read their own options
     if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
@@ -109,6 +110,13 @@ def oumi(words: list[str]) -> int:
     return run_command(words[1:])
 
 
+def bench(words: list[str]) -> int:
+    """`megalith bench WORKLOAD|NAME …`"""
+    from megalith.bench.bench_command import run_command
+
+    return run_command(words[1:])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
     from megalith.cli import clusters, conversion, datasets, generation, training
@@ -136,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("plan", help="layouts, memory, time and cost of a job, without its devices")
     commands.add_parser("accelerate", help="run Accelerate's scripts on Megalith, and configure its launcher")
     commands.add_parser("oumi", help="train by Oumi's configurations, and migrate them")
+    commands.add_parser("bench", help="how fast this machine trains, generates, saves and reads")
     datasets.add_dataset_commands(commands)
     conversion.add_conversion_commands(commands)
     pipeline = group(commands, "pipeline", "look at pipeline schedules")

@@ -64,8 +64,8 @@ class Head:
         logits of a loss.
         """
         vocabulary, size = vocabulary_of(output, self.axis)
-        weight, context = local(output.weight), Context(len(hidden), PassLayout())
-        context.labelled = None if self.asked is None else self.asked.labelled
+        labelled = None if self.asked is None else self.asked.labelled
+        weight, context = local(output.weight), Context(len(hidden), PassLayout(), labelled=labelled)
         if self.asked is None:
             return vocabulary.logits(hidden, weight, size, None, context)
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
@@ -390,9 +390,8 @@ class ParallelModel:
             objective = replace(
                 objective, tokens={name: x[:, places] for name, x in objective.tokens.items()}
             )
-        part = RankBatch(own, places, objective)
-        if not own.loss_mask.is_cuda:
-            part.labelled = int(own.loss_mask.count_nonzero())
+        labelled = None if own.loss_mask.is_cuda else int(own.loss_mask.count_nonzero())
+        part = RankBatch(own, places, objective, labelled=labelled)
         if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)

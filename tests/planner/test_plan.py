@@ -76,7 +76,7 @@ def attention_seconds(**settings) -> float:
 
 
 def test_attention_takes_what_its_kernels_were_measured_to_take():
-    """benchmarks.attention on one H200: 8,192 tokens, times causal attention's."""
+    """megalith.bench.attention_speed on one H200: 8,192 tokens, times causal attention's."""
     plain, packed = attention_seconds(), dict(reset_attention_mask=True)
     assert attention_seconds(data=packed) == pytest.approx(plain, rel=0.02)  # 1.01 ×
     assert attention_seconds(model=dict(window_size=[512, 0])) == pytest.approx(0.51 * plain, rel=0.05)

@@ -1,4 +1,4 @@
-"""Where the time of a GPU's step goes: `python -m benchmarks.breakdown OUTPUT/profile/trace.json`.
+"""Where the time of a GPU's step goes: `python -m megalith.bench.step_breakdown OUTPUT/profile/trace.json`.
 
 Reads the trace that `log.profile` writes and shares out its first step, from its first kernel to the optimizer's
 last. A moment belongs to the kernel that computes then. Where none does, it belongs to the collective under way

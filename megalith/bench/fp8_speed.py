@@ -1,4 +1,4 @@
-"""FP8 beside bf16 on one GPU: the matmuls and casts of a layer, alone and in a row: `python -m benchmarks.fp8`.
+"""FP8 beside bf16 on one GPU: the matmuls and casts of a layer, alone and in a row: `megalith bench fp8`.
 
 Each matmul of a Llama-3-8B layer is timed in bf16 and as the recipes compute it, with its share of the device's peak;
 the casts of ops/fp8.py in several shapes of tile, in GB/s of what they read and write. Then a layer's linears, each as

@@ -1,7 +1,7 @@
 """Tokens a second of the generation engine, and of transformers' `generate` on the same weights' shape.
 
-    python -m benchmarks.generate qwen2.5-1.5b --batch 64 256 512 --room 640 2176 --peer hf
-    python -m benchmarks.generate tiny --batch 8 --new-tokens 64 --device cpu --peer hf --vocab 32000
+    megalith bench generate qwen2.5-1.5b --batch 64 256 512 --room 640 2176 --peer hf
+    megalith bench generate tiny --batch 8 --new-tokens 64 --device cpu --peer hf --vocab 32000
 
 Random weights never end by themselves, so every completion is given its length (`--new-tokens`, the same for all, or
 with `--spread` evenly from a quarter of it up). `tokens/s` is over the whole call, prompts included; `step_ms` of the

@@ -1,4 +1,4 @@
-"""Attention's time, memory and kernels on a GPU, by mask: `python -m benchmarks.attention [heads groups head_dim seq]`.
+"""Attention's time, memory and kernels on a GPU, by mask: `megalith bench attention [heads groups head_dim seq]`.
 
 One sequence in bf16, forward and backward. "ours" is what the model calls; "dense" the same with a mask [seq, seq],
 which takes the memory-efficient kernel; "torch" is scaled_dot_product_attention with enable_gqa and that mask, left to

@@ -1,6 +1,6 @@
 """Speed and memory of import-hf and export-hf against a plain copy of the same files.
 
-    python -m benchmarks.convert --gb 2 --dtype bfloat16 --folder /tmp/convert
+    megalith bench convert --gb 2 --dtype bfloat16 --folder /tmp/convert
 
 Makes a Llama-like folder of that size, a tensor at a time, in shards of 500 MB; then, each in a process of its own:
 copies it, imports it, exports it, and says how many GB (10⁹ bytes) of the folder a second each took and the most
@@ -39,7 +39,7 @@ EXPORT = (
     "export_hf(sys.argv[1], sys.argv[2], show_progress=False)",
 )
 MAKE = (
-    "import sys; from pathlib import Path; from benchmarks.convert import make_source",
+    "import sys; from pathlib import Path; from megalith.bench.conversion_speed import make_source",
     "make_source(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3])",
 )
 

@@ -1,7 +1,7 @@
 """Saving and loading a run's state, against torch.distributed.checkpoint's own save, in one run.
 
-    python -m benchmarks.checkpoint                        1 GB on one process: six layers of GPT-2 with Adam
-    python -m benchmarks.checkpoint --nproc 8 --folder /fast/disk model.preset=llama3-8b \\
+    megalith bench checkpoint                        1 GB on one process: six layers of GPT-2 with Adam
+    megalith bench checkpoint --nproc 8 --folder /fast/disk model.preset=llama3-8b \\
         parallel.data_parallel_sharding_strategy=optim_grads_params
 
 The state is that of the configuration in its layout: fp32 weights and Adam's two moments. Each figure is the median of
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     if args.nproc > 1 and not args.worker:
-        return launch(args.nproc, ["-m", "benchmarks.checkpoint", WORKER, *arguments])
+        return launch(args.nproc, ["-m", "megalith.bench.checkpoint_speed", WORKER, *arguments])
     Bench(RunConfig.load(None, args.settings or DEFAULTS), Path(args.folder), args.repeats).run()
     return 0
 

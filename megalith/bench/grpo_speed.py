@@ -1,7 +1,7 @@
 """A step of GRPO by its phases, and its training phase beside pre-training at the same packed length.
 
-    python -m benchmarks.grpo llama3.2-1b --nproc 2
-    python -m benchmarks.grpo tiny --nproc 2 --prompts 4 --generations 4 --prompt 16 --tokens 48 --packed 96 --micro 1
+    megalith bench grpo llama3.2-1b --nproc 2
+    megalith bench grpo tiny --nproc 2 --prompts 4 --generations 4 --prompt 16 --tokens 48 --packed 96 --micro 1
 
 A step samples `--prompts` × `--generations` completions and trains on them. Random weights never end by themselves, so
 lengths are forced from a list: every completion fills its `--tokens`, prompt included, or with `--spread` they go
@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 import megalith
-from benchmarks.generate import SHAPES
-from benchmarks.train import run_to_end, surroundings
+from megalith.bench.generation_speed import SHAPES
+from megalith.bench.training_speed import run_to_end, surroundings
 from megalith.config import RunConfig
 from megalith.generation.engine import Engine
 
@@ -102,7 +102,7 @@ def measured(args: argparse.Namespace, part: str) -> dict[str, Any]:
             tree.setdefault(section, {})[key] = yaml.safe_load(value)
         (Path(folder) / "run.yaml").write_text(yaml.safe_dump(tree))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(args.nproc), "-m", "benchmarks.grpo", RUN, part, f"{folder}/run.yaml"]
+        command += [str(args.nproc), "-m", "megalith.bench.grpo_speed", RUN, part, f"{folder}/run.yaml"]
         command += [str(args.tokens - args.prompt), str(int(args.spread))]
         returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
         if returncode or not (output / "metrics.jsonl").exists():

@@ -1,4 +1,4 @@
-"""What fine-tuning costs beside pre-training: `python -m benchmarks.finetune llama3.2-1b`.
+"""What fine-tuning costs beside pre-training: `megalith bench finetune llama3.2-1b`.
 
 In one call, by the same model: pre-training on whole sequences, SFT on packed rows of that length, GRPO's training
 phase on packed rollouts from a file, and SFT with one padded sample a row. Samples have lognormal lengths (median 350,
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers import build_hugging_face, model_run
-from benchmarks.train import PEERS, WORKLOADS, measure, measure_peer, show
+from megalith.bench.peers import build_hugging_face, model_run
+from megalith.bench.training_speed import PEERS, measure, measure_peer, show
+from megalith.bench.workloads import WORKLOADS
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 MEDIAN, SIGMA, LONGEST, SEED = 350, 0.9, 4096, 1234

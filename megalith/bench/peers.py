@@ -1,6 +1,6 @@
 """What a workload costs elsewhere: plain PyTorch, and transformers alone or under FSDP2, with liger-kernel too.
 
-`python -m benchmarks.peers hf gpt2-large` prints one line of JSON; benchmarks/train.py calls it. All train on random
+`python -m megalith.bench.peers hf gpt2-large` prints one line of JSON; training_speed.py calls it. All train on random
 tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
 `hf` is transformers' model for causal language modelling, of an encoder that for pre-training (with both losses), of an
 encoder-decoder that for conditional generation (the samples of these two half to wholly filled, as ours are), compiled
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from benchmarks.train import WORKLOADS, lengths
+from megalith.bench.workloads import WORKLOADS, lengths
 from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.model import ModelConfig
@@ -230,7 +230,7 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mp_policy=precision)
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """A layer of GPT-2 without dropout."""
 
     def __init__(self, hidden: int, heads: int):
@@ -253,7 +253,7 @@ class PlainGPT(nn.Module):
         self.tokens = nn.Embedding(config.padded_vocab_size, hidden)
         self.places = nn.Embedding(seq_length, hidden)
         self.blocks = nn.ModuleList(
-            Block(hidden, config.num_attention_heads) for _ in range(config.num_layers)
+            PlainBlock(hidden, config.num_attention_heads) for _ in range(config.num_layers)
         )
         self.norm = nn.LayerNorm(hidden)
         nn.init.normal_(self.tokens.weight, std=0.02)

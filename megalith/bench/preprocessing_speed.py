@@ -1,6 +1,6 @@
 """Preprocessing speed against the tokenizers library's own batch encoding: same text, tokenizer and cores.
 
-    python -m benchmarks.preprocess [--megabytes 48] [--repeats 7] [--workers N]
+    megalith bench preprocess [--megabytes 48] [--repeats 7] [--workers N]
 
 The text is the standard library corpus, repeated; the tokenizer is trained on it. The bar is the library's
 `encode_batch_fast` on texts already in memory, with as many threads as there are workers, its encodings
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.text import tokenizer_of, write_text
+from megalith.bench.corpus_text import tokenizer_of, write_text
 from megalith.data.indexed import IndexedWriter
 from megalith.data.preprocessing.preprocess import preprocess
 
@@ -80,7 +80,7 @@ def main() -> None:
 def run_alone(what: str, folder: Path, workers: int) -> Seconds:
     """One of ALONE in a process of its own, as a command runs, whose Rust threads are set before it starts."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-m", "benchmarks.preprocess", "--only", what]
+    command = [sys.executable, "-m", "megalith.bench.preprocessing_speed", "--only", what]
     command += ["--folder", str(folder), "--workers", str(workers)]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return Seconds(*json.loads(output))

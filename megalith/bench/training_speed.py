@@ -1,0 +1,285 @@
+"""Training speed of a workload in a layout: `megalith bench gpt2-large --layout tp2+sp`.
+
+Each layout is a run of `megalith train` on synthetic tokens, without evaluation, in processes of its own, one a GPU.
+Figures are medians over the steps after the warm-up; TFLOP/s count the attention matrix at half (causal); memory is the
+most that rank 0 had allocated; the first step is timed from the start of the process, compilation included. Of several
+GPUs the time of one step is shared out (compute, exposed communication, bubble), of a pipeline the times of each stage
+are printed, and `--kernels` lists the costliest and, for experts, shares the step out (step_breakdown.py).
+
+`--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
+`--peer` runs the same model elsewhere (peers.py), on the same GPUs, in the same call: `hf` and `plain` on one, `fsdp2`
+and `liger` in the processes of the last layout. `--losses` prints the losses of some steps, to lay layouts beside each
+other. `--results FILE` appends each run as a line of JSON, with the hardware, the versions and the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import megalith
+from megalith.bench import step_breakdown
+from megalith.bench.corpus_text import build_dataset
+from megalith.bench.workloads import LAYOUTS, WORKLOADS, run_tree
+from megalith.errors import ConfigError
+from megalith.parallel.pipeline.schedules import Kind
+from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
+
+PEERS = ("hf", "plain", "fsdp2", "liger", "peft", "peft-liger")
+FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
+KERNELS = 14  # rows of --kernels
+REAL_MEGABYTES = 128  # of text; their tokens take about half of it
+NOT_KERNELS = (
+    "step ",
+    "## Call",
+    "Command Buffer",
+    "Memcpy",
+    "megalith:",
+    "nccl:",
+)  # what torch lists among them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["one"])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument(
+        "--batch", type=int, help="sequences a step (default: the workload's for each process)"
+    )
+    parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument(
+        "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
+    )
+    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    args = parser.parse_args()
+    _check_devices(max(LAYOUTS[layout]["processes"] for layout in args.layout))
+    failed = False
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        real = real_data(Path(folder), args.real) if args.real else None
+        for layout in args.layout:
+            found = measure(args, layout, {"mock": True})
+            show(args, layout, found)
+            failed |= "failed" in found
+            if real:
+                on_text = measure(args, layout, real)
+                show(args, f"{layout} on real text", on_text)
+                compare(found, on_text)
+    for peer in args.peer:
+        found = measure_peer(args, peer)
+        show(args, peer, found)
+        failed |= "failed" in found
+    if failed:
+        sys.exit(1)
+
+
+def _check_devices(processes: int) -> None:
+    """Raises ConfigError for a layout of more GPUs than there are; without one it prints that the CPU is measured."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if not found:
+        print("there is no GPU: these are figures of the CPU", file=sys.stderr, flush=True)
+    elif found < processes:
+        raise ConfigError(
+            f"--layout takes {processes} GPUs and this machine has {found}; `megalith bench` lists the layouts by the "
+            "processes that they take"
+        )
+
+
+def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
+    """Prints a run's figures, and appends them to the results."""
+    figures = " | ".join(
+        f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (int, float))
+    )
+    print(f"{args.workload} {name} | {figures}")
+    for key in ("losses", "measured", "stages", "kernels", "parts", "failed"):
+        if found.get(key):
+            print(found[key])
+    sys.stdout.flush()
+    if args.results:
+        row = {"workload": args.workload, "run": name, "batch": args.batch, "set": args.set}
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **found, **surroundings()}) + "\n")
+
+
+def real_data(folder: Path, megabytes: int) -> dict[str, Any]:
+    """The settings of a dataset of so much text, which it makes."""
+    prefix, tokens = build_dataset(folder, megabytes)
+    print(f"real text: {tokens:,} tokens, {2 * tokens / 1e6:.0f} MB", flush=True)
+    return {"data_path": [prefix]}
+
+
+def compare(mock: dict[str, Any], real: dict[str, Any]) -> None:
+    """Prints what real data cost."""
+    if "failed" not in mock and "failed" not in real:
+        times = mock["step_time_ms"], real["step_time_ms"]
+        print(
+            f"real text {times[1]:.1f} ms, synthetic tokens {times[0]:.1f} ms: {times[1] / times[0] - 1:+.2%}"
+        )
+
+
+def measure(
+    args: argparse.Namespace,
+    layout: str,
+    data: dict[str, Any],
+    program: str = "train",
+    sections: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The figures of one run of `megalith PROGRAM`, or under `failed` the end of what it printed. `sections` are
+    laid over those of the workload's run file."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_file, output = Path(folder) / "run.yaml", Path(folder) / "run"
+        tree = run_tree(
+            args.workload, layout, data, folder, steps=args.steps, batch=args.batch, profiles=args.kernels
+        )
+        for name, section in (sections or {}).items():
+            tree[name] = {**tree.get(name, {}), **section}
+        run_file.write_text(yaml.safe_dump(tree))
+        command = [sys.executable, "-m", "megalith", program, str(run_file)]
+        command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
+        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
+        metrics = output / "metrics.jsonl"
+        if returncode or not metrics.exists():
+            return {"failed": f"failed with {returncode}: {printed[-2000:]}"}
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        table = output / "profile" / "top_operations.txt"
+        kernels = costliest(table.read_text()) if table.exists() else None
+        trace = output / "profile" / "trace.json"
+        parts = step_breakdown.table(step_breakdown.read_trace(trace)) if trace.exists() else ""
+        stages = stage_times(read_timeline(output)) if (output / TIMELINE_FILE).exists() else None
+    measured = steps[args.warmup : args.steps]
+    found: dict[str, Any] = {
+        key: statistics.median(step[key] for step in measured)
+        for key in FIGURES
+        if measured[0][key] is not None
+    }
+    if first := re.search(r"first step ([\d.]+) s after", printed):
+        found["first_step_s"] = float(first[1])
+    if args.losses:
+        shown = steps[:: max(1, len(steps) // 6)]
+        found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
+    if "measured in step" in printed:
+        lines = printed[printed.index("measured in step") :].splitlines()
+        end = next((i for i, line in enumerate(lines) if "iteration" in line), None)
+        found["measured"] = "\n".join(line for line in lines[:end] if line)
+    return found | {
+        "stages": stages,
+        "kernels": kernels,
+        "parts": parts if step_breakdown.EXPERTS in parts else None,
+    }
+
+
+def run_to_end(command: list[str], file: Path) -> tuple[int, str]:
+    """The exit status of a command and what it printed. Where this program is ended before (Ctrl-C, SIGTERM), that is
+    printed first: how far the run has come."""
+    with file.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        process.wait()
+    except BaseException:
+        print(f"ended before the run was through; it has printed:\n{file.read_text()[-2000:]}", flush=True)
+        process.terminate()
+        raise
+    return process.returncode, file.read_text()
+
+
+def stage_times(timeline: Timeline) -> str:
+    """What a forward and a backward pass of a micro-batch take in each stage, in the model's order."""
+    times: dict[tuple[int, int], dict[Kind, list[float]]] = {}
+    for span in (span for spans in timeline.spans for span in spans):
+        stage = times.setdefault((span.action.chunk, span.rank), {})
+        stage.setdefault(span.action.kind, []).append(span.end - span.start)
+    shown = (
+        "+".join(f"{statistics.median(t):.2f}" for t in times[stage].values()) for stage in sorted(times)
+    )
+    return f"stages, forward+backward ms: {', '.join(shown)}; bubble {timeline.bubble:.1%} of {timeline.total:.1f} ms"
+
+
+def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
+    """The figures of the same model elsewhere, in the processes and micro-batches of the last layout."""
+    last = args.layout[-1]
+    train, processes = (
+        run_tree(args.workload, last, {}, "", batch=args.batch)["train"],
+        LAYOUTS[last]["processes"],
+    )
+    given = {name: value for name, _, value in (setting.partition("=") for setting in args.set)}
+    micro = int(given.get("train.micro_batch_size", train["micro_batch_size"]))
+    batch = train["global_batch_size"] // processes
+    several = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    command = [sys.executable, "-m", *several, "megalith.bench.peers", peer, args.workload]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(batch)]
+    command += ["--micro-batches", str(max(1, batch // micro))]
+    command += [
+        "--set",
+        *(setting for setting in args.set if setting.startswith(("model.", "data.seq_length"))),
+    ]
+    if "full" in (
+        given.get("parallel.recompute_granularity"),
+        LAYOUTS[last]["parallel"].get("recompute_granularity"),
+    ):
+        command.append("--recompute")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def costliest(table: str) -> str:
+    """Self time, its share and the number of calls of the first kernels in torch's table of a GPU's operations."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    heading, columns = (
+        next(row for row in rows if row[0] == "Name"),
+        ("Self CUDA", "Self CUDA %", "# of Calls"),
+    )
+    if "Self CUDA" not in heading:
+        return ""
+    on_host, columns = heading.index("Self CPU"), [heading.index(name) for name in columns]
+    kernels = [
+        row
+        for row in rows
+        if len(row) == len(heading) and row[on_host] == "0.000us" and not row[0].startswith(NOT_KERNELS)
+    ]
+    return "\n".join(
+        "  ".join(f"{row[column]:>10}" for column in columns) + f"  {row[0]}" for row in kernels[:KERNELS]
+    )
+
+
+def surroundings() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    folder = str(Path(megalith.__file__).parent)
+    commit = subprocess.run(
+        ["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "megalith": megalith.__version__,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.now().isoformat(timespec="seconds"),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What `megalith bench` trains: models with their sequences, and layouts with the processes they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# The notes' GPT-2-large has 16 heads of 80.
+_LARGE = dict(preset="gpt2-large", num_attention_heads=16)
+_NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+_LLAMA = dict(preset="llama3-8b", vocab_size=128256)
+_TINY = dict(preset="tiny-llama", vocab_size=1024, max_position_embeddings=256)  # for any machine
+_BERT = dict(preset="bert-large", **_NO_DROPOUT)
+_T5 = dict(preset="t5-3b", **_NO_DROPOUT)
+_BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+_QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
+# 14 of its 27 layers, as many as two GPUs hold.
+_DEEPSEEK = dict(_BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)
+# Two stages, four micro-batches through each chunk at a time.
+_IN_FOURS = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipeline_stage=4)
+
+# fmt: off
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "tiny":               dict(model=_TINY, seq_length=256, precision="fp32", batch=4),
+    "gpt2":               dict(model=dict(preset="gpt2", **_NO_DROPOUT), seq_length=1024, precision="bf16", batch=64),
+    "gpt2-large":         dict(model=dict(_LARGE, **_NO_DROPOUT), seq_length=1024, precision="bf16", batch=32),
+    "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
+    "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
+    "llama3.2-1b":        dict(model=dict(_LLAMA, preset="llama3.2-1b"), seq_length=4096, precision="bf16", batch=32),
+    "bert-large":         dict(model=_BERT, seq_length=512, precision="bf16", batch=64),
+    "t5-3b":              dict(model=_T5, seq_length=512, decoder_seq_length=128, precision="bf16", batch=16),
+    "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
+    "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch as a share of the step's, settings
+    "one":         dict(processes=1, micro=1.0, parallel={}),
+    # Llama-3-8B on one GPU: 136 and 130 GB by the estimate, where keeping everything would take 185.
+    "one-recompute": dict(processes=1, micro=0.5, parallel=dict(recompute_granularity="full")),
+    "one-offload": dict(processes=1, micro=0.5, parallel=dict(recompute_granularity="full", recompute_method="block",
+                        recompute_num_layers=16), optim=dict(optimizer_cpu_offload=True,
+                        optimizer_offload_fraction=0.5)),
+    "dp2":         dict(processes=2, micro=0.5, parallel={}),
+    "dp2-optim":   dict(processes=2, micro=0.5, parallel=dict(data_parallel_sharding_strategy="optim")),
+    "dp2-full":    dict(processes=2, micro=0.5, parallel=dict(data_parallel_sharding_strategy="optim_grads_params")),
+    "tp2":         dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2)),
+    "tp2+sp":      dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "cp2":         dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2)),
+    "cp2-ring":    dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="p2p")),
+    "cp2-gather":  dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="all_gather")),
+    "cp2-a2a":     dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="a2a")),
+    "pp2":         dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2)),
+    "pp2-v2":      dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2,
+                        virtual_pipeline_model_parallel_size=2)),
+    # Of 36 layers, the head with its loss as dear as 2.7: rank 0 has 19, and small stages at both ends
+    # let the ranks begin and end together. The sizes are the best by the simulator for several guesses at the costs.
+    "pp2-v3":      dict(processes=2, micro=0.25, parallel=dict(_IN_FOURS,
+                        pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")),
+    "pp2-v4":      dict(processes=2, micro=0.25, parallel=dict(_IN_FOURS,
+                        pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")),
+    "tp2-dp2":     dict(processes=4, micro=0.5, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2-pp2":     dict(processes=4, micro=0.125, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        pipeline_model_parallel_size=2)),
+    "tp2-cp2":     dict(processes=4, micro=1.0, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        context_parallel_size=2)),
+    "tp2-pp2-dp2": dict(processes=8, micro=0.0625, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        pipeline_model_parallel_size=2)),
+    "tp2-pp2-v4-dp2": dict(processes=8, micro=0.03125, parallel=dict(tensor_model_parallel_size=2,
+                        sequence_parallel=True, pipeline_model_parallel_size=2,  # Llama-3-8B: head = 2 layers
+                        pipeline_model_parallel_layout="Et*4|(t*4|)*4(t*5|)*2t*2L",
+                        data_parallel_sharding_strategy="optim")),
+    "tp2-cp2-dp2": dict(processes=8, micro=0.5, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        context_parallel_size=2)),
+    "dp8-optim":   dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim")),
+    "dp8-full":    dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim_grads_params")),
+    "ep2":         dict(processes=2, micro=0.25, parallel=dict(expert_model_parallel_size=2,
+                        data_parallel_sharding_strategy="optim")),
+    "ep4":         dict(processes=4, micro=0.125, parallel=dict(expert_model_parallel_size=4,
+                        data_parallel_sharding_strategy="optim")),
+    "ep8":         dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
+                        data_parallel_sharding_strategy="optim")),
+    "ep8-full":    dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
+                        data_parallel_sharding_strategy="optim_grads_params")),
+}
+# fmt: on
+
+
+def lengths(workload: dict[str, Any]) -> dict[str, int]:
+    """The lengths of a workload's sequences, as settings of `data`."""
+    return {name: workload[name] for name in ("seq_length", "decoder_seq_length") if name in workload}
+
+
+def run_tree(
+    name: str,
+    layout: str,
+    data: dict[str, Any],
+    folder: str,
+    *,
+    steps: int = 1,
+    batch: int | None = None,
+    profiles: bool = False,
+) -> dict[str, Any]:
+    """The run file of a workload in a layout, on these data: so many steps of `batch` sequences, by default the
+    workload's for each process, and one more to profile."""
+    workload, how = WORKLOADS[name], LAYOUTS[layout]
+    batch = batch or workload["batch"] * how["processes"]
+    return {
+        "model": workload["model"],
+        "parallel": how["parallel"],
+        "data": {**data, **lengths(workload)},
+        "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
+        "checkpoint": {"save_at_end": False},
+        "log": {
+            "profile": profiles,  # one more step, after the measured ones
+            "profile_step_start": steps + 1,
+            "profile_step_end": steps + 2,
+        },
+        "train": {
+            "micro_batch_size": max(1, int(how["micro"] * batch)),
+            "global_batch_size": batch,
+            "precision": workload["precision"],
+            "train_iters": steps + profiles,
+            "eval_iters": 0,
+            "output_dir": f"{folder}/run",
+        },
+    }
