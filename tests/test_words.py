@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import headlines
 from megalith.bench.bench_command import OTHERS
 from megalith.bench.workloads import LAYOUTS, WORKLOADS
 from megalith.cli.main import build_parser
@@ -141,6 +142,17 @@ def test_benchmarks_of_the_documentation_are_there():
         assert name in (WORKLOADS if "--layout" in options else [*WORKLOADS, *OTHERS]), name
         layouts = options[options.index("--layout") + 1 :] if "--layout" in options else []
         assert all(layout in LAYOUTS for layout in takewhile(lambda word: word[0] != "-", layouts)), options
+
+
+def test_the_benchmarks_table_and_picture_are_of_the_results():
+    text = headlines.RESULTS.read_text("utf-8")
+    assert headlines.with_table(text) == text, "python -m benchmarks.headlines writes it"
+    drawn = headlines.PICTURE.read_text("utf-8")
+    for each in headlines.COMPARISONS:
+        for peer in each.peers:
+            assert (
+                f"{headlines.speed(each, peer, text):.2f} ×" in drawn and each.work.replace("`", "") in drawn
+            )
 
 
 def test_settings_on_the_documentations_command_lines_are_taken():

@@ -1,0 +1,216 @@
+"""The comparisons at the head of RESULTS.md, as a table and as a picture: `python -m benchmarks.headlines`.
+
+No figure stands here: each is read out of a table of RESULTS.md, by its section, its row and its column. The table is
+written between two marks in RESULTS.md, the picture to docs/images/benchmarks.svg; tests/test_words.py holds both to
+what this would write.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PICTURE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "images" / "benchmarks.svg"
+BEGIN, END = "<!-- benchmarks.headlines writes this", "<!-- to here -->"
+INK, OURS, PEER = "#808080", "#2f81f7", "#b0752c"  # to be read on white and on black
+NUMBER = re.compile(r"[\d,]+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure: what it is of, and where it stands."""
+
+    name: str
+    section: str  # what the heading begins with
+    row: str  # what the row's first cell begins with
+    column: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One piece of work, by us and by others."""
+
+    work: str
+    unit: str  # "ms" is better where it is less; all others where they are more
+    ours: Bar
+    peers: tuple[Bar, ...]
+    where: str  # what was run together
+    command: str
+
+
+LLAMA, TUNED = "Llama-3-8B on two H200", "Fine-tuning"
+OTHERS, DROPOUT = "Against other code", "fp16 with dropout 0.1"
+ENCODERS = "BERT-large and T5-3B"
+PER_GPU = "tokens/s/GPU"
+
+COMPARISONS = (
+    Comparison(
+        "Llama-3-8B, bf16, 2 GPUs, `optim_grads_params`",
+        PER_GPU,
+        Bar("Megalith", LLAMA, "bf16, default settings", PER_GPU),
+        (
+            Bar("transformers, liger-kernel, FSDP2", LLAMA, "transformers with liger-kernel", PER_GPU),
+            Bar("transformers, compiled, FSDP2", LLAMA, "transformers, layers compiled", PER_GPU),
+        ),
+        "one call",
+        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 12 --warmup 4 --peer fsdp2 liger "
+        "--set train.micro_batch_size=1",
+    ),
+    Comparison(
+        "LoRA of Llama-3-8B, 1 GPU",
+        "tokens/s",
+        Bar("Megalith", TUNED, "8B, LoRA of rank 16 on every linear, nothing", "tokens/s"),
+        (Bar("PEFT, liger-kernel", TUNED, "8B, the same by PEFT with liger", "tokens/s"),),
+        "one call",
+        "megalith bench finetune llama3-8b --runs lora --batch 1 --micro 1 --peer peft-liger",
+    ),
+    Comparison(
+        "GPT-2-large, bf16, 1 GPU",
+        "ms",
+        Bar("Megalith", OTHERS, "Megalith", "ms a step"),
+        (
+            Bar("plain PyTorch, compiled", OTHERS, "plain PyTorch", "ms a step"),
+            Bar("transformers, compiled", OTHERS, "transformers under", "ms a step"),
+        ),
+        "one call",
+        "megalith bench gpt2-large --peer hf plain",
+    ),
+    *(
+        Comparison(
+            f"GPT-2-large, fp16 with dropout, {name}",
+            "ms",
+            Bar("Megalith", DROPOUT, row, "ms a step"),
+            (Bar("Megatron-LM" + note, DROPOUT, row, "Megatron-LM, ms"),),
+            "two machines of the kind",
+            f"megalith bench gpt2-large-dropout --layout {layout} --batch 64",
+        )
+        for name, row, layout, note in (
+            ("DP2", "DP2", "dp2", ""),
+            ("TP2 + SP", "TP2 + SP", "tp2+sp", ""),
+            ("CP2", "CP2", "cp2", ""),
+            ("PP2 in four chunks", "PP2", "pp2-v4", ", in one chunk"),
+        )
+    ),
+    Comparison(
+        "BERT-large, bf16, 1 GPU",
+        "ms",
+        Bar("Megalith", ENCODERS, "BERT-large ¹", "ms a step"),
+        (Bar("transformers, compiled", ENCODERS, "transformers, BERT", "ms a step"),),
+        "one call",
+        "megalith bench bert-large --peer hf",
+    ),
+    Comparison(
+        "T5-3B, bf16, 1 GPU",
+        "ms",
+        Bar("Megalith", ENCODERS, "T5-3B ¹", "ms a step"),
+        (Bar("transformers, compiled", ENCODERS, "transformers, T5", "ms a step"),),
+        "one call",
+        "megalith bench t5-3b --peer hf",
+    ),
+)
+
+
+def figure(bar: Bar, text: str) -> float:
+    """The number in RESULTS.md that a bar names. ValueError where there is no such section, row or column."""
+    parts = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    section = next((part for part in parts if part.startswith(bar.section)), None)
+    if section is None:
+        raise ValueError(f"RESULTS.md has no section {bar.section!r}")
+    columns: list[str] = []
+    for line in section.splitlines():
+        cells = (
+            [cell.strip().replace("**", "") for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        )
+        if not cells:
+            columns = []
+        elif not columns:
+            columns = cells
+        elif cells[0].startswith(bar.row) and bar.column in columns:
+            return float(NUMBER.search(cells[columns.index(bar.column)])[0].replace(",", ""))
+    raise ValueError(f"RESULTS.md has under {bar.section!r} no row {bar.row!r} with a column {bar.column!r}")
+
+
+def speed(comparison: Comparison, peer: Bar, text: str) -> float:
+    """How many times as fast we are."""
+    ours, theirs = figure(comparison.ours, text), figure(peer, text)
+    return theirs / ours if comparison.unit == "ms" else ours / theirs
+
+
+def table(text: str) -> str:
+    """The comparisons in Markdown."""
+    lines = ["| work | Megalith | beside | | run in | command |", "|---|---|---|---|---|---|"]
+    for each in COMPARISONS:
+        ours = f"**{_shown(figure(each.ours, text))}** {each.unit}"
+        for number, peer in enumerate(each.peers):
+            first = number == 0
+            cells = (
+                each.work if first else "",
+                ours if first else "",
+                f"{peer.name}: {_shown(figure(peer, text))}",
+                f"{speed(each, peer, text):.2f} ×",
+                each.where if first else "",
+                f"`{each.command}`" if first else "",
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
+
+
+def picture(text: str) -> str:
+    """An SVG: for each peer how many times as fast we are."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    style = {"svg.hashsalt": "megalith", "svg.fonttype": "none", "font.size": 9, "text.color": INK}
+    rows = [
+        (each.work.replace("`", ""), peer.name, speed(each, peer, text))
+        for each in COMPARISONS
+        for peer in each.peers
+    ]
+    with pyplot.rc_context(style):
+        drawn, axes = pyplot.subplots(figsize=(7.2, 0.52 * len(rows) + 0.7), layout="constrained")
+        places = range(len(rows))
+        axes.barh(places, [times for *_, times in rows], height=0.5, color=OURS)
+        axes.vlines(
+            [1] * len(rows), *([place + side for place in places] for side in (-0.25, 0.25)), color=PEER
+        )
+        for place, (work, peer, times) in zip(places, rows):
+            axes.text(0.02, place - 0.42, f"{work}, beside {peer}", color=INK, va="center", fontsize=8)
+            axes.text(times + 0.01, place, f"{times:.2f} ×", color=INK, va="center")
+        axes.set(xlim=(0, 1.15 * max(times for *_, times in rows)), yticks=[], ylim=(len(rows) - 0.5, -0.75))
+        axes.set_xlabel("times as fast as the other; the line is as fast", color=INK)
+        axes.tick_params(colors=INK)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(INK)
+        made = io.StringIO()
+        drawn.savefig(made, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        pyplot.close(drawn)
+    return made.getvalue()
+
+
+def with_table(text: str) -> str:
+    """RESULTS.md with the table between its marks."""
+    before, rest = text.split(BEGIN, 1)
+    mark, rest = rest.split("\n", 1)
+    return f"{before}{BEGIN}{mark}\n{table(text)}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    text = RESULTS.read_text("utf-8")
+    RESULTS.write_text(with_table(text), "utf-8")
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(picture(text), "utf-8")
+    print(table(text), PICTURE, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
