@@ -22,6 +22,7 @@ from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
+from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.state import Model, own_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
@@ -30,6 +31,7 @@ from megalith.models.adapters import adapters, add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import place, remove_all
 
 
@@ -103,7 +105,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     if is_source(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)
     else:
-        merged = _rewrite(open_existing(base), out, change)
+        merged = _rewrite(open_existing(base, show_progress=show_progress), out, change, show_progress)
     if trained_on is not None:
         try:
             check_base(trained_on, digest(samples), base)
@@ -153,7 +155,7 @@ def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
         shard.values.copy_(shard.cut_from(read(name)))
 
 
-def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
+def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: bool) -> Path:
     manifest, tokenizer = checkpoint.manifest, checkpoint.tokenizer_folder
     record = RunRecord(step=0, consumed_samples=0, config=manifest.config, tokenizer=manifest.tokenizer)
 
@@ -161,14 +163,17 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
 
     write = copy_tokenizer if tokenizer is not None else None
+    table = checkpoint.table("model")
     with (
         new_run(out) as checkpoints,
+        Progress("merge", sum(map(stored_bytes, table.values())), show=show_progress) as progress,
         StepWriter(checkpoints, record, write_tokenizer=write) as writer,
     ):
-        for name, stored in checkpoint.table("model").items():
+        for name, stored in table.items():
             shape = tuple(stored.shape)
             shard = LocalShard(checkpoint.read("model", name), (0,) * len(shape), shape, owned=True)
             writer.add("model", name, change(name, shard))
+            progress.add(stored_bytes(stored))
     return writer.folder
 
 

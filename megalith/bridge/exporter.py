@@ -9,6 +9,7 @@ to their places in any order. Everything is written into `NAME.partial` beside t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from megalith.bridge.partial import partial_folder
 from megalith.bridge.quantized import SUFFIX, Form, quantization_config, quantized_names, with_scales
 from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, differences
-from megalith.bridge.transfer import ByteProgress, Scratch, to_theirs
+from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.files import Layout, PlacedTensors, byte_count
 from megalith.config import ModelConfig, TrainConfig
@@ -37,6 +38,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.io import sync_folder, write_file
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import StorePath, place
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -196,7 +198,7 @@ def export_hf(
     where no family can say the model, CheckpointError where the checkpoint is not whole or `out` cannot be written:
     nothing is left then.
     """
-    opened = open_existing(checkpoint)
+    opened = open_existing(checkpoint, show_progress=show_progress)
     config = config_of(opened)
     if config.lora.rank is not None:
         raise ConfigError(
@@ -213,7 +215,7 @@ def export_hf(
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
     with (
-        ByteProgress("export", total, show_progress) as progress,
+        Progress("export", total, show=show_progress) as progress,
         FolderWriter(out, stored, shard_bytes, replace) as writer,
     ):
         ours, scratch = Scratch(), Scratch()
@@ -249,13 +251,16 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
         raise CheckpointError(f"the suffix of {path.name} is not known; end it in .safetensors, .bin or .pt")
     model = config_of(opened).model
     family, found = family_for(model), {}
-    for group in family.groups(model):
-        whole = torch.empty(group.shape)
-        opened.fill(
-            "model", {group.name: LocalShard(whole, (0,) * len(group.shape), group.shape, owned=True)}
-        )
-        dtypes = dict.fromkeys(group.sources, torch.float32)
-        found.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
+    groups = family.groups(model)
+    with Progress("merge", 4 * sum(math.prod(group.shape) for group in groups)) as progress:
+        for group in groups:
+            whole = torch.empty(group.shape)
+            opened.fill(
+                "model", {group.name: LocalShard(whole, (0,) * len(group.shape), group.shape, owned=True)}
+            )
+            dtypes = dict.fromkeys(group.sources, torch.float32)
+            found.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
+            progress.add(whole.nbytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".safetensors":

@@ -20,7 +20,6 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder, is_there
 from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
-from megalith.bridge.transfer import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig, TrainConfig
@@ -29,6 +28,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.launch.lock import LOCK_NAME, OutputLock, lock_of
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import StorePath, place, remove_all
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -89,7 +89,7 @@ def write_run(
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
     with (
         new_run(place(out)) as checkpoints,
-        ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
+        Progress("import", sum(map(fit.bytes, fit.groups)), show=show_progress) as progress,
         StepWriter(checkpoints, record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
     ):
         for group in fit.groups:

@@ -26,11 +26,12 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import StorePath, place
 
 
 @torch.no_grad()
-def load_source(fit: Match, model: Model, seed: int) -> None:
+def load_source(fit: Match, model: Model, seed: int, show_progress: bool = False) -> None:
     """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its shards alone.
 
     All but adapters.
@@ -38,13 +39,17 @@ def load_source(fit: Match, model: Model, seed: int) -> None:
     Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
     """
     groups = {group.name: group for group in fit.groups}
-    for name, shard in base_shards(model).items():
-        group = groups[name]
-        held = shard.first_rows(group.shape[0]) if group.shape else shard
-        if held.values.numel():
-            held.values.copy_(fit.ours(group, seed, held.offset, tuple(held.values.shape)))
-        if len(held.values) < len(shard.values):
-            shard.values[len(held.values) :].zero_()
+    shards = base_shards(model)
+    total = sum(shard.values.nbytes for shard in shards.values())
+    with Progress("load", total, show=show_progress) as progress:
+        for name, shard in shards.items():
+            group = groups[name]
+            held = shard.first_rows(group.shape[0]) if group.shape else shard
+            if held.values.numel():
+                held.values.copy_(fit.ours(group, seed, held.offset, tuple(held.values.shape)))
+            if len(held.values) < len(shard.values):
+                shard.values[len(held.values) :].zero_()
+            progress.add(shard.values.nbytes)
 
 
 def begin_from(
@@ -55,7 +60,7 @@ def begin_from(
     `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
     """
     if is_source(path):
-        load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed)
+        load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
     else:
         shards = {"model": base_shards(model)}
         load_base(_checkpoint(path, ("model",), world, shards), model, rows, world)
@@ -224,7 +229,7 @@ def _checkpoint(
     world: Axis = ALONE,
     shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
 ) -> Checkpoint:
-    checkpoint = open_checkpoint(path, what, world=world, shards=shards)
+    checkpoint = open_checkpoint(path, what, world=world, shards=shards, show_progress=world.rank == 0)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}, which model.init_from names; correct the path"

@@ -1,67 +1,14 @@
-"""Tensors from theirs to ours and back, a group at a time, by the runs of its rule.
-
-How far a conversion has come and how fast: a bar on a terminal, one line at the end elsewhere.
-"""
+"""Tensors from theirs to ours and back, a group at a time, by the runs of its rule."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from megalith.bridge.family import Group
 from megalith.bridge.rows import RowRun
-
-
-class ByteProgress:
-    """A context manager; `add` counts bytes that are done."""
-
-    def __init__(self, title: str, total: int, show: bool = True):
-        self._title, self._total, self._show = title, total, show
-        self.done = 0
-
-    def __enter__(self) -> ByteProgress:
-        self._start = time.monotonic()
-        self._stack, self._bar = ExitStack(), None
-        if self._show and sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TextColumn("{task.fields[rate]}"),
-            )
-            self._bar = self._stack.enter_context(
-                Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr))
-            )
-            self._task = self._bar.add_task(self._title, total=self._total, rate="")
-        return self
-
-    def add(self, count: int) -> None:
-        """`count` more bytes are done."""
-        self.done += count
-        if self._bar:
-            self._bar.update(self._task, completed=self.done, rate=f"{self.rate:.2f} GB/s")
-
-    @property
-    def rate(self) -> float:
-        """GB (10⁹ bytes) a second so far."""
-        return self.done / 1e9 / max(time.monotonic() - self._start, 1e-9)
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._stack.close()
-        if self._show and kind is None:
-            seconds = time.monotonic() - self._start
-            print(
-                f"{self._title}: {self.done / 1e9:.2f} GB in {seconds:.1f} s, {self.rate:.2f} GB/s",
-                file=sys.stderr,
-            )
-
 
 Read = Callable[[str], Tensor]  # a tensor of theirs by its name, mapped: only what is used of it is read
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
 from megalith.errors import CheckpointError
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
+from megalith.progress import Progress
 
 BOUND = 1e-5  # of the largest logit
 PROBE = (2, 64)  # sequences and tokens
@@ -63,19 +66,20 @@ def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> P
 def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
     """How many tensors of theirs were compared, of how many bytes, and the names of those that differ."""
     dtypes, different, count, size = fit.dtypes, [], 0, 0
-    for group in fit.groups:
-        if set(group.sources) & set(fit.missing):
-            continue
-        kinds = {dtypes[name] for name in group.sources}
-        for offset, shape in group.units():
-            ours = checkpoint.read("model", group.name, Extent(offset, shape))
-            for name, value in to_theirs(group, ours, dtypes, first_expert=offset[0]):
-                count, size = count + 1, size + value.nbytes
-                if not same_bits(value, fit.source.read(name)):
-                    different.append(name)
-            back = fit.ours(group, SEED, offset, shape)
-            if len(kinds) == 1 and not same_bits(back, ours.to(min(kinds, key=str)).float()):
-                different.append(group.name)
+    compared = [group for group in fit.groups if not set(group.sources) & set(fit.missing)]
+    with Progress("verify", sum(map(fit.bytes, compared))) as progress:
+        for group in compared:
+            kinds = {dtypes[name] for name in group.sources}
+            for offset, shape in group.units():
+                ours = checkpoint.read("model", group.name, Extent(offset, shape))
+                for name, value in to_theirs(group, ours, dtypes, first_expert=offset[0]):
+                    count, size = count + 1, size + value.nbytes
+                    if not same_bits(value, fit.source.read(name)):
+                        different.append(name)
+                    progress.add(value.nbytes)
+                back = fit.ours(group, SEED, offset, shape)
+                if len(kinds) == 1 and not same_bits(back, ours.to(min(kinds, key=str)).float()):
+                    different.append(group.name)
     return {"compared": count, "bytes": size, "different": different}
 
 
@@ -123,9 +127,24 @@ def _their_logits(fit: Match, ids: Tensor) -> Tensor:
     import transformers
 
     kind = getattr(transformers, family_of(fit.source.config, str(fit.source.path)).architecture)
-    model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
+    with without_bars():
+        model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
     given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model.eval()(ids, **given)[0]
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' own progress bars, which it draws into files and pipes too."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _own_logits(fit: Match, ids: Tensor) -> Tensor:

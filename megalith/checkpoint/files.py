@@ -85,6 +85,11 @@ def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def stored_bytes(record: TensorRecord) -> int:
+    """Bytes of a tensor that a manifest lists."""
+    return byte_count(record.shape, DTYPES[record.dtype])
+
+
 def tensor_record(tensor: Tensor | Values) -> TensorRecord:
     """Type and shape, as the manifest and the safetensors header write them."""
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))

@@ -22,6 +22,7 @@ from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.rewrite import stored_values
 from megalith.comm.collectives import Axis, gather_json
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 
 VALUES = 16  # of each tensor, evenly over its elements
 
@@ -67,9 +68,11 @@ def digest(samples: Sample) -> str:
     return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
 
 
-def tensor_digests(checkpoint: Checkpoint, part: str) -> Iterator[tuple[str, str]]:
+def tensor_digests(
+    checkpoint: Checkpoint, part: str, progress: Progress | None = None
+) -> Iterator[tuple[str, str]]:
     """Each tensor of a part with the SHA-256, in hexadecimal, of its type, shape and bytes in row-major order."""
-    for name, values in sorted(stored_values(checkpoint, part).items()):
+    for name, values in sorted(stored_values(checkpoint, part, progress).items()):
         digest = hashlib.sha256(f"{checkpoint.table(part)[name]}\n".encode())
         for stretch in values.stretches():
             digest.update(memoryview(stretch.numpy()))
@@ -90,7 +93,9 @@ class Difference:
     what: str  # in words
 
 
-def differences(a: Checkpoint, b: Checkpoint, part: str) -> Iterator[Difference]:
+def differences(
+    a: Checkpoint, b: Checkpoint, part: str, progress: Progress | None = None
+) -> Iterator[Difference]:
     """The tensors of a part that are not bitwise the same in both, by name."""
     ours, theirs = (c.manifest.tensors.get(part, {}) for c in (a, b))
     for name in sorted(ours.keys() | theirs.keys()):
@@ -100,13 +105,13 @@ def differences(a: Checkpoint, b: Checkpoint, part: str) -> Iterator[Difference]
             yield Difference(name, "only in the second")
         elif str(ours[name]) != str(theirs[name]):
             yield Difference(name, f"{ours[name]} in the first, {theirs[name]} in the second")
-        elif found := _compare(a, b, part, name):
+        elif found := _compare(a, b, part, name, progress):
             yield Difference(name, found)
 
 
-def _compare(a: Checkpoint, b: Checkpoint, part: str, name: str) -> str | None:
+def _compare(a: Checkpoint, b: Checkpoint, part: str, name: str, progress: Progress | None) -> str | None:
     different, largest, total = 0, 0.0, 0
-    for x, y in zip(*(stored_values(c, part)[name].blocks() for c in (a, b))):
+    for x, y in zip(*(stored_values(c, part, told)[name].blocks() for c, told in ((a, progress), (b, None)))):
         total += x.numel()
         unequal = (_bytes_by_element(x) != _bytes_by_element(y)).any(-1)
         if unequal.any():

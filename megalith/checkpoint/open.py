@@ -36,6 +36,7 @@ from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import StorePath, place
 
 THREADS = 4  # files hashed or fetched at once
@@ -57,6 +58,7 @@ def open_checkpoint(
     *,
     world: Axis = ALONE,
     shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
+    show_progress: bool = False,
 ) -> Checkpoint | None:
     """Finds a whole checkpoint and checks its manifest and the files of `what`; its tensors are read later.
 
@@ -88,7 +90,7 @@ def open_checkpoint(
     refused: list[str] = []
     for candidate in map(place, found):
         try:
-            checkpoint = _open_step(candidate, what, world, shards)
+            checkpoint = _open_step(candidate, what, world, shards, show_progress)
         except DamagedCheckpointError as error:
             if candidate == path:
                 raise
@@ -103,9 +105,11 @@ def open_checkpoint(
     raise CheckpointError(f"no checkpoint in {place(found[0]).parent} is whole: {'; '.join(refused)}")
 
 
-def open_existing(path: str | Path, what: Collection[str] | None = ("model",)) -> Checkpoint:
+def open_existing(
+    path: str | Path, what: Collection[str] | None = ("model",), *, show_progress: bool = False
+) -> Checkpoint:
     """`open_checkpoint` for one process, where there has to be one. Raises CheckpointError when there is none."""
-    checkpoint = open_checkpoint(path, what)
+    checkpoint = open_checkpoint(path, what, show_progress=show_progress)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}; give a run folder, its checkpoints folder, or one step folder"
@@ -113,7 +117,7 @@ def open_existing(path: str | Path, what: Collection[str] | None = ("model",)) -
     return checkpoint
 
 
-def check_files(checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
+def check_files(checkpoint: Checkpoint, names: Collection[str], show_progress: bool = False) -> list[str]:
     """What is wrong with the named files, a sentence each; nothing when they are whole."""
 
     def problem(name: str) -> str | None:
@@ -123,15 +127,23 @@ def check_files(checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
             return str(error)
         return None
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        return [found for found in threads.map(problem, sorted(names)) if found]
+    names, found = sorted(names), []
+    sizes = [checkpoint.manifest.files[name].bytes for name in names]
+    with (
+        Progress("check", sum(sizes), show=show_progress) as progress,
+        ThreadPoolExecutor(THREADS) as threads,
+    ):
+        for size, said in zip(sizes, threads.map(problem, names)):
+            found += [said] if said else []
+            progress.add(size)
+    return found
 
 
-def step_problems(folder: Path | StorePath) -> list[str]:
+def step_problems(folder: Path | StorePath, show_progress: bool = False) -> list[str]:
     """What is wrong with a step: its manifest, any of its files, or the tensors in them; nothing when it is whole."""
     try:
         checkpoint = _with_files(folder, _manifest_of(folder), [{"host": ""}], ALONE)
-        if problems := check_files(checkpoint, checkpoint.manifest.files):
+        if problems := check_files(checkpoint, checkpoint.manifest.files, show_progress):
             return problems
         checkpoint.check_contents()
     except CheckpointError as error:
@@ -163,6 +175,7 @@ def _open_step(
     what: Collection[str] | None,
     world: Axis,
     shards: Mapping[str, Mapping[str, LocalShard]] | None,
+    show_progress: bool,
 ) -> Checkpoint:
     opened: list[Manifest] = []
 
@@ -189,7 +202,7 @@ def _open_step(
     (manifest,) = opened
     mine = _share_of_hashing(answers, manifest, world.rank)
     checkpoint = _with_files(folder, manifest, answers, world)
-    _refuse_damage(together(world, lambda: {"damage": check_files(checkpoint, mine)}))
+    _refuse_damage(together(world, lambda: {"damage": check_files(checkpoint, mine, show_progress)}))
     return checkpoint
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, write_safetensors
+from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, stored_bytes, write_safetensors
 from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
 from megalith.checkpoint.read import Checkpoint, is_tokenizer_file
 from megalith.checkpoint.steps import CHECKPOINTS
@@ -24,17 +24,19 @@ from megalith.checkpoint.writer import ShardWriter, WriteItem, saving
 from megalith.errors import CheckpointError
 from megalith.io import make_folder, replacing
 from megalith.launch.lock import lock_of
+from megalith.progress import Progress
 from megalith.remote import StorePath
 
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A box of a checkpoint's tensor, read when it is written. A Values."""
+    """A box of a checkpoint's tensor, read when it is written; `progress` counts its bytes. A Values."""
 
     checkpoint: Checkpoint
     part: str
     name: str
     extent: Extent
+    progress: Progress | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,17 +50,27 @@ class StoredValues:
         """The values in stretches of rows, each of a few megabytes."""
         for block in row_blocks(self.extent, self.dtype):
             yield self.checkpoint.read(self.part, self.name, block)
+            if self.progress is not None:
+                self.progress.add(byte_count(block.shape, self.dtype))
 
     def stretches(self) -> Iterator[Tensor]:
         return map(byte_view, self.blocks())
 
 
-def stored_values(checkpoint: Checkpoint, part: str) -> dict[str, StoredValues]:
-    """A part's whole tensors by name, each read when it is asked for its values."""
+def stored_values(
+    checkpoint: Checkpoint, part: str, progress: Progress | None = None
+) -> dict[str, StoredValues]:
+    """A part's whole tensors by name, each read when it is asked for its values; `progress` counts them."""
     return {
-        name: StoredValues(checkpoint, part, name, Extent.whole(stored.shape))
+        name: StoredValues(checkpoint, part, name, Extent.whole(stored.shape), progress)
         for name, stored in checkpoint.table(part).items()
     }
+
+
+def part_bytes(checkpoint: Checkpoint, part: str | None = None) -> int:
+    """Bytes of a part's tensors; None: of all parts'."""
+    parts = checkpoint.manifest.tensors if part is None else [part]
+    return sum(stored_bytes(stored) for each in parts for stored in checkpoint.table(each).values())
 
 
 def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
@@ -71,7 +83,9 @@ def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
         yield _rows(extent, start, min(rows, extent.shape[0] - start))
 
 
-def reshard(checkpoint: Checkpoint, output: Path | StorePath, files: int) -> Path | StorePath:
+def reshard(
+    checkpoint: Checkpoint, output: Path | StorePath, files: int, show_progress: bool = True
+) -> Path | StorePath:
     """Writes the step anew, in `files` files for each part, into `output`/checkpoints; returns its folder.
 
     File r has the r-th part of each tensor's rows: what rank r of so many reads whose state is sharded over all.
@@ -83,7 +97,8 @@ def reshard(checkpoint: Checkpoint, output: Path | StorePath, files: int) -> Pat
         if step.final.exists():
             raise CheckpointError(f"{step.final} is there already; choose another output folder")
         step.begin()
-        written = [_write_share(checkpoint, step, rank, files) for rank in range(files)]
+        with Progress("reshard", part_bytes(checkpoint), show=show_progress) as progress:
+            written = [_write_share(checkpoint, step, rank, files, progress) for rank in range(files)]
         kept = set(RunRecord.model_fields) - {"abandoned"}  # save numbers of the other folder
         record = RunRecord.model_validate(manifest.model_dump(include=kept))
         table = {
@@ -98,7 +113,7 @@ def reshard(checkpoint: Checkpoint, output: Path | StorePath, files: int) -> Pat
     return step.final
 
 
-def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
+def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = True) -> None:
     """Writes a part's tensors into one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
 
     The latter holds the whole part in memory. Raises CheckpointError for another suffix, or when the disk refuses.
@@ -109,11 +124,19 @@ def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
         )
     try:
         make_folder(path.parent)
-        with replacing(path) as temporary:
+        total = part_bytes(checkpoint, part)
+        with (
+            replacing(path) as temporary,
+            Progress("merge", total, show=show_progress) as progress,
+        ):
             if path.suffix == ".safetensors":
-                write_safetensors(temporary, stored_values(checkpoint, part))
+                write_safetensors(temporary, stored_values(checkpoint, part, progress))
             else:
-                torch.save(dict(checkpoint.tensors(part)), temporary)
+                tensors = {}
+                for name, tensor in checkpoint.tensors(part):
+                    tensors[name] = tensor
+                    progress.add(tensor.nbytes)
+                torch.save(tensors, temporary)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
@@ -128,12 +151,12 @@ def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int) -> dict:
+def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int, progress: Progress) -> dict:
     with ShardWriter(step.temporary, rank, shard_bytes=2**63) as shards:
         for part, named in checkpoint.manifest.tensors.items():
             for number, (name, stored) in enumerate(named.items()):
                 extent = _share(stored, number, rank, files)
-                values = StoredValues(checkpoint, part, name, extent)
+                values = StoredValues(checkpoint, part, name, extent, progress)
                 shards.add(WriteItem(part, name, values, extent, tuple(stored.shape)))
         return shards.finish()
 

@@ -334,7 +334,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
     damaged = 0
     for folder in _steps(args.path):
-        problems = step_problems(folder)
+        problems = step_problems(folder, show_progress=True)
         damaged += bool(problems)
         print(f"{folder.name} {'DAMAGED' if problems else 'whole'}", flush=True)
         for problem in problems:
@@ -344,29 +344,35 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_hash(args: argparse.Namespace) -> int:
     from megalith.checkpoint.fingerprint import tensor_digests, total_digest
+    from megalith.checkpoint.rewrite import part_bytes
+    from megalith.progress import Progress
 
     digests = []
     checkpoint = _open(args.path, args.part)
-    for part in _parts(checkpoint, args.part):
-        for name, digest in tensor_digests(checkpoint, part):
-            digests.append((name, digest))
-            print(f"{digest}  {printable(name)}", flush=True)
+    with Progress("hash", part_bytes(checkpoint, args.part)) as progress:
+        for part in _parts(checkpoint, args.part):
+            for name, digest in tensor_digests(checkpoint, part, progress):
+                digests.append((name, digest))
+                print(f"{digest}  {printable(name)}", flush=True)
     print(f"{total_digest(digests)}  all {len(digests)} tensors of {printable(checkpoint.folder.name)}")
     return 0
 
 
 def run_diff(args: argparse.Namespace) -> int:
     from megalith.checkpoint.fingerprint import differences
+    from megalith.checkpoint.rewrite import part_bytes
+    from megalith.progress import Progress
 
     a, b = _open(args.a, args.part), _open(args.b, args.part)
     found = same = 0
-    for part in dict.fromkeys((*_parts(a, args.part), *_parts(b, args.part))):
-        names = a.manifest.tensors.get(part, {}).keys() | b.manifest.tensors.get(part, {}).keys()
-        different = 0
-        for difference in differences(a, b, part):
-            different += 1
-            print(f"{printable(difference.name)}: {difference.what}", flush=True)
-        found, same = found + different, same + len(names) - different
+    with Progress("diff", part_bytes(a, args.part)) as progress:
+        for part in dict.fromkeys((*_parts(a, args.part), *_parts(b, args.part))):
+            names = a.manifest.tensors.get(part, {}).keys() | b.manifest.tensors.get(part, {}).keys()
+            different = 0
+            for difference in differences(a, b, part, progress):
+                different += 1
+                print(f"{printable(difference.name)}: {difference.what}", flush=True)
+            found, same = found + different, same + len(names) - different
     print(f"{found} tensors differ, {same} are the same to the bit")
     return 1 if found else 0
 
@@ -412,7 +418,7 @@ def _open(path: str, part: str | None) -> Checkpoint:
     """The newest whole step, with the files of `part` checked; of all its parts with None."""
     from megalith.checkpoint.open import open_existing
 
-    return open_existing(path, None if part is None else (part,))
+    return open_existing(path, None if part is None else (part,), show_progress=True)
 
 
 def _parts(checkpoint: Checkpoint, part: str | None) -> list[str]:

@@ -148,7 +148,6 @@ def run_preprocess(args: argparse.Namespace) -> int:
         text = f"{args.output_prefix}.jsonl"
         args.input = [write_dataset(args.dataset, text, args.json_keys, overwrite=args.overwrite)]
     from megalith.data.preprocessing.preprocess import preprocess
-    from megalith.data.preprocessing.preprocess_progress import figures
     from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(
@@ -176,8 +175,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
         print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
     if summary.skipped or summary.empty:
         print(f"left out {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
-    done = figures(sum(summary.documents), summary.tokens, summary.bytes, summary.seconds)
-    print(f"{done} | {summary.seconds:.1f} s")
+    print(f"{summary.figures()} | {summary.seconds:.1f} s")
     for prefix in summary.prefixes:
         print(f"wrote {printable(prefix)}.bin and .idx")
     return 0

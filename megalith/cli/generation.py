@@ -61,6 +61,7 @@ def run_generate(args: Arguments) -> int:
     from megalith.generation.requests import Sampling
     from megalith.hardware import pick_device
     from megalith.launch.launcher import this_process
+    from megalith.progress import Progress
     from megalith.training.loading import load_with_tokenizer
 
     process, split = this_process(), args.tensor_model_parallel_size
@@ -70,7 +71,9 @@ def run_generate(args: Arguments) -> int:
         )
     device = pick_device(args.device, process.local_rank)
     alone = process.world_size == 1
-    model, tokenizer = load_with_tokenizer(args.checkpoint, device if alone else "cpu")
+    model, tokenizer = load_with_tokenizer(
+        args.checkpoint, device if alone else "cpu", show_progress=process.is_first
+    )
     tokenizer = _tokenizer(args, tokenizer, model.config.vocab_size)
     if model.config.encoder_layers and tokenizer.model_vocab_size != tokenizer.vocab_size:
         raise ConfigError(
@@ -90,8 +93,12 @@ def run_generate(args: Arguments) -> int:
     )
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     before = [[] for _ in ids] if model.config.encoder_layers else ids  # an answer has no prompt before it
-    shown = _Stream(tokenizer, before[0], process.is_first) if args.stream else None
-    done = _complete(args, model, ids, sampling, device, shown)
+    most = len(ids) * args.num_generations * args.max_new_tokens  # where none ends before
+    with Progress("generate", most, "tokens", show=process.is_first and not args.stream) as progress:
+        shown = (
+            _Stream(tokenizer, before[0], process.is_first) if args.stream else lambda *token: progress.add()
+        )
+        done = _complete(args, model, ids, sampling, device, shown)
     if process.is_first:
         _print(args, tokenizer, prompts, before, done)
     return 0

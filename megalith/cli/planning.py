@@ -28,7 +28,7 @@ def run_calibrate(args: Arguments) -> int:
     process = this_process()
     device = pick_device("auto", process.local_rank)
     init_distributed(device)
-    table = calibrate(device, args.seconds).to_json()
+    table = calibrate(device, args.seconds, show_progress=process.is_first).to_json()
     if process.is_first:
         if args.output:
             try:
@@ -93,13 +93,14 @@ def run_layouts(args: Arguments) -> int:
 
     config, rates = _job(args)
     if args.longest:
-        answer = longest_sequence(config, args.gpus, rates, args.gpus_per_node)
+        answer = longest_sequence(config, args.gpus, rates, args.gpus_per_node, show_progress=True)
         if answer is None:
             raise ConfigError(
                 f"not even 1,024 tokens fit {args.gpus} {rates.device}; take more, or larger ones"
             )
     else:
-        answer = plan(config, args.gpus, rates=rates, gpus_per_node=args.gpus_per_node, top=args.top)
+        options = dict(rates=rates, gpus_per_node=args.gpus_per_node, top=args.top)
+        answer = plan(config, args.gpus, show_progress=True, **options)
     if args.json:
         print(json.dumps(plan_json(answer, args.tokens, args.price_per_gpu_hour)))
     else:

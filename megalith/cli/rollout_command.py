@@ -46,6 +46,8 @@ def add_rollout_command(commands: argparse._SubParsersAction) -> None:
 
 def run_rollout(args: Arguments) -> int:
     import json
+    from functools import partial
+    from types import SimpleNamespace
 
     import numpy as np
 
@@ -54,6 +56,7 @@ def run_rollout(args: Arguments) -> int:
     from megalith.generation.requests import Sampling
     from megalith.generation.sync import engine_for
     from megalith.hardware import pick_device
+    from megalith.progress import Progress
     from megalith.rl.judged_groups import GroupRecord, sample_groups
     from megalith.rl.prompts import open_prompts
     from megalith.rl.rewards import Rewards
@@ -66,7 +69,7 @@ def run_rollout(args: Arguments) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
             )
-    model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
+    model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device), show_progress=True)
     if tokenizer is None:
         raise ConfigError(f"{args.checkpoint} carries no tokenizer, so its completions have no text to judge")
     room, longest = model.config.max_position_embeddings, args.max_completion_length
@@ -96,8 +99,13 @@ def run_rollout(args: Arguments) -> int:
     else:
         engine = engine_for(model, **sizes)
     asked = [GroupRecord(number, number) for number in range(len(prompts))]
+    G = args.num_generations
+    most = len(prompts) * G * longest  # where none ends before
     try:
-        records = sample_groups(engine, prompts, rewards, tokenizer, asked, sampling, args.num_generations)[0]
+        with Progress("rollout", most, "tokens") as progress:
+            told = partial(engine.generate, on_token=lambda *token: progress.add())
+            sampler = SimpleNamespace(generate=told)
+            records = sample_groups(sampler, prompts, rewards, tokenizer, asked, sampling, G)[0]
     finally:
         rewards.close()
     groups = [record.group(prompts) for record in records]

@@ -171,8 +171,9 @@ def run_evaluate(args: Arguments) -> int:
     from megalith.checkpoint.open import open_existing
     from megalith.config import RunConfig
     from megalith.config.run import parse_overrides
+    from megalith.launch.launcher import this_process
 
-    checkpoint = open_existing(args.checkpoint, None)
+    checkpoint = open_existing(args.checkpoint, None, show_progress=this_process().is_first)
     tree = config_of(checkpoint).to_tree() | {"parallel": {}}
     for section, key, value in parse_overrides(args.settings):
         tree.setdefault(section, {})[key] = value
@@ -229,10 +230,11 @@ def run_tasks(args: Arguments) -> int:
         return launch(
             args.nproc, ["-m", "megalith", "evaluate", args.checkpoint, *options, *flags, *args.settings]
         )
+    process = this_process()
     if is_model_folder(args.checkpoint):
         tokenizer, precision = tokenizer_of(Path(args.checkpoint)), "fp32"
     else:
-        checkpoint = open_existing(args.checkpoint, None)
+        checkpoint = open_existing(args.checkpoint, None, show_progress=process.is_first)
         tokenizer, precision = (
             saved_tokenizer(checkpoint.tokenizer_folder),
             config_of(checkpoint).train.precision,
@@ -250,7 +252,6 @@ def run_tasks(args: Arguments) -> int:
     }
     for section, key, value in parse_overrides(args.settings):
         tree.setdefault(section, {})[key] = value
-    process = this_process()
     tree["train"]["global_batch_size"] = int(tree["train"]["micro_batch_size"]) * process.world_size
     try:
         from megalith.training.task_harness import TaskRequest, evaluate_tasks
@@ -311,6 +312,7 @@ def run_parity(args: argparse.Namespace) -> int:
     from megalith.config.rules.model_rules import check_model
     from megalith.config.small import VOCABULARY
     from megalith.parity.check import check, choose, shrink
+    from megalith.progress import Progress
 
     if args.nproc_max < 2 or args.steps < 2:
         raise ConfigError(
@@ -322,10 +324,10 @@ def run_parity(args: argparse.Namespace) -> int:
     layouts, refused = choose(config, args.layouts, _most_processes(args))
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     results: list[Result] = []
-    with console.status("one process") as status:
-        for number, result in enumerate(check(config, layouts, args.device), 1):
+    with Progress("parity", len(layouts), "layouts") as progress:
+        for result in check(config, layouts, args.device):
             results.append(result)
-            status.update(f"{number} of {len(layouts)} layouts done")
+            progress.add()
             if not sys.stdout.isatty():
                 print(
                     f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megalith.hardware import GIGA, TERA, device_kind
 from megalith.planner.rates import WIRING, Rates, Wiring
 from megalith.planner.topology import NVLINK, PCIE
+from megalith.progress import Progress
 
 Bench = Callable[[], object]
 
@@ -48,10 +49,14 @@ BACKENDS = [
 SMALLER = 32  # times, on a CPU, in each dimension
 
 
-def calibrate(device: torch.device, seconds: float = 120.0) -> Rates:
+def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool = False) -> Rates:
     """Every process of the job calls it; the figures are rank 0's. `seconds`: about how long it may take."""
-    bench = _Bench(device, seconds / (4 * len(GEMMS) + 4 * len(ATTENTION) + 50))
-    kind = device_kind(device)
+    with Progress("calibrate", None, "points", show=show_progress) as progress:
+        return _measured(_Bench(device, seconds / (4 * len(GEMMS) + 4 * len(ATTENTION) + 50), progress))
+
+
+def _measured(bench: _Bench) -> Rates:
+    device, kind = bench.device, device_kind(bench.device)
     matmuls = {"bf16": [[*shape, bench.gemm(*shape)] for shape in bench.small(GEMMS)]}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         matmuls["fp8"] = [[*shape, bench.fp8_gemm(*shape)] for shape in GEMMS]
@@ -85,8 +90,8 @@ def _wiring(name: str, memory: int | None, device: torch.device) -> Wiring:
 class _Bench:
     """Runs each point for about so many seconds, and gives its rate."""
 
-    def __init__(self, device: torch.device, seconds: float):
-        self.device, self.seconds = device, seconds
+    def __init__(self, device: torch.device, seconds: float, progress: Progress):
+        self.device, self.seconds, self.progress = device, seconds, progress
         self.cuda = device.type == "cuda"
         torch.manual_seed(1)
 
@@ -101,7 +106,9 @@ class _Bench:
         self._wait()
         first = self._once(run, 1)
         count = max(1, min(int(self.seconds / 5 / max(first, 1e-7)), 200))
-        return statistics.median(self._once(run, count) for _ in range(5))
+        median = statistics.median(self._once(run, count) for _ in range(5))
+        self.progress.add()
+        return median
 
     def _once(self, run: Bench, count: int) -> float:
         if self.cuda:
@@ -206,6 +213,7 @@ class _Bench:
                         dist.barrier(group)
                         count = max(3, min(50, int(2e3 / (megabytes + 10))))
                         taken = statistics.median(self._once(run, count) for _ in range(3))
+                        self.progress.add()
                         yield [kind, link, size, megabytes, 1e3 * taken]
             dist.barrier()
         if self.cuda and torch.cuda.device_count() > 1 and world > 1:

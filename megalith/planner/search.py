@@ -29,6 +29,7 @@ from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.rates import Rates, peak_flops, rates_of
 from megalith.planner.step_time import StepTime, short_schedule, step_time
+from megalith.progress import Progress
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
@@ -156,6 +157,7 @@ def plan(
     gpus_per_node: int = 8,
     top: int = 10,
     rates: Rates | None = None,
+    show_progress: bool = False,
 ) -> PlanAnswer:
     """The layouts of `config`'s job on `gpus` devices, the fastest first; its own layout is not looked at.
 
@@ -166,7 +168,7 @@ def plan(
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
     rates = rates or rates_of(device)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
-    search = _Search(answer)
+    search = _Search(answer, show_progress)
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
     check_optimizer(config.optim)
     search.run({})
@@ -179,7 +181,11 @@ def plan(
             answer.refused.most_common(1)[0][0] if answer.refused else "there is no layout to try"
         )
     finalists = heapq.nsmallest(max(SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
-    exact = [done for each in finalists if (done := search.exact(each)) is not None]
+    exact = []
+    with Progress("simulate", len(finalists), "layouts", show=show_progress) as progress:
+        for each in finalists:
+            exact += [done] if (done := search.exact(each)) is not None else []
+            progress.add()
     answer.best = sorted((each for each in exact if each.fits), key=lambda each: each.time.seconds)[:top]
     answer.too_large = heapq.nsmallest(top, search.too_large, key=lambda each: each.bytes)
     return answer
@@ -201,8 +207,8 @@ def planned(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8) 
 
 
 class _Search:
-    def __init__(self, answer: PlanAnswer):
-        self.answer, self.config = answer, answer.config
+    def __init__(self, answer: PlanAnswer, show_progress: bool = False):
+        self.answer, self.config, self.show_progress = answer, answer.config, show_progress
         self.world, self.rates = answer.gpus, answer.rates
         self.meta = MetaModel(self.config.model, self.config.lora)
         model, data, lora = self.config.model, self.config.data, self.config.lora
@@ -215,13 +221,14 @@ class _Search:
 
     def run(self, more: Mapping[str, Any]) -> None:
         """Tries every candidate, with these settings besides."""
-        for sizes in self._sizes():
-            gathers = sizes[PARALLEL + "sequence_parallel"]
-            ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
-            for further in self._further(sizes):
-                settings = sizes | further | more
-                if (chosen := self._chosen(settings)) is not None:
+        candidates = [sizes | further for sizes in self._sizes() for further in self._further(sizes)]
+        with Progress("plan", len(candidates), "candidates", show=self.show_progress) as progress:
+            for candidate in candidates:
+                gathers = candidate[PARALLEL + "sequence_parallel"]
+                ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
+                if (chosen := self._chosen(settings := candidate | more)) is not None:
                     self._recompute(chosen, settings, ways)
+                progress.add()
 
     def _chosen(self, settings: dict[str, Any]) -> RunConfig | None:
         """With what is fastest for `auto`, whatever is recomputed; None where the trainer refuses it."""
@@ -410,7 +417,9 @@ def _divisors(value: int, most: int | None = None) -> list[int]:
     return [size for size in range(1, min(value, most or value) + 1) if value % size == 0]
 
 
-def longest_sequence(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8) -> PlanAnswer | None:
+def longest_sequence(
+    config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8, show_progress: bool = False
+) -> PlanAnswer | None:
     """The answer for the longest sequence, a multiple of 1,024, of which some layout fits; the tokens of a step stay
     about as many. None where not even 1,024 tokens fit."""
     tokens = config.train.global_batch_size * config.data.seq_length
@@ -428,17 +437,20 @@ def longest_sequence(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: 
             found = plan(config.with_settings(asked), gpus, rates=rates, gpus_per_node=gpus_per_node, top=1)
         except ConfigError:
             return None
+        finally:
+            progress.update(progress.done + 1, f"{seq:,} tokens tried")
         return found if found.best else None
 
     low, best = 0, None
     blocks = 1
-    while blocks <= 2**14 and (found := fitting(blocks)) is not None:
-        low, best, blocks = blocks, found, 2 * blocks
-    step = low // 2
-    while step >= max(low // 8, 1):  # to an eighth
-        if (found := fitting(low + step)) is not None:
-            low, best = low + step, found
-        step //= 2
+    with Progress("longest sequence", None, show=show_progress) as progress:
+        while blocks <= 2**14 and (found := fitting(blocks)) is not None:
+            low, best, blocks = blocks, found, 2 * blocks
+        step = low // 2
+        while step >= max(low // 8, 1):  # to an eighth
+            if (found := fitting(low + step)) is not None:
+                low, best = low + step, found
+            step //= 2
     return best
 
 

@@ -1,8 +1,8 @@
 """What a run says while it trains: a live line on a terminal, Megatron's log lines in a file or a pipe.
 
-Scripts that read Megatron-LM's logs read ours: the line has its fields, order and widths. On a terminal a line
-at the bottom follows every step, and a permanent line stands for each log interval. Both give the means over
-the steps since the last permanent line.
+Scripts that read Megatron-LM's logs read ours: the line has its fields, order and widths, and behind them, where
+log.console is not `lines`, the time left. On a terminal a line at the bottom follows every step, and a permanent line
+stands for each log interval. Both give the means over the steps since the last permanent line.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
+NARROWEST = 20  # columns of a terminal with a live line
 WIDTH = 100  # of what is printed into a file or a pipe
 Figures = Mapping[str, float | None]
 NO_FIGURES: Figures = MappingProxyType({})
@@ -36,9 +37,11 @@ class TrainingConsole(AbstractContextManager):
     def __init__(self, total_steps: int, log_interval: int):
         self._total_steps, self._log_interval = total_steps, log_interval
         self._interval = Interval()
+        self._left = TimeLeft(total_steps)
 
     def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
         """Takes every step, with further figures; prints at each log interval and at the last step."""
+        self._left.add(metrics)
         self._interval.steps.append(metrics)
         self._interval.figures.append(figures)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
@@ -62,9 +65,35 @@ class TrainingConsole(AbstractContextManager):
 def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None) -> TrainingConsole:
     """The console that fits `stream` (standard output when None)."""
     stream = stream or sys.stdout
-    if stream.isatty() and log.console == "auto":
-        return LiveConsole(total_steps, log.log_interval, Console(file=stream, force_terminal=True))
-    return LogConsole(total_steps, log.log_interval, stream, throughput=log.log_throughput)
+    interval, own = log.log_interval, log.console == "auto"
+    if stream.isatty() and own:
+        console = Console(file=stream, force_terminal=True)
+        if not console.is_dumb_terminal and console.width >= NARROWEST:
+            return LiveConsole(total_steps, interval, console)
+    return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=own)
+
+
+class TimeLeft:
+    """Of a run, by a moving mean of its steps' times and by what came between them so far: evaluations and saves."""
+
+    def __init__(self, total_steps: int):
+        self._total_steps, self._last_step = total_steps, 0
+        self._mean = self._sum = 0.0  # of the steps' times, in seconds
+        self._began: float | None = None  # the end of the first step
+        self._steps = 0  # since then
+
+    def add(self, metrics: StepMetrics) -> None:
+        seconds, now = metrics.step_time_ms / 1e3, time.monotonic()
+        self._last_step, self._now = metrics.step, now
+        if self._began is None:
+            self._began, self._mean = now, seconds
+            return
+        self._mean = 0.9 * self._mean + 0.1 * seconds
+        self._sum, self._steps = self._sum + seconds, self._steps + 1
+
+    def __str__(self) -> str:
+        between = max(0.0, self._now - self._began - self._sum) / max(self._steps, 1)
+        return str(timedelta(seconds=round((self._total_steps - self._last_step) * (self._mean + between))))
 
 
 class Interval:
@@ -124,12 +153,14 @@ class LogConsole(TrainingConsole):
         stream: TextIO,
         clock: Callable[[], datetime] = datetime.now,
         throughput: bool = True,
+        eta: bool = False,
     ):
         super().__init__(total_steps, log_interval)
-        self._stream, self._clock, self._throughput = stream, clock, throughput
+        self._stream, self._clock, self._throughput, self._eta = stream, clock, throughput, eta
 
     def _log_interval_of(self, interval: Interval) -> None:
-        self.note(megatron_line(interval, self._total_steps, self._clock(), self._throughput))
+        line = megatron_line(interval, self._total_steps, self._clock(), self._throughput)
+        self.note(f"{line} ETA: {self._left} |" if self._eta else line)
 
     def evaluating(self, step: int, done: int, total: int) -> None:
         if done == 0:
@@ -197,7 +228,6 @@ class LiveConsole(TrainingConsole):
     def __init__(self, total_steps: int, log_interval: int, console: Console, refresh_seconds: float = 0.1):
         super().__init__(total_steps, log_interval)
         self._refresh_seconds, self._refreshed = refresh_seconds, -math.inf
-        self._step_ms = 0.0  # a moving mean, for the time left
         # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
         self._progress = Progress(
             TextColumn("[bold]{task.description} {task.completed:.0f}/{task.total:.0f}"),
@@ -212,14 +242,13 @@ class LiveConsole(TrainingConsole):
         self._evaluation: TaskID | None = None
 
     def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
-        weight = 0.9 if self._step_ms else 0.0
-        self._step_ms = weight * self._step_ms + (1 - weight) * metrics.step_time_ms
-        left = timedelta(seconds=round((self._total_steps - metrics.step) * self._step_ms / 1000))
         status = f"loss {_loss(metrics.loss)}  lr {metrics.lr:.2e}"
         if metrics.tokens_per_second_per_device is not None:
             status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
-        self._progress.update(self._task, completed=metrics.step, status=f"{status}  ETA {left}")
+        for name, value in figures.items():
+            status += "" if value is None else f"  {name} {value:.4g}"
         super().log_step(metrics, figures)
+        self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
 
     def evaluating(self, step: int, done: int, total: int) -> None:

@@ -98,6 +98,8 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
 class PolicyTask(Task):
     """What the trainer's loop needs to know of GRPO."""
 
+    shown = ("rewards_mean",)
+
     def __init__(
         self,
         reward_funcs: Sequence[str | RewardGiven] | None = None,

@@ -33,12 +33,12 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
 
 
 def load_with_tokenizer(
-    path: str | Path, device: str | torch.device = "cpu"
+    path: str | Path, device: str | torch.device = "cpu", show_progress: bool = False
 ) -> tuple[Transformer, Tokenizer | None]:
     """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
     if is_model_folder(path):
-        return _load_hugging_face(path, device)
-    checkpoint = open_existing(path)
+        return _load_hugging_face(path, device, show_progress)
+    checkpoint = open_existing(path, show_progress=show_progress)
     config = config_of(checkpoint)
     model = make_model(
         config.model,
@@ -67,10 +67,12 @@ def _add_adapters(
         adapter.to_empty(device=device)
 
 
-def _load_hugging_face(path: str | Path, device: str | torch.device) -> tuple[Transformer, Tokenizer | None]:
+def _load_hugging_face(
+    path: str | Path, device: str | torch.device, show_progress: bool
+) -> tuple[Transformer, Tokenizer | None]:
     fit = open_source(path)
     shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, shape.vocab_size)
     model = make_model(shape, compute_dtype=common_dtype(fit), device=device)
-    load_source(fit, model, SEED)
+    load_source(fit, model, SEED, show_progress)
     return model.eval(), tokenizer

@@ -218,7 +218,8 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 def _open(run: Run, path: Path | StorePath, with_optimizer: bool) -> Checkpoint | None:
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     shards = state_shards(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
-    return open_checkpoint(path, parts, world=run.mesh.world, shards=shards)
+    world = run.mesh.world
+    return open_checkpoint(path, parts, world=world, shards=shards, show_progress=world.rank == 0)
 
 
 def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -1,7 +1,6 @@
 """The command line from corpus to dataset, and the progress display."""
 
 import argparse
-import io
 import json
 import re
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 
 from megalith.cli import datasets as commands
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocessing import preprocess_progress as progress
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import MegalithError
 
@@ -72,30 +70,6 @@ def test_importing_the_commands_is_cheap():
     code = "import sys, megalith.cli.datasets; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "tokenizers"} & set(output.split())
-
-
-def test_progress_off_a_terminal_is_a_plain_line_an_interval(monkeypatch):
-    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    stream = io.StringIO()
-    with progress.Progress("preprocess", 1000, stream) as display:
-        for position in (100, 250, 300, 500):
-            display.update(position, position, 1_000_000 * position, 40_000 * position)
-    assert stream.getvalue().splitlines() == [
-        "preprocess: 25.0 % | 250 documents | 250,000,000 tokens | 25.00 M tokens/s | 1.0 MB/s | ETA 0:00:30",
-        "preprocess: 50.0 % | 500 documents | 500,000,000 tokens | 25.00 M tokens/s | 1.0 MB/s | ETA 0:00:20",
-    ]
-
-
-@pytest.mark.parametrize("total", [0, 1000])
-def test_progress_on_a_terminal_is_a_bar(total):
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    with progress.Progress("preprocess", total, stream) as display:
-        display.update(total, 12, 3_000_000, 4_000_000)
-    assert "preprocess" in stream.getvalue()
-    assert "12 documents" in stream.getvalue()
-    assert "ETA" in stream.getvalue()
 
 
 def test_a_dataset_of_the_hub_is_written_as_json_lines_and_encoded(tmp_path, monkeypatch):

@@ -6,13 +6,13 @@ import math
 import os
 import pty
 import re
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 from rich.console import Console
 
 from megalith.config import LogConfig
-from megalith.report.console import LiveConsole, LogConsole, open_console, si
+from megalith.report.console import LiveConsole, LogConsole, TimeLeft, open_console, si
 from megalith.report.metrics import StepMetrics
 
 NOW = datetime(2025, 9, 7, 23, 58, 47, 123456)
@@ -112,7 +112,7 @@ def _plain(text):
 
 def test_terminal_shows_a_live_line_for_each_step():
     text = _plain(_live(lambda console: [console.log_step(_step(step)) for step in range(1, 4)]))
-    assert re.search(r"step 3/500 ━+ loss 6\.1598  lr 6\.00e-05  74\.8k tok/s  ETA 0:03:38", text)
+    assert re.search(r"step 3/500 ━+ ETA 0:03:38  loss 6\.1598  lr 6\.00e-05  74\.8k tok/s", text)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
@@ -175,13 +175,26 @@ def test_terminal_is_given_back_after_an_error():
     )  # the cursor is back
 
 
+def test_the_time_left_is_that_of_the_steps_and_of_what_comes_between(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("megalith.report.console.time.monotonic", lambda: now[0])
+    left = TimeLeft(100)
+    for step in range(1, 21):
+        now[0] = 50.0 + 2 * step + (100 if step >= 11 else 0)  # a save of 100 s after ten steps
+        left.add(_step(step, step_time_ms=2000.0))
+        if step in (1, 10):
+            assert str(left) == str(timedelta(seconds=2 * (100 - step)))
+    assert str(left) == str(timedelta(seconds=round(80 * (2 + 100 / 19))))
+
+
 def test_kind_of_console_follows_the_stream():
     read_end, write_end = os.pipe()
     with os.fdopen(read_end) as reader, os.fdopen(write_end, "w") as pipe:
         with open_console(10, LogConfig(log_interval=1), pipe) as console:
             console.log_step(_step(1))
         pipe.close()
-        assert MEGATRON_LINE.match(reader.read().rstrip("\n"))
+        line, eta = reader.read().rstrip("\n").split(" ETA: ")
+        assert MEGATRON_LINE.match(line) and eta == "0:00:04 |"
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as terminal:
         with open_console(10, LogConfig(log_interval=1), terminal) as console:

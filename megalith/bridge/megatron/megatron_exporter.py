@@ -22,7 +22,7 @@ from megalith.bridge.megatron.megatron_importer import (
     import_megatron,
     is_megatron_folder,
 )
-from megalith.bridge.megatron.megatron_writer import CoreTensors, Read, write_ranks, write_torch_dist
+from megalith.bridge.megatron.megatron_writer import STATE, CoreTensors, Read, write_ranks, write_torch_dist
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.partial import new_folder
 from megalith.checkpoint import Checkpoint, open_checkpoint, open_existing
@@ -30,6 +30,7 @@ from megalith.checkpoint.extent import Extent
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
+from megalith.progress import Progress
 from megalith.remote import place
 
 FORMATS = ("torch_dist", "torch")
@@ -60,6 +61,7 @@ def export_megatron(
     make_vocab_size_divisible_by: int = 128,
     with_optimizer: bool = False,
     trust: bool = False,
+    show_progress: bool = True,
 ) -> Path:
     """Writes a run's newest checkpoint, one step of it, or a Hugging Face or Megatron folder, as Megatron's folder.
 
@@ -70,7 +72,7 @@ def export_megatron(
     `release`. Raises ConfigError where Megatron core cannot say the model or sizes do not divide, CheckpointError
     where there is no whole checkpoint, or `out` is there or cannot be written: nothing is left then.
     """
-    exported = _opened(source, trust, with_optimizer)
+    exported = _opened(source, trust, with_optimizer, show_progress)
     if with_optimizer and ckpt_format != "torch_dist":
         raise ConfigError(
             "the optimizer's state is written in the format torch_dist alone; choose it, or leave it out"
@@ -79,11 +81,19 @@ def export_megatron(
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
     arguments.ckpt_format, arguments.transformer_impl = ckpt_format, transformer_impl
     groups = GPT.groups(model)
-    tensors = CoreTensors(groups, exported.read, kind, arguments.padded_vocab_size)
+    reads = tp if ckpt_format == "torch" else 1 + len(STATE) * with_optimizer
+    total = reads * sum(len(list(group.units())) for group in groups)
+    progress = Progress("export", total, "tensors", show=show_progress)
+
+    def read(*box: Any) -> torch.Tensor:
+        progress.add()
+        return exported.read(*box)
+
+    tensors = CoreTensors(groups, read, kind, arguments.padded_vocab_size)
     common = {"args": arguments, "checkpoint_version": VERSION, "iteration": exported.step}
     name = f"iter_{exported.step:07d}" if exported.step else "release"
     by_engine = transformer_impl == "transformer_engine"
-    with new_folder(place(out)) as folder:
+    with new_folder(place(out)) as folder, progress:
         if ckpt_format == "torch_dist":
             common |= _optimizer(exported) if with_optimizer else {}
             write_torch_dist(folder / name, tensors, common, by_engine, with_optimizer)
@@ -93,7 +103,7 @@ def export_megatron(
     return place(out) / name
 
 
-def _opened(source: str | Path, trust: bool, with_optimizer: bool) -> _Exported:
+def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress: bool) -> _Exported:
     if is_source(source):
         if with_optimizer:
             raise ConfigError(f"{source} is no run of ours, so no optimizer's state is written; leave it out")
@@ -102,7 +112,8 @@ def _opened(source: str | Path, trust: bool, with_optimizer: bool) -> _Exported:
         config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(fit)]}})
         config = config.model_copy(update={"model": fit.groups[0].model})
         return _Exported(config, lambda part, name, *box: fit.ours(by_name[name], SEED, *box))
-    checkpoint = open_existing(source, ("model", "optimizer") if with_optimizer else ("model",))
+    parts = ("model", "optimizer") if with_optimizer else ("model",)
+    checkpoint = open_existing(source, parts, show_progress=show_progress)
     config = config_of(checkpoint)
     if config.lora.rank is not None:
         raise ConfigError(

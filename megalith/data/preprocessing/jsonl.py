@@ -28,6 +28,7 @@ import zstandard
 
 from megalith.errors import DataError, install_line
 from megalith.io import atomic_file
+from megalith.progress import Progress
 from megalith.remote import StorePath, place
 
 BLOCK_BYTES = 1 << 18
@@ -309,11 +310,12 @@ def write_dataset(
             f"{output} exists and is not overwritten; give it as --input, or set overwrite (--overwrite)"
         )
     rows = _parquet_rows(source, keys) if source.endswith(".parquet") else _hub_rows(source, keys)
-    with atomic_file(output) as file:
+    with atomic_file(output) as file, Progress("dataset", None, "rows") as progress:
         for row in rows:
             file.write(
                 json.dumps({key: row[key] for key in keys}, ensure_ascii=False).encode("utf-8") + b"\n"
             )
+            progress.add()
     return output
 
 
@@ -378,8 +380,9 @@ def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) ->
     names = [name for name in names if _belongs(name)]
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     documents = size = 0
-    with atomic_file(output) as file:
+    with atomic_file(output) as file, Progress("corpus", len(names), "files") as progress:
         for name in names:
+            progress.add()
             try:
                 text = (root / name).read_text(encoding="utf-8")
             except UnicodeDecodeError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,6 +25,7 @@ from megalith.data.tokenizers.hub import local_folder
 from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
+from megalith.progress import REDRAWN, Progress
 
 MODEL = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -312,6 +314,7 @@ def train_tokenizer(
     min_frequency: int = 2,
     overwrite: bool = False,
     max_line_bytes: int = MAX_LINE_BYTES,
+    show_progress: bool = True,
 ) -> TrainingSummary:
     """Train on the texts under `json_keys` of JSONL files (also .gz, .zst; globs) and write a tokenizer.json.
 
@@ -352,7 +355,11 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    with Progress("tokenizer", None, show=show_progress) as progress, ThreadPoolExecutor(1) as thread:
+        training = thread.submit(tokenizer.train_from_iterator, texts(), trainer)
+        while wait([training], REDRAWN).not_done:
+            progress.update(counts["bytes"], f"{counts['bytes'] / 1e6:.1f} MB of text read")
+        training.result()
     if counts["bytes"] == 0:
         raise DataError(
             f"no text was found under {', '.join(json_keys)} in {', '.join(map(str, paths))}; "

@@ -20,6 +20,7 @@ from megalith.bridge.families import FAMILIES, family_of
 from megalith.bridge.family import Family, Group
 from megalith.bridge.load import load_source
 from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.bridge.verify import without_bars
 from megalith.checkpoint.state import Model, base_shards
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
@@ -230,15 +231,8 @@ def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
                 sharded: Mapping[str, ShardedParameter], has_gradients: Callable[[], bool]) -> None:  # fmt: skip
     """Gives a module, which may be on the meta device, the tensors of published names. `sharded`: by its names, what
     trains in their place; `has_gradients`: whether that has gradients of a step."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_bars():
         fresh = type(module).from_pretrained(None, config=module.config, state_dict=state).to(dtype)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     filled, gathered = fresh.state_dict(), {}
     for name, parameter in fresh.named_parameters(remove_duplicate=False):
         if id(parameter) not in gathered:
