@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.cli.parser import group, leaf
 from megalith.errors import CheckpointError, ConfigError, printable
+from megalith.progress import Progress
 
 if TYPE_CHECKING:
     from megalith.checkpoint.read import Checkpoint
@@ -311,14 +312,12 @@ def run_list(args: argparse.Namespace) -> int:
         except CheckpointError as error:
             rows.append((folder.name, "-", "-", "-", "-", f"unreadable: {error}"))
             continue
-        when = modified(folder / MANIFEST)
-        size = sum(record.bytes for record in manifest.files.values())
         rows.append(
             (
                 folder.name,
                 str(manifest.consumed_samples),
-                when.strftime("%Y-%m-%d %H:%M:%S"),
-                _size(size),
+                modified(folder / MANIFEST).strftime("%Y-%m-%d %H:%M:%S"),
+                _size(sum(record.bytes for record in manifest.files.values())),
                 str(len(manifest.files)),
                 " ".join(manifest.tensors),
             )
@@ -345,10 +344,8 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_hash(args: argparse.Namespace) -> int:
     from megalith.checkpoint.fingerprint import tensor_digests, total_digest
     from megalith.checkpoint.rewrite import part_bytes
-    from megalith.progress import Progress
 
-    digests = []
-    checkpoint = _open(args.path, args.part)
+    digests, checkpoint = [], _open(args.path, args.part)
     with Progress("hash", part_bytes(checkpoint, args.part)) as progress:
         for part in _parts(checkpoint, args.part):
             for name, digest in tensor_digests(checkpoint, part, progress):
@@ -361,7 +358,6 @@ def run_hash(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     from megalith.checkpoint.fingerprint import differences
     from megalith.checkpoint.rewrite import part_bytes
-    from megalith.progress import Progress
 
     a, b = _open(args.a, args.part), _open(args.b, args.part)
     found = same = 0
