@@ -29,8 +29,21 @@ NEWEST = 128 * 1024  # bytes of a file that a look reads
 MEAN_OF = 20  # steps that the time left is reckoned by
 QUIET = 10  # step times, and as many seconds, after which a run has stopped writing
 EVENTS_SHOWN = 5
-COLUMNS = ("run", "step", "loss", "", "validation", "lr", "tok/s/device", "MFU", "GB", "left", "wrote")
-NARROW = ("run", "step", "loss", "", "left", "wrote")  # of a terminal below WIDE columns
+COLUMNS = (
+    "run",
+    "step",
+    "loss",
+    "",
+    "reward",
+    "validation",
+    "lr",
+    "tok/s/device",
+    "MFU",
+    "GB",
+    "left",
+    "wrote",
+)
+NARROW = ("run", "step", "loss", "", "reward", "left", "wrote")  # of a terminal below WIDE columns
 WIDE = 120
 
 
@@ -58,10 +71,15 @@ def watch(
 def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]:
     """A row a run with the newest events below, and whether every run has made its last step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [n for n, heading in enumerate(COLUMNS) if width >= WIDE or heading in NARROW]
+    looks = [Look(printable(name), folder) for name, folder in runs.items()]
+    absent = () if any(look.has_rewards for look in looks) else ("reward",)
+    shown = [
+        n
+        for n, heading in enumerate(COLUMNS)
+        if (width >= WIDE or heading in NARROW) and heading not in absent
+    ]
     for n in shown:
         table.add_column(COLUMNS[n], justify="left" if n == 0 else "right", no_wrap=n > 0, overflow="fold")
-    looks = [Look(printable(name), folder) for name, folder in runs.items()]
     for look in looks:
         row = look.row()
         table.add_row(*(row[n] for n in shown))
@@ -92,6 +110,11 @@ class Look:
     def ended(self) -> bool:
         return self._total is not None and self.step >= self._total
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether it is a run of GRPO."""
+        return number(self._last.get("rewards_mean")) is not None
+
     def row(self) -> list[Text]:
         """A cell for each of COLUMNS."""
         steps = f"{self.step:,}" + (f"/{self._total:,}" if self._total else "")
@@ -101,6 +124,7 @@ class Look:
             steps,
             self._figure("loss", "{:.4f}"),
             sparkline([loss for _, loss in points(self._steps, "loss")]),
+            self._figure("rewards_mean", "{:.4f}"),
             f"{checks[-1][1]:.4f}" if checks else "–",
             self._figure("lr", "{:.2e}"),
             si(speed) if (speed := number(self._last.get("tokens_per_second_per_device"))) else "–",

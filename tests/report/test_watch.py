@@ -21,9 +21,22 @@ def test_a_row_has_the_newest_figures_and_the_time_left_by_the_last_steps(tmp_pa
     run = run_folder(tmp_path / "run")
     (run / "config.yaml").write_text("train: {train_iters: 3660}")
     row = next(line for line in shown([run], once=True).splitlines() if "3,660" in line)
-    for figure in ("60/3,660", "2.3983", "2.5000", "1.00e-03", "5.00k", "40.0%", "3.0", "0:00:40", "ago"):
+    for figure in (
+        "60/3,660",
+        "2.3983",
+        "1.0000",
+        "2.5000",
+        "1.00e-03",
+        "5.00k",
+        "40.0%",
+        "3.0",
+        "0:00:40",
+        "ago",
+    ):
         assert figure in row
     assert "far above" in shown([run], once=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
+    assert "reward" not in shown([run], once=True)
 
 
 def test_it_ends_when_every_run_has_made_its_last_step(tmp_path):
