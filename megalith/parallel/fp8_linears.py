@@ -16,7 +16,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.fp8 import (
     AmaxTable,
     BlockGemm,
@@ -32,7 +32,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug
 
 NAMES = {
-    "linear_qkv", "linear_proj", "linear_in", "linear_out", "linear_fc1", "linear_fc2",
+    "linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_in", "linear_out", "linear_fc1", "linear_fc2",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 }  # fmt: skip
 
@@ -63,14 +63,14 @@ def casts_weights_once(config: RunConfig) -> bool:
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
     """The linears and experts of a model, or of a stage of it, that compute in FP8, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if parts[0] != "layers" or len(parts) < 3 or not is_in_fp8(int(parts[1]), config):
-            continue
-        if isinstance(module, GroupedLinear) or (isinstance(module, Linear) and parts[-1] in NAMES):
-            found[name] = module
-    return found
+    return {
+        f"{layer_name}.{name}": module
+        for layer_name, layer in layers_of(model).items()
+        if is_in_fp8(layer.number, config)
+        for name, module in layer.named_modules()
+        if isinstance(module, GroupedLinear)
+        or (isinstance(module, Linear) and name.rpartition(".")[2] in NAMES)
+    }
 
 
 def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> AmaxTable | None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fp8_job import (
     Fp8Outcome,
-    bert_config,
     block_config,
+    encoder_config,
     expert_config,
     figures_of_steps,
     fp8_config,
@@ -33,12 +33,21 @@ from megalith.parity.job import start, state_by_name
 from megalith.planner.layout import with_cached_weights
 from megalith.training.build import build_meta_model
 
+RECIPES = "delayed", "tensorwise", "blockwise"
+ENCODERS = {
+    "bert": "bert post-LN, dropout",
+    "t5": "t5 dropout",
+    "t5 recompute": "t5 learned positions, untied, recompute all",
+}
 MAKERS = {
     "delayed": fp8_config,
     "tensorwise": functools.partial(fp8_config, fp8_recipe="tensorwise"),
     "blockwise": block_config,
     "experts": expert_config,
-    "bert": bert_config,
+} | {
+    f"{name} {recipe}": functools.partial(encoder_config, run=run, recipe=recipe)
+    for name, run in ENCODERS.items()
+    for recipe in RECIPES
 }
 
 
@@ -57,6 +66,8 @@ CASES = [
     ("delayed", "tp2-sp-dp2-zero3", 1e-6, 1e-4),
     ("blockwise", "tp2-sp", 5e-3, 5e-4),
     ("experts", "tp2-etp2", 5e-6, 1e-4),
+    ("bert delayed", "cp2", 1e-6, 1e-6),
+    ("t5 recompute delayed", "tp2-sp-pp2", 1e-6, 1e-6),
 ]
 MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("delayed", "cp2", 1e-4, 1e-4),
@@ -66,9 +77,12 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     ("tensorwise", "cp2", 1e-4, 1e-4),
     ("tensorwise", "pp2", 1e-7, 1e-6),
     ("blockwise", "pp2", 1e-7, 1e-6),
-    ("bert", "tp2-sp", 1e-6, 1e-4),
-    ("bert", "cp2", 1e-4, 1e-4),
-    ("bert", "pp2", 1e-7, 1e-6),
+    ("bert tensorwise", "cp2", 1e-6, 1e-6),
+    *((f"bert {recipe}", "pp2-zero_bubble", 1e-6, 1e-6) for recipe in RECIPES),
+    *((f"{name} {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for name in ("bert", "t5") for recipe in RECIPES),
+    *((f"t5 {recipe}", "tp2-sp-pp2", 1e-6, 1e-5) for recipe in RECIPES),
+    ("t5 recompute tensorwise", "tp2", 1e-6, 1e-6),
+    ("t5 recompute blockwise", "pp2", 1e-7, 1e-5),
 ]
 
 
@@ -160,6 +174,11 @@ def test_an_infinity_that_the_clamp_hides_skips_the_step_and_leaves_the_scales()
             "a rank's chunk 32",
         ),
         ({"model.ffn_hidden_size": 40}, "ffn_hidden_size 40"),
+        (
+            {"model.model_type": "t5", "model.num_query_groups": 0, "data.decoder_seq_length": 24}
+            | {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+            "tokens under sequence_parallel in the decoder 24",
+        ),
         ({"train.first_last_layers_bf16": True, "train.num_layers_at_end_in_bf16": 3}, "leave none of the 2"),
     ],
 )
@@ -173,6 +192,13 @@ def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtyp
     train = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
     config = fp8_config(None, **train).with_settings({"model.num_layers": 4})
     assert {name.split(".")[1] for name in fp8_modules(build_meta_model(config), config)} == {"2"}
+
+
+def test_both_stacks_of_an_encoder_decoder_compute_in_fp8():
+    config = encoder_config(None, ENCODERS["t5"])
+    cross = [f"layers.1.cross_attention.{name}" for name in ("linear_q", "linear_kv", "linear_proj")]
+    stacks = [f"{stack}.{name}" for stack in ("encoder.layers.0", "layers.1") for name in LINEARS]
+    assert {*fp8_modules(build_meta_model(config), config)} == {*stacks, *cross}
 
 
 def test_the_scale_of_a_tensor_is_that_of_all_ranks_that_hold_shards_of_it():

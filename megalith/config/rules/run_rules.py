@@ -417,22 +417,21 @@ def check_fp8(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
-    parallel = config.parallel
-    tokens = config.train.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
-    yield "tokens of a micro-batch", tokens
+    parallel, data = config.parallel, config.data
+    lengths = {"": data.seq_length}
     if config.model.encoder_layers:
-        yield (
-            "tokens of a micro-batch in the decoder",
-            config.train.micro_batch_size * config.data.decoder_length,
-        )
-    if parallel.overlaps:  # by halves
-        tokens //= 2
-        yield "tokens of half a micro-batch", tokens
+        lengths[" in the decoder"] = data.decoder_length
+    for where, length in lengths.items():
+        tokens = config.train.micro_batch_size * length // parallel.context_parallel_size
+        yield f"tokens of a micro-batch{where}", tokens
+        if parallel.overlaps:  # by halves
+            tokens //= 2
+            yield f"tokens of half a micro-batch{where}", tokens
+        if parallel.sequence_parallel:
+            yield f"tokens under sequence_parallel{where}", tokens // parallel.tensor_model_parallel_size
     if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
         # else a block would have other tokens than in one process
-        yield "tokens of a rank's chunk", config.data.seq_length // (2 * parallel.context_parallel_size)
-    if parallel.sequence_parallel:
-        yield "tokens under sequence_parallel", tokens // parallel.tensor_model_parallel_size
+        yield "tokens of a rank's chunk", data.seq_length // (2 * parallel.context_parallel_size)
 
 
 def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
