@@ -1,6 +1,15 @@
 """How far a model's predictions are from a teacher's, without either's logits: chunk by chunk, matmuls and divergence.
 
-As in ops/cross_entropy.py, a chunk's
+As in ops/cross_entropy.py, a chunk's gradient is made in the same pass as its loss, and its logits are gone after it.
+
+A teacher's predictions come from the end of its own pass, or were stored: the k largest log-probabilities K of each
+token and that of all others together, the tail. Then distributions of k + 1 entries are compared,
+
+    D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
+
+the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It is also the divergence from p over the
+whole vocabulary if p's tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and so is its gradient by the logits,
+q − p̃: so p̃ is all that is made here, and the same holds of the reverse divergence.
 """
 
 from __future__ import annotations
@@ -9,10 +18,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.comm.collectives import Axis, all_gather_replicated, all_reduce_no_grad
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.cross_entropy import add_matmul, real_logits, softcap_slope, tokens_at_once
 
@@ -20,19 +30,100 @@ Divergence = Literal["forward_kl", "reverse_kl"]
 
 
 @dataclass(frozen=True)
-class Taught:
-    """What a teacher says of the tokens of a pass: the end of its own pass, and how it is learned from."""
+class TeacherOutput:
+    """The end of a teacher's pass."""
 
     hidden: Tensor  # [tokens, its hidden size]: what its output matrix reads
     weight: Tensor  # [padded vocab or this rank's rows, its hidden size]
     bias: Tensor | None  # likewise [rows]
     softcap: float | None
+
+    def split(self, size: int) -> list[TeacherOutput]:
+        weight = self.weight.to(self.hidden.dtype)
+        bias = None if self.bias is None else self.bias.to(self.hidden.dtype)
+        chunks = self.hidden.reshape(-1, weight.shape[1]).split(size)
+        return [TeacherOutput(chunk, weight, bias, self.softcap) for chunk in chunks]
+
+    def logits(self, row: Tensor, real: int, *_model) -> Tensor:
+        """[tokens, rows here]."""
+        return real_logits(self.hidden, self.weight, row, real, self.softcap, self.bias)[0]
+
+
+@dataclass(frozen=True)
+class TopLogProbs:
+    """What was stored of a teacher's softmax(logits / T)."""
+
+    indices: Tensor  # int64 [..., k]: the likeliest entries, as rows of this rank's shard of the vocabulary
+    logprobs: Tensor  # float32 [..., k + 1]: of these, and of all others together; NONE where there are none
+
+    def split(self, size: int) -> list[TopLogProbs]:
+        flat = self.indices.flatten(0, -2).split(size), self.logprobs.flatten(0, -2).split(size)
+        return [TopLogProbs(*chunk) for chunk in zip(*flat)]
+
+    def logits(self, row: Tensor, real: int, logits: Tensor, temperature: float, axis: Axis) -> Tensor:
+        """log p̃ · T [tokens, rows here] in fp32, for the model's own logits."""
+        own = (self.indices >= 0) & (self.indices < logits.shape[1])  # [tokens, k]
+        at = torch.where(own, self.indices, logits.shape[1])  # a column more for those of other ranks
+        wide = F.pad(logits.float() / temperature, (0, 1), value=NONE)
+        rest = wide.scatter(1, at, NONE)
+        log_sum = rest.logsumexp(1, keepdim=True)  # of the model's tail
+        if axis.size > 1:
+            largest = all_reduce_no_grad(log_sum, axis, "max")
+            log_sum = largest + all_reduce_no_grad((log_sum - largest).exp(), axis).log()
+        *_, tail = self.logprobs.split([at.shape[1], 1], 1)
+        completed = (rest - log_sum + tail).clamp(min=NONE).scatter(1, at, self.logprobs[:, :-1])
+        return completed[:, :-1] * temperature
+
+
+NONE = -1e30  # the log-probability of nothing: a number, which a difference of two leaves one
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher says of the tokens of a pass, and how it is learned from."""
+
+    teacher: TeacherOutput | TopLogProbs
     share: float
     """α: the loss of a token is (1 − α) · cross-entropy + α · T² · divergence (Hinton et al. 2015)."""
     temperature: float
     """T: the divergence is that of softmax(logits / T)."""
     divergence: Divergence
     """Of p, the teacher's, and q, the model's: forward Σ p · log(p / q), reverse Σ q · log(q / p)."""
+
+
+@torch.no_grad()
+def linear_top_logprobs(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    k: int,
+    vocab_size: int,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    *,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+    first: int = 0,
+    rows: int | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of softmax(logits / temperature), the largest first, and that of all other
+    entries together, float32 [..., k + 1]; and which entries the k are, int64 [..., k]. The same on every rank."""
+    flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
+    added, real = None if bias is None else bias.to(hidden.dtype), max(0, vocab_size - first)
+    none, found = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
+    for x in flat.split(tokens_at_once(2 * (rows or weight.shape[0]), hidden.device.type)):
+        z = real_logits(x, matrix, none, real, softcap, added)[0].float() / temperature
+        largest, at = F.pad(z, (0, max(0, k - z.shape[1])), value=NONE).topk(k)
+        largest, at = (all_gather_replicated(each, axis, 1) for each in (largest, at + first))
+        values, places = largest.topk(k)
+        indices = at.gather(1, places)
+        here = torch.where((indices >= first) & (indices < first + z.shape[1]), indices - first, z.shape[1])
+        rest = F.pad(z, (0, 1), value=NONE).scatter(1, here, NONE)
+        parts = torch.stack([z.logsumexp(1), rest.logsumexp(1)], 1)  # of all, and of the tail
+        most = all_reduce_no_grad(parts, axis, "max")
+        whole, tail = (most + all_reduce_no_grad((parts - most).exp(), axis).log()).split(1, 1)
+        found.append((torch.cat([values - whole, (tail - whole).clamp(min=NONE)], 1), indices))
+    logprobs, indices = (torch.cat(each).unflatten(0, hidden.shape[:-1]) for each in zip(*found))
+    return logprobs, indices
 
 
 def linear_distillation(
@@ -89,17 +180,16 @@ class _LinearDistillation(torch.autograd.Function):
         scale: Tensor | None,
         bias: Tensor | None,  # [rows]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        matrix, teacher = weight.to(hidden.dtype), taught.weight.to(taught.hidden.dtype)
-        added, teachers = (None if x is None else x.to(hidden.dtype) for x in (bias, taught.bias))
+        matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
         factor = torch.ones((), device=hidden.device) if scale is None else scale
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grads, found = [], []
-        whole = (hidden, taught.hidden.reshape(-1, teacher.shape[1]), index, weights)
-        for x, told, row, w in zip(*(t.split(chunk) for t in whole)):
+        whole = (hidden, taught.teacher, index, weights)
+        for x, teacher, row, w in zip(*(t.split(chunk) for t in whole)):
             logits, at, own = real_logits(x, matrix, row, real, softcap, added)
-            expected = real_logits(told, teacher, row, real, taught.softcap, teachers)[0]
+            expected = teacher.logits(row, real, logits, taught.temperature, axis)
             logprobs, divergences, grad = _of_logits(logits, expected, at, own, taught, axis)
             found.append((logprobs, divergences))
             if wants_gradient:

@@ -8,7 +8,13 @@ from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.ops import cross_entropy
-from megalith.ops.distillation_loss import Taught, linear_distillation
+from megalith.ops.distillation_loss import (
+    Taught,
+    TeacherOutput,
+    TopLogProbs,
+    linear_distillation,
+    linear_top_logprobs,
+)
 from megalith.parallel.mesh import build_mesh
 
 VOCAB, PADDED, HIDDEN, TEACHER, SHAPE = 36, 48, 12, 20, (3, 11)
@@ -31,7 +37,8 @@ def inputs():
 def plain(hidden, weight, labels, weights, taught, softcap, bias):
     cap = lambda x, c: x if c is None else c * torch.tanh(x / c)  # noqa: E731
     z = cap(hidden @ weight[:VOCAB].T + bias[:VOCAB], softcap)
-    t = cap(taught.hidden @ taught.weight[:VOCAB].T + taught.bias[:VOCAB], taught.softcap)
+    by = taught.teacher
+    t = cap(by.hidden @ by.weight[:VOCAB].T + by.bias[:VOCAB], by.softcap)
     q, p = (F.log_softmax(x / taught.temperature, -1) for x in (z, t))
     into, of = (q, p) if taught.divergence == "forward_kl" else (p, q)
     divergences = F.kl_div(into, of, log_target=True, reduction="none").sum(-1)
@@ -47,7 +54,7 @@ def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature,
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
     hidden, weight, labels, weights, told, teacher = inputs()
     bias, teachers = (torch.linspace(0, end, PADDED, requires_grad=end < 2) for end in (1, 2))
-    taught = Taught(told, teacher, teachers, softcap and 5.0, 0.7, temperature, divergence)
+    taught = Taught(TeacherOutput(told, teacher, teachers, softcap and 5.0), 0.7, temperature, divergence)
     given = (hidden, weight, labels, weights, taught)
     found = linear_distillation(*given, VOCAB, softcap, torch.tensor(4.0), bias=bias)
     grads = torch.autograd.grad(3 * found[0], [hidden, weight, bias])
@@ -60,7 +67,7 @@ def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature,
 
 def test_of_itself_a_model_learns_nothing():
     hidden, weight, labels, weights, *_ = inputs()
-    taught = Taught(hidden.detach(), weight.detach(), None, None, 1.0, 2.0, "forward_kl")
+    taught = Taught(TeacherOutput(hidden.detach(), weight.detach(), None, None), 1.0, 2.0, "forward_kl")
     loss, _, divergences = linear_distillation(hidden, weight, labels, weights, taught, VOCAB)
     loss.backward()
     assert (
@@ -74,23 +81,79 @@ def test_a_temperature_beyond_fp32_is_refused(temperature):
         RunConfig.from_tree({"distill": {"teacher": "x", "temperature": temperature}})
 
 
-def of_a_shard(size: int, divergence: str) -> list[torch.Tensor]:
+def by_tail(z, p, k, temperature, divergence):
+    """Of logits z and a teacher's log-probabilities p [tokens, vocab] the divergence of k + 1 entries: its k likeliest,
+    and one that stands for all others (Anshumann et al. 2025)."""
+    top = p.topk(k).indices
+    others = torch.ones_like(p, dtype=torch.bool).scatter(1, top, False)
+    q = F.log_softmax(z / temperature, -1)
+    log_q, log_p = (
+        torch.cat([x.gather(1, top), torch.where(others, x.exp(), 0.0).sum(1, keepdim=True).log()], 1)
+        for x in (q, p)
+    )
+    return (log_p.exp() * (log_p - log_q) if divergence == "forward_kl" else log_q.exp() * (log_q - log_p)).sum(1)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_of_stored_log_probabilities_it_is_that_of_the_likeliest_and_a_tail(divergence, softcap, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)
+    hidden, weight, labels, weights, told, teacher = inputs()
+    logprobs, indices = linear_top_logprobs(told, teacher, 5, VOCAB, softcap and 5.0, 1.5)
+    t = told @ teacher[:VOCAB].T
+    t = t if softcap is None else 5 * torch.tanh(t / 5)
+    p = F.log_softmax(t / 1.5, -1).flatten(0, 1)
+    assert torch.equal(indices.flatten(0, 1), p.topk(5).indices)
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(SHAPE))
+    torch.testing.assert_close(logprobs[..., :5].flatten(0, 1), p.topk(5).values)
+
+    taught = Taught(TopLogProbs(indices, logprobs), 0.7, 1.5, divergence)
+    found = linear_distillation(hidden, weight, labels, weights, taught, VOCAB, softcap)
+    z = (hidden @ weight[:VOCAB].T).flatten(0, 1)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    divergences = by_tail(z, p, 5, 1.5, divergence)
+    entropies = F.cross_entropy(z, labels.flatten(), reduction="none")
+    loss = (weights.flatten() * (0.3 * entropies + 0.7 * 1.5**2 * divergences)).sum()
+    torch.testing.assert_close(found[0], loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[2].flatten(), divergences, rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(torch.autograd.grad(x, [hidden, weight]) for x in (found[0], loss))):
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_of_all_stored_log_probabilities_it_is_that_of_the_teacher(divergence):
+    hidden, weight, labels, weights, told, teacher = inputs()
+    logprobs, indices = linear_top_logprobs(told, teacher, VOCAB, VOCAB, None, 2.0)
+    found = []
+    for by in (TeacherOutput(told, teacher, None, None), TopLogProbs(indices, logprobs)):
+        taught = Taught(by, 0.7, 2.0, divergence)
+        loss, *each = linear_distillation(hidden, weight, labels, weights, taught, VOCAB)
+        found.append([loss, *each, *torch.autograd.grad(loss, [hidden, weight])])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def of_a_shard(size: int, divergence: str, k: int | None) -> list[torch.Tensor]:
     """On a rank of tensor parallelism: the results, and the gradients of its part. The last has padding alone."""
     axis = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu").tp if size > 1 else Axis()
     hidden, weight, labels, weights, told, teacher = inputs()
     rows = PADDED // size
     own = slice(axis.rank * rows, axis.rank * rows + rows)
-    taught = Taught(told, teacher[own], None, None, 0.4, 1.5, divergence)
-    part = weight.detach()[own].requires_grad_()
     shard = dict(axis=axis, first=own.start, rows=rows)
+    by = TeacherOutput(told, teacher[own], None, None)
+    if k is not None:
+        logprobs, indices = linear_top_logprobs(told, teacher[own], k, VOCAB, None, 1.5, **shard)
+        by = TopLogProbs(indices - own.start, logprobs)
+    taught = Taught(by, 0.4, 1.5, divergence)
+    part = weight.detach()[own].requires_grad_()
     found = linear_distillation(hidden, part, labels, weights, taught, VOCAB, **shard)
     found[0].backward()
     return [*(x.detach() for x in found), hidden.grad, part.grad]
 
 
 def test_over_a_vocabulary_in_shards_it_is_the_same(pool):
-    for divergence in ("forward_kl", "reverse_kl"):
-        one, ranks = of_a_shard(1, divergence), pool.run(of_a_shard, 4, divergence)
+    for given in (("forward_kl", None), ("reverse_kl", None), ("forward_kl", 15), ("reverse_kl", VOCAB)):
+        one, ranks = of_a_shard(1, *given), pool.run(of_a_shard, 4, *given)
         for *found, _, _ in ranks:
             for a, b in zip(found, one):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
