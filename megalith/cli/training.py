@@ -28,16 +28,18 @@ PROGRAMS = {
     "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
     "dpo": "train on preferences, chosen and rejected answers, as a run file says",
     "distill": "train on a larger model's predictions, as a run file says",
+    "teacher-logits": "store a larger model's predictions for `distill`, as a run file says",
     "grpo": "train by GRPO on what the model samples, or on rollouts from files, as a run file says",
 }
 """The commands that take a run file, with their help."""
 
-TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|grpo [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key …]
 
 `sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
 `dpo` trains on pairs of a chosen and a rejected answer, with dpo.enabled.
 `distill` is `train`, or with sft.enabled `sft`, by what distill.teacher predicts.
+`teacher-logits` writes these predictions into distill.logits_dir, where `distill` then finds them.
 `grpo` trains by GRPO and its kin on completions of rl.prompts, or on files of rollouts (rl.rollouts); with --dry-run it
 reads the prompts, calls the rewards once, says layout and memory, and ends.
 
@@ -55,7 +57,7 @@ What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun 
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train|sft|dpo|distill|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    """`megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
     if program in ("sft", "dpo"):
         arguments = [*arguments, f"--{program}.enabled"]
@@ -114,6 +116,11 @@ def train(arguments: list[str]) -> int:
         from megalith.rl.dpo import train_dpo as train
     if program == "distill":
         from megalith.rl.distill import train_distilled as train
+    if program == "teacher-logits":
+        from megalith.rl.distill import store_logits
+
+        store_logits(config)
+        return 0
     return exit_code(train(config).ended)
 
 

@@ -90,10 +90,17 @@ class DistillConfig(Section):
     """Learning from a larger model's predictions (`megalith distill`; docs/distillation.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
-    needs: ClassVar[Needs] = Needs("teacher")
+    needs: ClassVar[Needs] = Needs("teacher_or_logits")
 
     teacher: str | None = None
     """A model of the same vocabulary: a folder of Hugging Face's or Megatron-LM's, or a run. It stays as it is."""
+
+    logits_dir: str | None = None
+    """A folder of the teacher's predictions for this run's samples, which `megalith teacher-logits` writes: `distill`
+    then reads them, and has no second model."""
+
+    logits_top_k: Annotated[PositiveInt, Needs("logits_dir")] = 64
+    """So many of the likeliest entries of the vocabulary are stored after each token; all others count as one."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
     """α: a token's loss is (1 − α) · cross-entropy + α · T² · divergence."""
@@ -103,6 +110,11 @@ class DistillConfig(Section):
 
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
     """forward_kl takes the mean over the teacher's predictions, reverse_kl over the student's own."""
+
+    @property
+    def teacher_or_logits(self) -> str | None:
+        """distill.logits_dir or distill.teacher, what is learned from."""
+        return self.logits_dir or self.teacher
 
 
 MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {

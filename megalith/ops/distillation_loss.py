@@ -7,9 +7,9 @@ token and that of all others together, the tail. Then distributions of k + 1 ent
 
     D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
 
-the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It is also the divergence from p over the
-whole vocabulary if p's tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and so is its gradient by the logits,
-q − p̃: so p̃ is all that is made here, and the same holds of the reverse divergence.
+the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It is also the divergence over the whole
+vocabulary of a p whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and its gradient by the logits is that
+one's too, q − p̃. So p̃ is all that is made here; of the reverse divergence the same is true.
 """
 
 from __future__ import annotations

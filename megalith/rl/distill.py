@@ -3,6 +3,9 @@
 The teacher is a second model in the run's layout, frozen and in the run's precision. A step's micro-batches go through
 it first, without its output matrix; the student's pass then makes both models' logits chunk by chunk
 (ops/distillation_loss.py), so that neither's exist whole. Data are those of `megalith train`, or of `megalith sft`.
+
+Or its predictions were stored (data/stored_logits.py): `megalith teacher-logits` asks it about every sample of the run,
+and the student reads them, in whatever layout, without a second model.
 """
 
 from __future__ import annotations
@@ -15,19 +18,33 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.load import begin_from, with_init_from
+from megalith.comm.collectives import all_gather_replicated, gather_json
 from megalith.config import RunConfig
+from megalith.config.rl import DistillConfig
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.loader import Loader
+from megalith.data.stored_logits import LogitsRecord, StoredLogits, digests_of
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.launch.launcher import end_distributed, init_distributed, this_process
 from megalith.models.loss import Loss, OutputLoss
-from megalith.ops.distillation_loss import Taught, linear_distillation
-from megalith.parallel.mesh import Mesh
+from megalith.ops.distillation_loss import (
+    Taught,
+    TeacherOutput,
+    TopLogProbs,
+    linear_distillation,
+    linear_top_logprobs,
+)
+from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.parallel_model import LOSSES, ParallelModel
 from megalith.planner.counts import count_parameters
+from megalith.planner.layout import with_auto
 from megalith.rl.objective import SummedLoss
 from megalith.rl.reference import StepData
-from megalith.training.build import Data, build_model, complete, vocabulary_rows
+from megalith.training.build import Data, build_model, complete, prepare, vocabulary_rows
+from megalith.training.process import machine_of, prepare_process
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -41,19 +58,87 @@ STUDENTS = ("recompute_granularity", "recompute_method", "recompute_num_layers",
 
 def train_distilled(config: RunConfig) -> TrainingResult:
     """Trains on a teacher's predictions, as `megalith.train` does on a dataset's tokens; raises as it does."""
-    if config.distill.teacher is None:
+    if config.distill.teacher_or_logits is None:
         raise ConfigError(
-            "distill.teacher is not set, so there is nobody to learn from; name a model's folder"
+            "distill.teacher is not set, so there is nobody to learn from; name a model's folder, or one of its "
+            "predictions by distill.logits_dir"
         )
     return train(config, DistillationTask())
 
 
+def store_logits(config: RunConfig) -> None:
+    """Writes what the teacher predicts for the samples of the run into `distill.logits_dir`; goes on with what is
+    there. Every process of the run calls it, in any layout. Raises ConfigError and DataError as `train` does."""
+    distill = config.distill
+    if distill.teacher is None or distill.logits_dir is None:
+        raise ConfigError(
+            f"distill.teacher is {distill.teacher} and distill.logits_dir {distill.logits_dir}, but a teacher's "
+            "predictions come from the one and go into the other; set both"
+        )
+    process = this_process()
+    config, tokenizer, _ = prepare(config, process.world_size)
+    device = prepare_process(config, process.local_rank)
+    init_distributed(device)
+    try:
+        config, _ = with_auto(config, process.world_size, machine_of(config, device))
+        experts = config.model.num_experts is not None
+        mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
+        write_logits(config, tokenizer, mesh, device)
+    finally:
+        end_distributed()
+
+
+def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device) -> None:
+    """As `store_logits`, where the processes have found each other."""
+    sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
+    steps = sizes.iterations(config.train)
+    data, teacher = Data(config, sizes, steps, tokenizer, mesh.dp), Teacher(config, mesh, device)
+    is_first = mesh.tp.rank == mesh.cp.rank == mesh.dp.rank == 0
+    writes = is_first and mesh.pp.rank == mesh.pp.size - 1
+    own = (
+        StoredLogits.create(config.distill.logits_dir, _record(config)).samples if mesh.world.rank == 0 else 0
+    )
+    there, total = gather_json(own, mesh.world)[0], sizes.samples_for_iterations(steps)
+    step = next((step for step in range(steps + 1) if sizes.samples_for_iterations(step) >= there), steps)
+    consumed = sizes.samples_for_iterations(step)
+    if there < total and consumed != there:
+        raise ConfigError(
+            f"distill.logits_dir {config.distill.logits_dir} has predictions of {there:,} samples, which is inside of "
+            f"a step of this run (to {consumed:,}); go on with the train.global_batch_size that it was begun with"
+        )
+    folder = StoredLogits(config.distill.logits_dir) if writes else None
+    with data.train_loader(step, consumed, device) as batches:
+        for number in range(step, steps):
+            micro_batches = [next(batches) for _ in range(data.micro_batches(consumed))]
+            consumed = sizes.samples_for_iterations(number + 1)
+            found = teacher.predictions(micro_batches)
+            whole = [torch.cat([all_gather_replicated(x, mesh.dp) for x in each]) for each in zip(*found)]
+            if folder is not None:
+                folder.append(*whole)
+                if (number + 1) % config.log.log_interval == 0 or number + 1 == steps:
+                    print(f"predictions of {consumed:,} of {total:,} samples in {folder.folder}", flush=True)
+
+
+def _record(config: RunConfig) -> LogitsRecord:
+    """What a folder of predictions for this run says of itself."""
+    distill = config.distill
+    return LogitsRecord(
+        teacher=distill.teacher,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.data.seq_length,
+        top_k=min(distill.logits_top_k, config.model.vocab_size),
+        temperature=distill.temperature,
+    )
+
+
 @dataclass
 class TaughtBatch(Batch):
-    """A micro-batch with the end of the teacher's pass over this rank's tokens, as its output matrix reads it; None
-    where that is another pipeline stage."""
+    """A micro-batch with the end of the teacher's pass over this rank's tokens, as its output matrix reads it, or with
+    what was stored of its predictions; None where that is another pipeline stage."""
 
     told: Tensor | None = None
+    indices: Tensor | None = None  # int32 [batch, seq, k]
+    logprobs: Tensor | None = None  # float32 [batch, seq, k + 1]
 
 
 class DistillationTask(Task):
@@ -62,7 +147,8 @@ class DistillationTask(Task):
     shown = ("divergence",)
 
     def begin(self, run: Run) -> TaughtData:
-        teacher = Teacher(run.config, run.mesh, run.device)
+        stored = run.config.distill.logits_dir is not None
+        teacher = StoredTeacher(run) if stored else Teacher(run.config, run.mesh, run.device)
         self.loss = DistillationLoss(run.config, teacher)
         return TaughtData(run, teacher)
 
@@ -75,16 +161,30 @@ class Teacher:
     """The model that is learned from."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device):
-        self.run = teacher_config(config)
+        self.run, self._distill = teacher_config(config), config.distill
         self._mesh, self._device = mesh, device
         self._model: ParallelModel | None = None  # until it is first asked
         self.asked = _Ends()
 
-    def told(self, batches: Sequence[Batch]) -> list[Tensor | None]:
+    @property
+    def note(self) -> str:
+        count = count_parameters(self.run.model).total
+        return (
+            f"the teacher's {count:,} parameters, in fp32, are on the devices too, not in the memory expected"
+        )
+
+    def told(self, batches: Sequence[Batch]) -> list[tuple]:
         """Of each micro-batch what the output matrix reads; None off the last pipeline stage."""
         self._model = self._model or self._load()
         self._model.evaluate(batches, self.asked)
-        return self.asked.take() or [None] * len(batches)
+        return [(end,) for end in self.asked.take() or [None] * len(batches)]
+
+    def predictions(self, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each micro-batch the likeliest entries, their log-probabilities, and digests of the samples, as they are
+        stored; none off the last pipeline stage."""
+        self._model, asked = self._model or self._load(), _Likeliest(self._distill)
+        self._model.evaluate(batches, asked)
+        return [(*each, digests_of(batch).to(self._device)) for each, batch in zip(asked.found, batches)]
 
     @property
     def output(self) -> tuple[Tensor, Tensor | None]:
@@ -102,6 +202,34 @@ class Teacher:
             run.model.init_from, model.chunks, rows, run.train.seed, self._mesh.world, run.checkpoint.trust
         )
         return model
+
+
+class StoredTeacher:
+    """The predictions that a teacher has left."""
+
+    def __init__(self, run: Run):
+        config, self._stored = run.config, StoredLogits(run.config.distill.logits_dir)
+        self._reads = run.mesh.pp.rank == run.mesh.pp.size - 1
+        found, record = self._stored.record, _record(config)
+        for name, setting in (
+            ("vocab_size", "the model's vocabulary"),
+            ("seq_length", "data.seq_length"),
+            ("temperature", "distill.temperature"),
+        ):
+            theirs, ours = getattr(found, name), getattr(record, name)
+            if theirs != ours:
+                raise ConfigError(
+                    f"distill.logits_dir {config.distill.logits_dir} was written with {name} {theirs}, and {setting} "
+                    f"is {ours}; take that of the predictions, or write others"
+                )
+        self.note = (
+            f"the predictions of {found.teacher} are read: of each token the {found.top_k:,} likeliest and the others "
+            f"together, of {self._stored.samples:,} samples"
+        )
+
+    def told(self, batches: Sequence[Batch]) -> list[tuple]:
+        """Of each micro-batch nothing, the likeliest entries and their log-probabilities; () off the last stage."""
+        return [(None, *self._stored.read(batch)) if self._reads else () for batch in batches]
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
@@ -179,12 +307,46 @@ class _Ends(Loss):
         return nothing, None, nothing.sum()
 
 
+class _Likeliest(Loss):
+    """Keeps the likeliest entries after each token of whole micro-batches, and their log-probabilities, in order."""
+
+    def __init__(self, distill: DistillConfig) -> None:
+        self._distill, self.found = distill, []
+
+    def weights(self, batch: Batch) -> Tensor:
+        return batch.loss_mask
+
+    def tokens(self, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    def by_output(self, batch: Batch) -> OutputLoss:
+        return self._find
+
+    def observe(self, logprobs: Tensor, indices: Tensor, batch: Batch) -> None:
+        self.found.append((indices, logprobs))
+
+    def _find(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens: Mapping[str, Tensor],
+        vocab_size: int,
+        softcap: float | None,
+        scale: Tensor | None,
+        **shard,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k, temperature = min(self._distill.logits_top_k, vocab_size), self._distill.temperature
+        found = linear_top_logprobs(hidden, weight, k, vocab_size, softcap, temperature, **shard)
+        return *found, torch.zeros((), device=hidden.device)
+
+
 class DistillationLoss(SummedLoss):
     """(1 − α) · cross-entropy + α · T² · divergence of each token, with the weights of pre-training's loss."""
 
     FIGURES = ("tokens", "lm_loss", "divergence")
 
-    def __init__(self, config: RunConfig, teacher: Teacher):
+    def __init__(self, config: RunConfig, teacher: Teacher | StoredTeacher):
         self.distill, self._teacher = config.distill, teacher
         self._plain = LOSSES["gpt", config.train.calculate_per_token_loss]()
 
@@ -194,8 +356,9 @@ class DistillationLoss(SummedLoss):
     def weights(self, batch: Batch) -> Tensor:
         return self._plain.weights(batch)
 
-    def tokens(self, batch: Batch) -> dict[str, Tensor]:
-        return {"weights": self.weights(batch)}
+    def tokens(self, batch: TaughtBatch) -> dict[str, Tensor]:
+        found = {"weights": self.weights(batch), "indices": batch.indices, "logprobs": batch.logprobs}
+        return {name: each for name, each in found.items() if each is not None}
 
     def by_output(self, batch: TaughtBatch) -> OutputLoss:
         def loss(
@@ -208,8 +371,13 @@ class DistillationLoss(SummedLoss):
             scale: Tensor | None,
             **shard,
         ) -> tuple[Tensor, Tensor, Tensor]:
-            told, how = (batch.told, *self._teacher.output, self._teacher.softcap), self.distill
-            taught = Taught(*told, how.kd_ratio, how.temperature, how.divergence)
+            how = self.distill
+            if batch.indices is not None:
+                indices = tokens["indices"].long() - shard.get("first", 0)
+                by = TopLogProbs(indices, tokens["logprobs"])
+            else:
+                by = TeacherOutput(batch.told, *self._teacher.output, self._teacher.softcap)
+            taught = Taught(by, how.kd_ratio, how.temperature, how.divergence)
             given = (tokens["weights"], taught, vocab_size, softcap, scale)
             total, logprobs, divergences = linear_distillation(hidden, weight, labels, *given, **shard)
             return logprobs, divergences, total
@@ -224,13 +392,10 @@ class DistillationLoss(SummedLoss):
 class TaughtData(StepData):
     """A run's data, in micro-batches with the end of the teacher's pass."""
 
-    def __init__(self, run: Run, teacher: Teacher):
+    def __init__(self, run: Run, teacher: Teacher | StoredTeacher):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
         self._teacher = teacher
-        count = count_parameters(teacher.run.model).total
-        self.notes.append(
-            f"the teacher's {count:,} parameters, in fp32, are on the devices too, not in the memory expected"
-        )
+        self.notes.append(teacher.note)
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
         """Without the teacher: what is evaluated is the cross-entropy."""
@@ -239,6 +404,6 @@ class TaughtData(StepData):
     def completed(self, batches: Sequence[Batch]) -> list[TaughtBatch]:
         told = self._teacher.told(batches)
         return [
-            TaughtBatch(*(getattr(batch, field.name) for field in fields(Batch)), x)
+            TaughtBatch(*(getattr(batch, field.name) for field in fields(Batch)), *x)
             for batch, x in zip(batches, told, strict=True)
         ]

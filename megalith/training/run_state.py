@@ -156,9 +156,10 @@ class Task:
             raise ConfigError(
                 "dpo.enabled is what `megalith dpo` sets; use that, or leave it out to pre-train"
             )
-        if run.config.distill.teacher is not None:
+        if run.config.distill.teacher_or_logits is not None:
             raise ConfigError(
-                "distill.teacher is what `megalith distill` learns from; use that, or leave it out"
+                "distill.teacher and distill.logits_dir are what `megalith distill` learns from; use that, or leave "
+                "them out"
             )
         return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
 

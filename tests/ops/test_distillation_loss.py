@@ -91,7 +91,9 @@ def by_tail(z, p, k, temperature, divergence):
         torch.cat([x.gather(1, top), torch.where(others, x.exp(), 0.0).sum(1, keepdim=True).log()], 1)
         for x in (q, p)
     )
-    return (log_p.exp() * (log_p - log_q) if divergence == "forward_kl" else log_q.exp() * (log_q - log_p)).sum(1)
+    return (
+        log_p.exp() * (log_p - log_q) if divergence == "forward_kl" else log_q.exp() * (log_q - log_p)
+    ).sum(1)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

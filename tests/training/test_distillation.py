@@ -1,19 +1,24 @@
 """Learning from a teacher's predictions: transformers' logits give the same loss and norm, in every layout."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from models.reference import LLAMA, random_reference
 
 from megalith.config import RunConfig
-from megalith.errors import ConfigError
+from megalith.data.stored_logits import StoredLogits
+from megalith.errors import ConfigError, DataError
+from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start
-from megalith.rl.distill import DistillationTask
+from megalith.rl.distill import DistillationTask, store_logits, write_logits
+from megalith.training.build import prepare
 from megalith.training.trainer import train
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +54,26 @@ def job(config: RunConfig) -> Outcome:
     return run_job(config, task=DistillationTask())
 
 
+def writes(config: RunConfig) -> None:
+    """The teacher's predictions, by the ranks of the pool."""
+    mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
+    write_logits(prepare(config, dist.get_world_size())[0], None, mesh, torch.device("cpu"))
+
+
+def stored(models: dict, k: int, **sections) -> RunConfig:
+    """A run whose teacher's predictions are those of this folder."""
+    settings = {"distill": {"logits_dir": str(models["folder"] / f"logits{k}"), "logits_top_k": k}}
+    return config_of(models, **settings | sections)
+
+
+@pytest.fixture(scope="module")
+def predictions(models) -> dict:
+    """Of every entry of the vocabulary, and of 6."""
+    for k in (6, LLAMA["vocab_size"]):
+        store_logits(stored(models, k))
+    return models
+
+
 def by_transformers(models: dict, batch, distill) -> tuple[float, float, float]:
     """Loss, cross-entropy and divergence of a batch, and the norm of the loss's gradient, over whole logits."""
     student, labels = models["student"], batch.labels.flatten()
@@ -82,13 +107,21 @@ def test_loss_and_gradient_are_those_of_transformers(models, divergence):
     assert (figures["lm_loss"], figures["divergence"]) == pytest.approx((entropy, divergence), rel=1e-5)
 
 
-def test_every_layout_equals_one_process(pool, models):
+def parallel(name: str) -> dict:
+    """A layout's settings; the student has 3 layers, the teacher 4."""
+    return LAYOUTS[name].parallel | ({"decoder_first_pipeline_num_layers": 1} if name == "pp2" else {})
+
+
+def test_every_layout_equals_one_process(pool, predictions):
+    models = predictions
     cases, ones = {}, {"": job(config_of(models))}
     for name in ("tp2-sp", "pp2", "cp2", "dp2-zero3"):
-        parallel = dict(LAYOUTS[name].parallel)
-        if name == "pp2":
-            parallel["decoder_first_pipeline_num_layers"] = 1  # the student's: it has 3 layers, the teacher 4
-        cases[name] = (config_of(models, parallel=parallel),)
+        cases[name] = (config_of(models, parallel=parallel(name)),)
+    for name in ("tp2-sp", "pp2", "cp2"):
+        kinds = "forward_kl" if name == "pp2" else "reverse_kl"
+        how = {"distill": {"logits_dir": str(models["folder"] / "logits6"), "divergence": kinds}}
+        cases[f"stored, {name}"] = (config_of(models, parallel=parallel(name), **how),)
+        ones[f"stored, {name}"] = job(config_of(models, **how))
     lora = {"lora": {"rank": 2, "alpha": 64}, "distill": {"divergence": "reverse_kl"}}
     cases["lora, tp2-sp"] = (config_of(models, parallel=LAYOUTS["tp2-sp"].parallel, **lora),)
     ones["lora, tp2-sp"] = job(config_of(models, **lora))
@@ -96,6 +129,62 @@ def test_every_layout_equals_one_process(pool, models):
         errors = compare(ranks, ones.get(name, ones[""]))
         assert errors.within(), (name, errors)
     assert all("lora" in name for name in ones["lora, tp2-sp"].gradients)
+
+
+def test_all_of_a_teachers_predictions_are_as_good_as_the_teacher(predictions):
+    online, offline = job(config_of(predictions)), job(stored(predictions, LLAMA["vocab_size"]))
+    errors = compare([offline], online)
+    assert errors.within(), errors
+
+
+def test_predictions_are_the_same_from_every_layout_and_go_on_where_they_ended(pool, predictions, tmp_path):
+    one = StoredLogits(predictions["folder"] / "logits6")
+    first = "samples_000000000000.safetensors"  # of the first of two steps
+    (tmp_path / "cp2").mkdir()
+    for name in ("logits.json", first):
+        shutil.copy(one.folder / name, tmp_path / "cp2")
+    written = (tmp_path / "cp2" / first).stat()
+    cases = {}
+    for name in ("tp2-sp", "pp2", "cp2", "dp2"):
+        how = {"distill": {"logits_dir": str(tmp_path / name), "logits_top_k": 6}}
+        cases[name] = (config_of(predictions, parallel=parallel(name), **how),)
+    pool.run_cases(writes, cases, size=2)
+    assert (tmp_path / "cp2" / first).stat() == written
+    for name in cases:
+        found = StoredLogits(tmp_path / name)
+        assert (found.samples, found.record) == (one.samples, one.record) == (8, one.record)
+        for sample in range(8):
+            for a, b in zip(found._row(sample), one._row(sample)):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_path):
+    with pytest.raises(DataError, match="sample 0 of this run is not the one"):
+        job(stored(predictions, 6, train={"seed": 5}))
+    short = tmp_path / "short"
+    shutil.copytree(
+        predictions["folder"] / "logits6", short, ignore=lambda *_: ["samples_000000000004.safetensors"]
+    )
+    with pytest.raises(DataError, match="has predictions of 4 samples, and the run has come to sample 4"):
+        job(stored(predictions, 6).with_settings({"distill.logits_dir": str(short)}))
+    settings = stored(predictions, 6).with_settings({"distill.temperature": 1.0})
+    with pytest.raises(
+        ConfigError, match=r"was written with temperature 2\.0, and distill\.temperature is 1\.0"
+    ):
+        job(settings)
+    with pytest.raises(DataError, match=r"was begun with temperature 2\.0, not 1\.0; choose another folder"):
+        store_logits(settings)
+    with pytest.raises(ConfigError, match="set both"):
+        store_logits(config_of(predictions))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(predictions["folder"] / "logits6", damaged)
+    file = damaged / "samples_000000000004.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"samples_000000000004\.safetensors cannot be read"):
+        StoredLogits(damaged)
+    (damaged / "logits.json").write_text("{}")
+    with pytest.raises(DataError, match="is no folder of a teacher's predictions"):
+        StoredLogits(damaged)
 
 
 def test_what_cannot_be_learned_from_is_refused(models, tmp_path):

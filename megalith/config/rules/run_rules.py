@@ -202,7 +202,7 @@ def _check_encoder(config: RunConfig) -> None:
     given = [f"data.{name}" for name in taken if getattr(data, name)]
     given += [f"{config.chat.name}.enabled"] if config.chat is not None else []
     given += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
-    given += ["distill.teacher"] if config.distill.teacher is not None else []
+    given += ["distill.teacher"] if config.distill.teacher_or_logits is not None else []
     if given:
         raise ConfigError(
             f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
@@ -220,7 +220,7 @@ def _check_encoder(config: RunConfig) -> None:
 
 
 def _check_distillation(config: RunConfig) -> None:
-    if config.distill.teacher is None:
+    if config.distill.teacher_or_logits is None:
         return
     other = "dpo.enabled" if config.dpo.enabled else "rl.prompts or rl.rollouts"
     if config.dpo.enabled or config.rl.prompts_or_rollouts:
