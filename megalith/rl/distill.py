@@ -107,6 +107,8 @@ def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, dev
             f"a step of this run (to {consumed:,}); go on with the train.global_batch_size that it was begun with"
         )
     folder = StoredLogits(config.distill.logits_dir) if writes else None
+    if writes and there:
+        print(f"predictions of {there:,} of {total:,} samples are in {folder.folder}", flush=True)
     with data.train_loader(step, consumed, device) as batches:
         for number in range(step, steps):
             micro_batches = [next(batches) for _ in range(data.micro_batches(consumed))]

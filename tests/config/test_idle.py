@@ -116,8 +116,10 @@ READ_WITH = {
         ("log.profile_step_end=20", "log.profile=true"),
     "sft.enabled true":
         ("sft.packing=false", "sft.enabled=true"),
-    "distill.teacher":
+    "distill.teacher_or_logits":
         ("distill.kd_ratio=0.3", "distill.teacher=runs/large"),
+    "distill.logits_dir":
+        ("distill.logits_top_k=8", "distill.logits_dir=logits"),
     "dpo.enabled true":
         ("dpo.beta=0.2", "dpo.enabled=true"),
     "dpo.loss_type sigmoid or robust":
@@ -171,6 +173,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
+    if need == "distill.logits_dir":
+        off = ["distill.teacher=runs/large"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))

@@ -72,7 +72,10 @@ DATA = "samples are Megatron's GPTDataset's, without this change of them; leave 
 SFT = "it trains on conversations; this command trains on indexed datasets"
 EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps of a run; leave it out"
 PACKED = "sequences are all cut alike over the context-parallel ranks; leave it out"
-DISTILL = "there is no distillation from stored logits; leave it out"
+DISTILL = (
+    "a teacher's stored logits are written by `megalith teacher-logits` and learned from by `megalith distill`; leave it "
+    "out"
+)
 FROZEN = "there is no partly frozen training but by adapters (lora.rank in a run file); leave it out"
 RL = "this command pre-trains; leave it out"
 SENTINELS = "there are no sentinel tokens for T5; leave it out"
