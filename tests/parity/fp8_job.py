@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from parity_cases import run_config
+from parity_cases import LATENT, run_config
 from torch import Tensor
 
 from megalith.config import RunConfig
@@ -59,6 +59,23 @@ def encoder_config(layout: str | None, run: str, recipe: str = "delayed") -> Run
     # falls otherwise, which moves the encoder's gradients by 1e-2.
     train = {"fp8_format": "e4m3" if blocks else "hybrid", "fp8_recipe": recipe, "seed": 176}
     return run_config(run, layout, "", model=model, data=data, train=train)
+
+
+def latent_config(layout: str | None, recipe: str) -> RunConfig:
+    """Multi-latent attention, with latents of sizes that a matmul takes; rounding moves no code of the first step."""
+    blocks = recipe == "blockwise"
+    size = 128 if blocks else 16
+    model = (BLOCKS if blocks else LLAMA) | LATENT | {"num_attention_heads": 4, "q_lora_rank": 2 * size}
+    model |= {
+        "kv_lora_rank": size,
+        "qk_head_dim": size // 2,
+        "v_head_dim": size // 2,
+        "qk_pos_emb_head_dim": size,
+    }
+    train = {"fp8_format": "e4m3" if blocks else "hybrid", "fp8_recipe": recipe, "seed": 177}
+    return run_config(
+        "llama", layout, "", model=model, data={"seq_length": 128} if blocks else {}, train=train
+    )
 
 
 def run_fp8_job(config: RunConfig) -> Fp8Outcome:

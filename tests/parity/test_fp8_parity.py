@@ -12,6 +12,7 @@ from fp8_job import (
     expert_config,
     figures_of_steps,
     fp8_config,
+    latent_config,
     run_fp8_job,
 )
 from parity_cases import train
@@ -44,6 +45,7 @@ MAKERS = {
     "tensorwise": functools.partial(fp8_config, fp8_recipe="tensorwise"),
     "blockwise": block_config,
     "experts": expert_config,
+    **{f"latent {recipe}": functools.partial(latent_config, recipe=recipe) for recipe in RECIPES},
 } | {
     f"{name} {recipe}": functools.partial(encoder_config, run=run, recipe=recipe)
     for name, run in ENCODERS.items()
@@ -81,6 +83,9 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     *((f"bert {recipe}", "pp2-zero_bubble", 1e-6, 1e-6) for recipe in RECIPES),
     *((f"{name} {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for name in ("bert", "t5") for recipe in RECIPES),
     *((f"t5 {recipe}", "tp2-sp-pp2", 1e-6, 1e-5) for recipe in RECIPES),
+    *((f"latent {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for recipe in RECIPES),
+    ("latent tensorwise", "cp2", 1e-4, 1e-4),
+    ("latent blockwise", "pp2-zero_bubble", 1e-7, 1e-5),
     ("t5 recompute tensorwise", "tp2", 1e-6, 1e-6),
     ("t5 recompute blockwise", "pp2", 1e-7, 1e-5),
 ]
@@ -192,6 +197,15 @@ def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtyp
     train = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
     config = fp8_config(None, **train).with_settings({"model.num_layers": 4})
     assert {name.split(".")[1] for name in fp8_modules(build_meta_model(config), config)} == {"2"}
+
+
+def test_latents_are_made_in_fp8():
+    config = latent_config(None, "delayed")
+    latents = {f"linear_{of}_{way}_proj" for of in ("q", "kv") for way in ("down", "up")}
+    found = {name for name in fp8_modules(build_meta_model(config), config) if "self_attention" in name}
+    assert found == {
+        f"layers.{n}.self_attention.{name}" for n in (0, 1) for name in latents | {"linear_proj"}
+    }
 
 
 def test_both_stacks_of_an_encoder_decoder_compute_in_fp8():
