@@ -264,6 +264,11 @@ class DenseModel(Section):
     ] = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
 
+    qk_layernorm_per_head: Annotated[
+        bool, Needs("qk_layernorm", True, strict=True), Needs("qk_layernorm_full_width", False, strict=True)
+    ] = False
+    """qk_layernorm has weights of its own for each head instead of the same for all (Command-R+)."""
+
     qk_l2_norm: Annotated[bool, Needs("qk_layernorm", False, strict=True)] = False
     """Divides queries and keys by the root mean square of their head, without a weight (Llama 4)."""
 

@@ -82,5 +82,24 @@ class HeadsNorm(Norm):
         return (heads * torch.rsqrt(squares / self.width + self.epsilon) * weight).to(x.dtype).view_as(x)
 
 
+class HeadNorms(nn.Module):
+    """LayerNorm without a bias, or RMSNorm, of each head by itself, with weights of its own (Command-R+). Computed in
+    fp32."""
+
+    def __init__(self, config: ModelConfig, heads: int, device: torch.device | None = None):
+        super().__init__()
+        self.epsilon = config.layernorm_epsilon
+        self.centred = config.normalization == "LayerNorm"
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(heads, config.head_dim, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, heads, head_dim]
+        wide = x.float()
+        if self.centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        weight = local(self.weight).float() + self.zero_centred
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight).to(x.dtype)
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x

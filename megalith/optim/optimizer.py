@@ -121,7 +121,7 @@ def build_optimizer(
     """AdamW (decoupled decay), Adam (decay added to the gradient) or SGD with momentum, fused, state at zero; or what
     is registered under the name that `config.optimizer` gives, Muon included.
 
-    Weight decay applies to matrices, not to biases and 1-D parameters. Frozen parameters are left out.
+    Weight decay applies to matrices, not to norms, biases and 1-D parameters. Frozen parameters are left out.
     Parameters may be local shards; `placements` has where they stand in the whole, by name. Their names are kept in
     each group's `param_names`. With `optimizer_cpu_offload`
     the state of a share of the parameters on a GPU is made in the host's memory. Unless it is all, parameters that are
@@ -238,7 +238,8 @@ def set_learning_rate(
 
 
 def _decays(item: TrainedParameter) -> bool:
-    return item.parameter.dim() > 1 and item.name.rpartition(".")[2] != "bias"
+    *_, module, kind = ["", *item.name.split(".")]
+    return item.parameter.dim() > 1 and kind != "bias" and not module.endswith("layernorm")
 
 
 def _initial_state(

@@ -263,9 +263,9 @@ CASES: dict[str, tuple[Callable, dict]] = {
              softmax_scale=0.2, logits_scaling=4.0),
     ),
     "cohere": (
-        lambda: transformers.CohereConfig(**LLAMA, attention_bias=True, logit_scale=0.25),
+        lambda: transformers.CohereConfig(**LLAMA, attention_bias=True, logit_scale=0.25, use_qk_norm=True),
         dict(OURS, normalization="LayerNorm", add_norm_bias=False, parallel_attn_mlp=True, shared_layernorm=True,
-             rotary_interleaved=True,
+             rotary_interleaved=True, qk_layernorm=True, qk_layernorm_per_head=True,
              add_qkv_bias=True, add_proj_bias=True, logits_scaling=4.0, untie_embeddings_and_output_weights=False,
              rotary_base=500000.0, layernorm_epsilon=1e-5),
     ),

@@ -4,7 +4,8 @@ Granite: factors on the embedding, on what goes into the residual stream, on att
 experts in one tensor of all, gates before ups.
 
 Cohere (Command-R): attention and MLP side by side behind one LayerNorm without a bias, pairs that turn side by side in
-a head, a factor on the logits. Cohere 2 (Command R7B) has windows, and no positions in the layers without.
+a head, a factor on the logits. Command-R+ norms each head of queries and keys. Cohere 2 (Command R7B) has windows, and
+no positions in the layers without.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SETTINGS, SIZES, TENSORS, TIED
+from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, TIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, same, stacked
 from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer
@@ -27,6 +28,17 @@ class LogitScale:
 
     def write(self, model: ModelConfig) -> Tree:
         return {"logit_scale": 1 / model.logits_scaling}
+
+
+class NormsOfHeads:
+    """`use_qk_norm`: queries and keys are normed, with weights for each head (Command-R+)."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        asked = bool(theirs.get("use_qk_norm"))
+        return {"qk_layernorm": asked, "qk_layernorm_per_head": asked}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"use_qk_norm": model.qk_layernorm_per_head}
 
 
 class PositionsInWindows:
@@ -109,8 +121,8 @@ COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",
     absent={"rope_theta": 500000.0},
-    tensors=SIDE_BY_SIDE,
-    settings=(*OF_COHERE, Theirs(hidden_act="silu", use_qk_norm=False)),
+    tensors=SIDE_BY_SIDE | QK_NORMS,
+    settings=(*OF_COHERE, NormsOfHeads(), Theirs(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )

@@ -121,12 +121,13 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
             f"parallel.tensor_model_parallel_size {size}; each rank takes as many; choose a tensor size among "
             f"{divisors(model.linear_num_key_heads)}"
         )
-    if model.qk_layernorm_full_width and model.query_groups % size:
-        raise ConfigError(
-            f"model.qk_layernorm_full_width goes over all {model.query_groups} key heads, which "
-            f"parallel.tensor_model_parallel_size {size} does not divide; choose a tensor size among "
-            f"{divisors(model.query_groups)}"
-        )
+    for name, does in (("full_width", "goes over"), ("per_head", "has weights for")):
+        if getattr(model, f"qk_layernorm_{name}") and model.query_groups % size:
+            raise ConfigError(
+                f"model.qk_layernorm_{name} {does} all {model.query_groups} key heads, which "
+                f"parallel.tensor_model_parallel_size {size} does not divide; choose a tensor size among "
+                f"{divisors(model.query_groups)}"
+            )
     rows = -(-model.padded_vocab_size // size)
     if rows * (size - 1) >= model.padded_vocab_size:
         raise ConfigError(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.norm import HeadsNorm, Norm, RootMeanSquare
+from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.models.rope import rotate
 from megalith.ops.attention_core import attention, split_qkv
@@ -104,6 +104,9 @@ class SelfAttention(Attention):
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
             self.k_layernorm = HeadsNorm(config, config.query_groups, device)
+        elif config.qk_layernorm_per_head:
+            self.q_layernorm = HeadNorms(config, config.num_attention_heads, device)
+            self.k_layernorm = HeadNorms(config, config.query_groups, device)
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)

@@ -46,7 +46,7 @@ from megalith.models.loss import Objective, ask_logprobs
 from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
-from megalith.models.norm import HeadsNorm
+from megalith.models.norm import HeadNorms, HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
@@ -123,7 +123,7 @@ ROLES = {
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
 SHARED_QKV = Role(WHOLE, WHOLE, "column", ALWAYS, ALWAYS)
-# A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
+# A norm with weights for each head: a rank has those of its own. Over all together the sum of squares is made whole.
 HEADS_NORM = Role(ROWS)
 # An adapter's matrices, by the style of the linear that they stand beside: see lora_shards.py.
 ADAPTER_ROLES = {
@@ -152,7 +152,7 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
             if shared and kind == "lora_B" and part != "q"
             else ADAPTER_ROLES[ROLES[linear].style, kind]
         )
-    if isinstance(module, HeadsNorm):
+    if isinstance(module, HeadsNorm | HeadNorms):
         return HEADS_NORM
     if linear not in ROLES:
         raise ConfigError(
