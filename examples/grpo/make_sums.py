@@ -1,7 +1,8 @@
-"""Sums for the example of GRPO: `python examples/grpo/make_sums.py data` writes two files.
+"""Sums for the example of GRPO: `python examples/grpo/make_sums.py data` writes three files.
 
 data/sums_sft.jsonl: prompts with completions, of which most are wrong, for a short fine-tuning;
-data/sums.jsonl: prompts with answers, for GRPO.
+data/sums.jsonl: prompts with answers, for GRPO;
+data/held_out.jsonl: others, for its evaluations. Of numbers below 10 there are 100 sums, which training has too.
 """
 
 import argparse
@@ -31,9 +32,10 @@ def main() -> None:
         for prompt, answer in sums(args.count):
             said = answer if rng.random() < args.right else rng.randrange(2 * args.below)
             file.write(json.dumps({"prompt": prompt, "completion": str(said)}) + "\n")
-    with open(out / "sums.jsonl", "w") as file:
-        for number, (prompt, answer) in enumerate(sums(4_000)):
-            file.write(json.dumps({"id": f"sum-{number}", "prompt": prompt, "answer": answer}) + "\n")
+    for name, count in {"sums": 4_000, "held_out": 100}.items():
+        with open(out / f"{name}.jsonl", "w") as file:
+            for number, (prompt, answer) in enumerate(sums(count)):
+                file.write(json.dumps({"id": f"sum-{number}", "prompt": prompt, "answer": answer}) + "\n")
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     from megalith.planner.layout import build_layout
     from megalith.report.layout_text import layout_text
     from megalith.report.summary import print_summary
-    from megalith.rl.prompts import run_prompts
+    from megalith.rl.prompts import held_out_prompts, run_prompts
     from megalith.rl.rewards import Rewards
     from megalith.training.build import prepare
 
@@ -213,5 +213,10 @@ def dry_run(config: RunConfig, processes: int) -> int:
         f"rollout batch  {size * rl.mini_batches // rl.num_generations:,} prompts × {rl.num_generations} completions, "
         f"{rl.steps_per_batch:,} steps of {size:,} completions each"
     )
-    print(f"engine         {engine_text(config, layout, found.prompts)}")
+    if held_out := held_out_prompts(config, tokenizer):
+        print(
+            f"evaluations    {len(held_out):,} held-out prompts × {rl.generations_eval} completions, every "
+            f"{config.train.eval_interval:,} steps and at the end"
+        )
+    print(f"engine         {engine_text(config, layout, [*found.prompts, *held_out])}")
     return 0

@@ -168,6 +168,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.max_response_length":                         Rename("rl.max_completion_length"),  # verl
     "rl.prompt_key":                                  Rename("rl.prompt_column"),
     "rl.train_files":                                 Rename("rl.prompts"),
+    "rl.val_files":                                   Rename("rl.eval_prompts"),
+    "rl.max_val_samples":                             Rename("rl.max_eval_prompts"),  # NeMo-RL
     "rl.shuffle":                                     Rename("rl.shuffle_dataset"),
     "rl.filter_overlong_prompts":                     Choose("rl.overlong_prompts", {True: "drop", False: "refuse"}),
     "rl.max_num_gen_batches":                         Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),

@@ -145,6 +145,19 @@ class RlConfig(Section):
     """What the policy is asked (`megalith grpo`): JSONL, parquet or a folder of `save_to_disk`, several or with a glob.
     It samples completions, which reward_funcs judge."""
 
+    eval_prompts: Annotated[str | list[str] | None, Needs("prompts", strict=True), Decides.NOTHING] = None
+    """Held-out prompts, files like those of prompts. Every train.eval_interval steps and after the last one the weights
+    of then answer them, and reward_funcs judge; nothing is learned from them."""
+
+    num_generations_eval: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    """Completions of a held-out prompt; absent: num_generations."""
+
+    eval_temperature: Annotated[NonNegativeFloat | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    """Theirs; 0: always the likeliest token. Absent: temperature."""
+
+    max_eval_prompts: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    """The first so many of the held-out prompts; absent: all."""
+
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
     """Files of rollouts to train on in the place of prompts, JSONL or .jsonl.zst, in this order."""
 
@@ -404,6 +417,11 @@ class RlConfig(Section):
     def prompt_files(self) -> list[str]:
         """The files of prompts."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
+
+    @property
+    def generations_eval(self) -> int:
+        """Completions of a held-out prompt."""
+        return self.num_generations_eval or self.num_generations
 
     @property
     def rewards(self) -> list[str]:

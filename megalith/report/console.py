@@ -54,7 +54,9 @@ class TrainingConsole(AbstractContextManager):
     def evaluating(self, step: int, done: int, total: int) -> None:
         """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
 
-    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
+    def log_evaluation(
+        self, step: int, validation_loss: float | None, figures: Figures | None = None
+    ) -> None:
         """Prints the validation loss after `step` with `figures`; None: it is a mean over tokens, in nats, and has a
         perplexity."""
 
@@ -166,7 +168,9 @@ class LogConsole(TrainingConsole):
         if done == 0:
             self.note(f" evaluating after iteration {step} on {total} global batches")
 
-    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
+    def log_evaluation(
+        self, step: int, validation_loss: float | None, figures: Figures | None = None
+    ) -> None:
         line = megatron_evaluation_line(step, validation_loss, figures=figures)
         rule = "-" * (len(line) + 1)
         self.note(f"{rule}\n{line}\n{rule}")
@@ -211,15 +215,17 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
 
 
 def megatron_evaluation_line(
-    step: int, validation_loss: float, where: str = "", figures: Figures | None = None
+    step: int, validation_loss: float | None, where: str = "", figures: Figures | None = None
 ) -> str:
     """Megatron-LM's line for an evaluation, with its trailing blank. `figures`: in place of the perplexity."""
-    more = {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
-    if figures is not None:
-        more = {name: f"{value:.4f}" for name, value in figures.items()}
-    told = {"lm loss value": f"{validation_loss:.6E}"} | more
+    told = {} if validation_loss is None else {"lm loss value": f"{validation_loss:.6E}"}
+    if figures is None:
+        told |= {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
+    else:
+        told |= {name: f"{value:.4f}" for name, value in figures.items()}
     fields = "".join(f" | {name}: {value}" for name, value in told.items())
-    return f" validation loss at iteration {step}{where}{fields} | "
+    what = "validation" if validation_loss is None else "validation loss"
+    return f" {what} at iteration {step}{where}{fields} | "
 
 
 class LiveConsole(TrainingConsole):
@@ -265,9 +271,12 @@ class LiveConsole(TrainingConsole):
             self._refreshed = time.monotonic()
             self._progress.refresh()
 
-    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
+    def log_evaluation(
+        self, step: int, validation_loss: float | None, figures: Figures | None = None
+    ) -> None:
         line = self._position(step)
-        line.append(f"  validation loss {_loss(validation_loss)}", style="bold green")
+        told = "" if validation_loss is None else f" loss {_loss(validation_loss)}"
+        line.append(f"  validation{told}", style="bold green")
         if figures is None:
             line.append(f"  perplexity {perplexity(validation_loss):.2f}", style="green")
         for name, value in (figures or {}).items():

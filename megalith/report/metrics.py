@@ -1,14 +1,14 @@
 """What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
 
 Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics` (with experts `ExpertStepMetrics`), in
-that order; every line of
-`evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
-So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
-`"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
-that no step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`,
-the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
-interval `tokens`, for each layer the tokens sent to each of its experts. `starts.jsonl` has a line for each time that
-the run was started, with its machine and layout, and `measured_step.json` each rank's times of one step.
+that order; every line of `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`, or other
+`validation_…` figures. A figure that is not known is null. So is one that is NaN or infinite, for JSON has neither: a
+loss that was lost shows as `"loss": null` with `"nan_iterations": 1`. A run that goes on from step k first cuts off
+what an earlier process wrote beyond k, so that no step is there twice. `events.jsonl` keeps everything: a line for
+each unusual event, with its `time`, the `event`'s kind, a `text` for a reader, and its figures. Models with experts
+have `experts.jsonl` too: at every log interval `tokens`, for each layer the tokens sent to each of its experts.
+`starts.jsonl` has a line for each time that the run was started, with its machine and layout, and
+`measured_step.json` each rank's times of one step.
 
 How a step's tokens were spread over the experts, in figures for the log.
 
@@ -167,9 +167,10 @@ class MetricsWriter:
         self._experts.write(json.dumps({"step": step, "tokens": tokens}))
 
     def log_evaluation(
-        self, step: int, validation_loss: float, figures: Mapping[str, float] | None = None
+        self, step: int, validation_loss: float | None, figures: Mapping[str, float] | None = None
     ) -> None:
-        """`figures`: what the line has besides; None: the loss is a mean over tokens, in nats, and has a perplexity."""
+        """`figures`: what the line has besides; None: the loss is a mean over tokens, in nats, and has a perplexity.
+        Weights that are judged otherwise have no loss."""
         figures = {"perplexity": perplexity(validation_loss)} if figures is None else figures
         named = {f"validation_{name}": value for name, value in {"loss": validation_loss, **figures}.items()}
         record = {"step": step, **{name: finite(value) for name, value in named.items()}}

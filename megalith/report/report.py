@@ -329,8 +329,8 @@ class Report:
         if self._console is not None:
             self._console.evaluating(step, done, total)
 
-    def evaluation(self, step: int, loss: float, figures: Mapping[str, float] | None = None) -> None:
-        """Logs the validation loss after `step` with `figures`; None: it is a mean over tokens."""
+    def evaluation(self, step: int, loss: float | None, figures: Mapping[str, float] | None = None) -> None:
+        """Logs the validation loss after `step`, where there is one, with `figures`; None: it is a mean over tokens."""
         if self._metrics is not None:
             self._metrics.log_evaluation(step, loss, figures)
             self._console.log_evaluation(step, loss, figures)

@@ -20,9 +20,10 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
 from megalith.rl.drift import Gap, step_gap, stop_for
-from megalith.rl.loop import LiveRollouts, prefixed
+from megalith.rl.judged_groups import prefixed
+from megalith.rl.loop import LiveRollouts
 from megalith.rl.objective import PolicyLoss
-from megalith.rl.prompts import policy_entries, run_prompts
+from megalith.rl.prompts import held_out_prompts, policy_entries, run_prompts
 from megalith.rl.reference import reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import FileRollouts, RolloutData
@@ -37,12 +38,13 @@ def grpo(
     config: RunConfig,
     reward_funcs: str | RewardGiven | Sequence[str | RewardGiven] | None = None,
     train_dataset: Iterable[Mapping[str, Any]] | None = None,
+    eval_dataset: Iterable[Mapping[str, Any]] | None = None,
 ) -> TrainingResult:
     """Trains on the prompts that `rl.prompts` names, or on the files of `rl.rollouts`, as `megalith.train` does on a
     dataset; raises as it does.
 
     `reward_funcs`: names or functions (rewards.py) in the place of `rl.reward_funcs`. `train_dataset`: records with
-    prompts in the place of `rl.prompts`.
+    prompts in the place of `rl.prompts`; `eval_dataset`: in that of `rl.eval_prompts`.
     """
     if reward_funcs is not None:
         reward_funcs = (
@@ -52,8 +54,10 @@ def grpo(
         config = config.with_settings({"rl.reward_funcs": names})
     if train_dataset is not None:
         config = config.with_settings({"rl.prompts": "train_dataset"})
+    if eval_dataset is not None:
+        config = config.with_settings({"rl.eval_prompts": "eval_dataset"})
     require_source(config)
-    task = PolicyTask(reward_funcs, train_dataset)
+    task = PolicyTask(reward_funcs, train_dataset, eval_dataset)
     try:
         return train(config, task)
     finally:
@@ -76,6 +80,7 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Raises what opening the run's prompts and rewards, or rollouts, would."""
     if config.rl.prompts:
         run_prompts(config, tokenizer)
+        held_out_prompts(config, tokenizer)
         for name in config.rl.rewards:
             reward_function(name)
     else:
@@ -104,9 +109,10 @@ class PolicyTask(Task):
         self,
         reward_funcs: Sequence[str | RewardGiven] | None = None,
         records: Iterable[Mapping[str, Any]] | None = None,
+        held_out: Iterable[Mapping[str, Any]] | None = None,
     ):
-        """In the place of `rl.reward_funcs` and of the files of `rl.prompts`."""
-        self._reward_funcs, self._records = reward_funcs, records
+        """In the place of `rl.reward_funcs` and of the files of `rl.prompts` and `rl.eval_prompts`."""
+        self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
         self._own = {one.name for one in fields(ExpertStepMetrics)}  # names of the run's own figures
         self._renamed: set[str] = set()  # figures of rewards that had such a name
@@ -122,14 +128,15 @@ class PolicyTask(Task):
                 run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
             )
         prompts, rl = run_prompts(config, run.tokenizer, self._records), config.rl
+        held_out = held_out_prompts(config, run.tokenizer, self._held_out)
         rewards = Rewards(
             self._reward_funcs or rl.rewards,
-            prompts.prompts,
+            [*prompts.prompts, *held_out],
             longest=rl.max_completion_length,
             workers=rl.reward_workers if run.mesh.tp.rank == 0 else 0,
             timeout=rl.reward_timeout,
         )
-        self._live = LiveRollouts(run, prompts, rewards)
+        self._live = LiveRollouts(run, prompts, rewards, held_out)
         self._began = time.perf_counter()
         return RolloutData(run, self._live, reference)
 
@@ -166,6 +173,19 @@ class PolicyTask(Task):
             return self._with_logged(run, found, logged)
 
         return read
+
+    def judge(
+        self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
+    ) -> dict[str, float] | None:
+        """Of the held-out prompts. The seconds are none of a step's."""
+        if self._live is None:
+            return None
+        self._live.settle()
+        began = time.perf_counter()
+        figures = self._live.judge_held_out(before, stops)
+        seconds = time.perf_counter() - began
+        self._began += seconds
+        return figures and figures | {"seconds": seconds}
 
     def _check_drift(self, run: Run, ratio: float, gap: Gap | None) -> None:
         """Where the old policy is the one that sampled."""

@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, str] = {
     "output_dir": "train.output_dir",
     "seed": "train.seed",
     "logging_steps": "log.log_interval",
+    "eval_steps": "train.eval_interval",
     "save_steps": "checkpoint.save_interval",
     "save_total_limit": "checkpoint.keep_last",
     "max_prompt_length": "rl.max_prompt_length",
@@ -43,10 +44,15 @@ OTHERS = (
     "steps_per_generation",
     "num_train_epochs",
     "bf16",
+    "eval_strategy",
     "lr_scheduler_type",
 )
 """What needs more than another name."""
-OUR_RL = [name for name in RlConfig.model_fields if name not in ("prompts", "rollouts", "reward_funcs")]
+OUR_RL = [
+    name
+    for name in RlConfig.model_fields
+    if name not in ("prompts", "eval_prompts", "rollouts", "reward_funcs")
+]
 DEFAULTS = {
     "learning_rate": 1e-6,
     "per_device_train_batch_size": 8,
@@ -63,7 +69,6 @@ SCHEDULES = {
 OF_TRL = {
     "processing_class": ": the tokenizer is that of the weights; name another one by "
     'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}',
-    "eval_dataset": ": rewards are of the training's prompts; judge others by `megalith rollout`",
 }
 LORA = {"r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout"}
 
@@ -77,14 +82,16 @@ class GRPOTrainer:
         reward_funcs: str | RewardGiven | Sequence[str | RewardGiven],
         args: Mapping[str, Any] | object | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
         *,
         peft_config: Mapping[str, Any] | object | None = None,
         settings: Mapping[str, Any] | None = None,
         **others: Any,
     ):
-        """`train_dataset`: records with a `prompt`, such as a Hugging Face dataset. `peft_config`: PEFT's LoraConfig,
-        or a dict of its fields. `settings`: of ours, such as {"parallel.tensor_model_parallel_size": 2}. Raises
-        ConfigError for `others`, TRL's further arguments, and for what we do not have of these."""
+        """`train_dataset`: records with a `prompt`, such as a Hugging Face dataset; `eval_dataset`: those that the
+        policy is judged by, at the end and by `eval_strategy`. `peft_config`: PEFT's LoraConfig, or a dict of its
+        fields. `settings`: of ours, such as {"parallel.tensor_model_parallel_size": 2}. Raises ConfigError for
+        `others`, TRL's further arguments, and for what we do not have of these."""
         if given := [name for name, value in others.items() if value is not None]:
             raise ConfigError(f"GRPOTrainer takes no {given[0]}{OF_TRL.get(given[0], '; leave it out')}")
         if not isinstance(model, str | Path):
@@ -94,6 +101,7 @@ class GRPOTrainer:
         if train_dataset is None:
             raise ConfigError("train_dataset is not given; GRPOTrainer needs records with prompts")
         self.reward_funcs, self.train_dataset = reward_funcs, list(train_dataset)
+        self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
         given = settings_of(args, len(self.train_dataset), this_process().world_size)
         given |= {**lora_settings(peft_config), **(settings or {})}
@@ -104,8 +112,8 @@ class GRPOTrainer:
         self.config = RunConfig.from_tree(tree)
 
     def train(self) -> TrainingResult:
-        """Trains to the end; raises as `megalith.grpo` does."""
-        return train_grpo(self.config, self.reward_funcs, self.train_dataset)
+        """Trains to the end; raises as `megalith.grpo` does. The result has the last evaluation's figures."""
+        return train_grpo(self.config, self.reward_funcs, self.train_dataset, self.eval_dataset)
 
 
 def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, Any]:
@@ -163,6 +171,14 @@ def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_siz
             math.ceil((given.get("num_train_epochs") or 1) * prompts * each / size) * iterations
         )
     longest = given.get("max_completion_length") or rl["max_completion_length"].default
+    when = str(getattr(given.get("eval_strategy"), "value", given.get("eval_strategy") or "no"))
+    if when not in ("no", "steps", "epoch"):
+        raise ConfigError(f"eval_strategy is {when}; choose among no, steps and epoch")
+    if when == "steps":  # TRL's default is every logging_steps
+        found.setdefault("train.eval_interval", given.get("logging_steps") or 500)
+    else:
+        epoch = math.ceil(prompts * each / size) * iterations
+        found["train.eval_interval"] = epoch if when == "epoch" else found["train.train_iters"]
     found["data.seq_length"] = given["max_prompt_length"] + longest
     if given.get("bf16"):
         found["train.precision"] = "bf16"

@@ -8,7 +8,7 @@ every token's log-probability by one version from the first token of the prompt 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
@@ -16,16 +16,18 @@ from typing import Any, Protocol
 import numpy as np
 import zstandard
 
+from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.generation.requests import Completion, Sampling
+from megalith.rl.advantages import total_rewards
 from megalith.rl.prompts import Prompt
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollouts import PromptGroup, RatedCompletion
 
-FIRST_KEY, LAST_KEY = (
-    2**45,
-    2**46,
-)  # of continued completions: behind all positions of a run, before the canary
+HELD_OUT_KEY = (
+    2**44
+)  # of an evaluation's prompts: behind all positions of a run, before the continued completions
+FIRST_KEY, LAST_KEY = 2**45, 2**46  # of continued completions, before the canary
 
 
 @dataclass
@@ -113,6 +115,45 @@ class QueuedBatch:
         ]
         for name, values in logged.items():
             self.logged.setdefault(name, []).extend(values)
+
+
+def held_out_figures(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> dict[str, float]:
+    """What an evaluation says of held-out prompts; `names` are those of the rewards.
+
+    accuracy is the share of completions to which the first reward gives 1 or more, prompts_solved that of prompts which
+    have one, and rewards_* are of the weighted sums.
+    """
+    samples = [record.samples for record in batch.records]
+    rewards = np.array([[one.rewards for one in group] for group in samples], float)  # [prompts, G, kinds]
+    lengths = np.array([[len(one.ids) for one in group] for group in samples])  # [prompts, G]
+    total, solved = total_rewards(rl, rewards, lengths), rewards[..., 0] >= 1
+    there = total[~np.isnan(total)]
+    known = there if there.size else np.array([np.nan])
+    found = {
+        "rewards_mean": float(known.mean()),
+        "rewards_std": float(there.std(ddof=1)) if there.size > 1 else 0.0,
+        "rewards_min": float(known.min()),
+        "rewards_max": float(known.max()),
+        "rewards_median": float(np.median(known)),
+        "rewards_absent": int(np.isnan(total).sum()),
+        "accuracy": float(solved.mean()),
+        "prompts_solved": float(solved.any(-1).mean()),
+        "prompts": len(samples),
+        "completion_length": float(lengths.mean()),
+        "completion_length_max": int(lengths.max()),
+        "completions_truncated": float(np.mean([one.truncated for group in samples for one in group])),
+    }
+    means = {
+        name: values[~np.isnan(values)] for name, values in zip(names, rewards.reshape(-1, len(names)).T)
+    }
+    means = {f"rewards/{name}": values for name, values in means.items() if len(names) > 1}
+    means |= {prefixed(name, found): np.array(values) for name, values in batch.logged.items()}
+    return found | {name: float(values.mean()) if values.size else np.nan for name, values in means.items()}
+
+
+def prefixed(name: str, own: Collection[str]) -> str:
+    """What a figure of a reward function is called beside the run's own: its `name`, where that is free."""
+    return f"reward/{name}" if name in own else name
 
 
 def queue_file(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from threading import TIMEOUT_MAX, Lock
 from typing import Any
@@ -33,17 +33,25 @@ import torch
 from megalith.comm.collectives import gather_json
 from megalith.errors import DataError, TrainingError
 from megalith.generation.requests import Sampling
+from megalith.generation.sync import SyncReport
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
-from megalith.rl.engines.colocated_vllm import ColocatedVllm, imported_vllm
+from megalith.rl.engines import engine_of
+from megalith.rl.engines.colocated_vllm import imported_vllm
 from megalith.rl.engines.json_http import ServerLost
-from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
-from megalith.rl.engines.server_engine import ServerEngine
-from megalith.rl.engines.sglang_server import SglangServer
+from megalith.rl.engines.rollout_engine import RolloutEngine
 from megalith.rl.engines.transfer_group import InThread
-from megalith.rl.engines.vllm_server import VllmServer
-from megalith.rl.judged_groups import GroupRecord, QueuedBatch, queue_file, read_queue, sample_groups
+from megalith.rl.judged_groups import (
+    HELD_OUT_KEY,
+    GroupRecord,
+    QueuedBatch,
+    held_out_figures,
+    prefixed,
+    queue_file,
+    read_queue,
+    sample_groups,
+)
 from megalith.rl.prompts import Prompt, Prompts, policy_entries
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
@@ -56,22 +64,6 @@ QUEUE, CURRENT = "queue.json.zst", "batch_{:08d}.jsonl.zst"  # of its files
 
 RAISED = (DataError, ServerLost, TrainingError)  # what ends a run on every rank, the more special kinds first
 RETURNS = 3  # times that a server may be lost while a rollout batch is sampled
-SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
-
-
-def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
-    """The engine that `rl.engine` names; a server is asked nothing yet."""
-    rl = run.config.rl
-    if rl.engine == "own":
-        return OwnEngine(run, prompts)
-    if rl.is_colocated:
-        return ColocatedVllm(run, prompts)
-    return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
-
-
-def prefixed(name: str, own: Collection[str]) -> str:
-    """What a figure of a reward function is called beside the run's own: its `name`, where that is free."""
-    return f"reward/{name}" if name in own else name
 
 
 class LiveRollouts:
@@ -79,8 +71,10 @@ class LiveRollouts:
 
     reads_ahead = False
 
-    def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
+    def __init__(self, run: Run, prompts: Prompts, rewards: Rewards, held_out: Sequence[Prompt] = ()):
+        """`held_out`: an evaluation's prompts, which `rewards` has behind the others."""
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
+        self._asked = [*prompts.prompts, *held_out]
         if self._rl.is_colocated:
             imported_vllm()
         self._engine: RolloutEngine | None = None
@@ -98,6 +92,11 @@ class LiveRollouts:
         self.rewards = rewards.names
         self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]
         self.notes += prompts.notes()
+        if held_out:
+            self.notes.append(f"{len(held_out):,} held-out prompts")
+            trained = {tuple(prompt.ids) for prompt in prompts.prompts}
+            if again := sum(tuple(prompt.ids) in trained for prompt in held_out):
+                self.notes.append(f"{again:,} of the held-out prompts are among those that are trained on")
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """As a DataRecord has it: the number of prompts, and what tells whether they are the same."""
@@ -184,14 +183,14 @@ class LiveRollouts:
             if not batch.is_judged:
                 open_ = [record for record in batch.records if not record.is_judged]
                 tokens = -(-(rl.max_completion_length - batch.sampled) // (ahead - number))
-                sample = self._piece_of(open_, tokens, step)
+                sample = self._piece_of(open_, self._sampling(tokens), step)
                 self._pieces.append((ahead, sample, InThread(sample)))
 
-    def _piece_of(self, records: list[GroupRecord], tokens: int, step: int) -> Callable[[], list[Any]]:
+    def _piece_of(self, records: list[GroupRecord], sampling: Sampling, step: int) -> Callable[[], list[Any]]:
         def timed(phase: str) -> AbstractContextManager:
             return self._judging if phase == "rewards" else nullcontext()
 
-        return lambda: self._own_share(records, tokens, step, timed)
+        return lambda: self._own_share(records, sampling, step, timed)
 
     def settle(self) -> None:
         """Waits for what threads sample until the next sync, and has it on every rank. Every rank calls it, in the last
@@ -264,15 +263,17 @@ class LiveRollouts:
 
     def _sync(self) -> None:
         """The engine has the weights of now, and says of the canary what the trainer says."""
-        run = self._run
-        if self._engine is None:
-            self._engine = engine_of(run, self._prompts.prompts)
-        report = self._engine.update(run.step)
+        run, report = self._run, self._update()
         run.totals[VERSION] = run.step
         self._found = {"sync_gb_per_second": report.gb_per_second}
         versions = run.step, self._engine.version
         ratio = self._canary.check(self._sample_canary, versions, self._engine.weights_to_compare)
         self._found["drift_canary"] = ratio
+
+    def _update(self) -> SyncReport:
+        if self._engine is None:
+            self._engine = engine_of(self._run, self._asked)
+        return self._engine.update(self._run.step)
 
     def _sampling(self, tokens: int) -> Sampling:
         run, tokenizer = self._run, self._run.tokenizer
@@ -349,22 +350,29 @@ class LiveRollouts:
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
         asked = [GroupRecord(at, self._prompts.index(at)) for at in positions]
-        longest = self._rl.max_completion_length
-        share = lambda: self._own_share(asked, longest, self._run.step, self.timed)  # noqa: E731
+        sampling = self._sampling(self._rl.max_completion_length)
+        share = lambda: self._own_share(asked, sampling, self._run.step, self.timed)  # noqa: E731
         batch = QueuedBatch(asked)
         for records, logged in self._with_servers(share, "rewards"):
             batch.add([GroupRecord.of(*fields) for fields in records], logged)
         self._describe(batch)
         return [record.group(self._prompts.prompts) for record in batch.records]
 
-    def _own_share(self, records: list[GroupRecord], tokens: int, step: int, timed: Callable) -> list[Any]:
+    def _own_share(
+        self,
+        records: list[GroupRecord],
+        sampling: Sampling,
+        step: int,
+        timed: Callable,
+        generations: int | None = None,
+    ) -> list[Any]:
         """The next tokens that this rank samples of them, and what the rewards log, of what JSON takes."""
         run, world, rl = self._run, self._run.mesh.world, self._rl
         own = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
         rewards = self._rewards if run.mesh.tp.rank == 0 else None
         pieces, logged = sample_groups(
-            self._engine, self._prompts.prompts, rewards, run.tokenizer, own, self._sampling(tokens),
-            rl.num_generations, step, timed, rl.max_completion_length,
+            self._engine, self._asked, rewards, run.tokenizer, own, sampling, generations or rl.num_generations,
+            step, timed, rl.max_completion_length,
         )  # fmt: skip
         return [[astuple(piece) for piece in pieces], logged]
 
@@ -375,6 +383,35 @@ class LiveRollouts:
         self._found["memory_engine_gb"] = self._engine.memory() / 1e9
         logprobs = (one.logprobs for record in batch.records for one in record.samples)
         self._found["logprobs_absent"] = sum(math.isnan(one) for each in logprobs for one in each)
+
+    def judge_held_out(
+        self, before: Callable[[int, int], None], stops: Callable[[], str | None]
+    ) -> dict[str, float] | None:
+        """Figures of the held-out prompts, answered by the weights of now; None: there are none, or `stops` says so.
+
+        Completions have keys of their own and no counter moves: what is trained on stays what it would be without.
+        """
+        rl, first = self._rl, len(self._prompts)
+        batch = QueuedBatch([GroupRecord(HELD_OUT_KEY + n, n) for n in range(first, len(self._asked))])
+        if not batch.records:
+            return None
+        self._update()
+        sampling = self._sampling(rl.max_completion_length)
+        if rl.eval_temperature is not None:
+            sampling = replace(sampling, temperature=rl.eval_temperature)
+        size = max(1, self._run.config.train.global_batch_size // rl.generations_eval)
+        rounds = [batch.records[at : at + size] for at in range(0, len(batch.records), size)]
+        untimed = lambda phase: nullcontext()  # noqa: E731
+        for done, asked in enumerate(rounds):
+            before(done, len(rounds))
+            own = asked, sampling, self._run.step, untimed, rl.generations_eval
+            share = lambda own=own: self._own_share(*own)  # noqa: E731
+            for records, logged in self._with_servers(share):
+                batch.add([GroupRecord.of(*fields) for fields in records], logged)
+            if stops():
+                return None
+        self._engine.release()
+        return held_out_figures(rl, self._rewards.names, batch)
 
     # What is kept of them
 

@@ -107,6 +107,17 @@ def run_prompts(
     return open_prompts(rl, tokenizer, longest=longest, vocab_size=vocabulary, seed=seed, records=records)
 
 
+def held_out_prompts(
+    config: RunConfig, tokenizer: Tokenizer | None, records: Iterable[Mapping[str, Any]] | None = None
+) -> list[Prompt]:
+    """Those of `rl.eval_prompts`, or of `records`, that an evaluation asks; none where there is no evaluation."""
+    rl = config.rl
+    if not rl.eval_prompts or not config.train.eval_iters:
+        return []
+    asked = config.with_settings({"rl.prompts": rl.eval_prompts})
+    return run_prompts(asked, tokenizer, records).prompts[: rl.max_eval_prompts]
+
+
 def open_prompts(
     rl: RlConfig,
     tokenizer: Tokenizer | None,

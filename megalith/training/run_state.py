@@ -175,6 +175,16 @@ class Task:
     def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
         """Takes what `files_to_keep` gave when the checkpoint that `run` stands at was saved."""
 
+    def judge(
+        self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
+    ) -> dict[str, float] | None:
+        """Figures of held-out data, of a task whose evaluation is no mean loss. Every rank calls it.
+
+        `before` is called ahead of each part with the number done and that of all, `stops` after it: what is true ends
+        it, and there are none.
+        """
+        return None
+
     def evaluation_figures(self, run: Run) -> dict[str, float] | None:
         """Of the evaluation that has just ended; None: its loss is a mean over tokens. Every rank calls it."""
         return None

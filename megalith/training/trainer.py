@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +56,7 @@ class TrainingResult:
     )  # the last one saved; None where `checkpoint.save_at_end` is off and none was
     ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
     test_loss: float | None = None  # after training
+    validation_figures: Mapping[str, float] | None = None  # of the last evaluation, where its loss is not all
 
 
 def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
@@ -144,6 +145,7 @@ class Trainer:
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
         self.stops = Stops(run.config.train, run.mesh.world, signals)
         self.validation_loss: float | None = None
+        self.validation_figures: Mapping[str, float] | None = None
         self.test_loss: float | None = None
         self.loaded_from = load_run(run)
         self.starting = starting or StartClock()
@@ -263,16 +265,24 @@ class Trainer:
     def _result(self, checkpoint: Path | None, ended: str, loss: float | None) -> TrainingResult:
         run = self.run
         position, evaluated = (run.step, run.consumed_samples), (loss, self.validation_loss)
-        return TrainingResult(*position, *evaluated, checkpoint, ended, self.test_loss)
+        return TrainingResult(
+            *position, *evaluated, checkpoint, ended, self.test_loss, self.validation_figures
+        )
 
     def _evaluate_alone(self) -> TrainingResult:
-        """The loss of the weights as they are on the validation and the test data, printed as Megatron-LM does."""
+        """The loss of the weights as they are on the validation and the test data, or what else they are judged by,
+        printed as Megatron-LM does."""
         run = self.run
+        self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
+        self.validation_figures = self._judged()
+        if self.validation_figures is not None:
+            if run.mesh.world.rank == 0:
+                print(megatron_evaluation_line(run.step, None, "", self.validation_figures), flush=True)
+            return self._result(self.loaded_from, "train_iters", None)
         if run.data.valid is run.data.test is None:
             raise ConfigError(
                 "the data have no validation and no test part to evaluate; give data.split shares for them"
             )
-        self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
         losses = []
         for name, dataset in (("validation", run.data.valid), ("test", run.data.test)):
             losses.append(self.mean_loss(dataset))
@@ -285,12 +295,32 @@ class Trainer:
         return self._result(self.loaded_from, self.stops.hurry or "train_iters", None)
 
     def evaluate(self) -> None:
-        """The mean loss over the evaluation's tokens, reported and kept."""
+        """The mean loss over the evaluation's tokens, or what else the weights are judged by, reported and kept."""
+        run = self.run
         self.report.flush()
-        loss = self.mean_loss(self.run.data.valid)
-        if loss is not None:
-            self.validation_loss = loss
-            self.report.evaluation(self.run.step, loss, self.run.task.evaluation_figures(self.run))
+        loss = self.mean_loss(run.data.valid)
+        figures = self._judged() if loss is None else run.task.evaluation_figures(run)
+        if loss is not None or figures is not None:
+            self.validation_loss, self.validation_figures = loss, figures
+            self.report.evaluation(run.step, loss, figures)
+
+    def _judged(self) -> dict[str, float] | None:
+        """As the task's; None also where a stop signal breaks it off."""
+        if not self.config.train.eval_iters or self.stops.hurry:
+            return None
+        step, parts = self.run.step, 0
+
+        def before(done: int, total: int) -> None:
+            nonlocal parts
+            parts = total
+            self.heartbeat.beat(step, "evaluating")
+            self.stops.before_work()
+            self.report.evaluating(step, done, total)
+
+        figures = self.run.task.judge(self.run, before, self.stops.after_work)
+        if parts:
+            self.report.evaluating(step, parts, parts)
+        return figures
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
         """As the run's; None also where a stop signal breaks it off."""

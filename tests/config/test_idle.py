@@ -130,6 +130,8 @@ READ_WITH = {
         ("runtime.straggler_interval=9", "runtime.enable_straggler_detection=true"),
     "rl.prompts":
         ("rl.prompt_column=question", "rl.prompts=a"),
+    "rl.eval_prompts":
+        ("rl.num_generations_eval=2", "rl.eval_prompts=b rl.prompts=a"),
     "rl.filter_zero_std true":
         ("rl.max_resamples=2", "rl.filter_zero_std=true rl.prompts=a"),
     "rl.log_completions true":

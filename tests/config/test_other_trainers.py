@@ -45,6 +45,8 @@ rl.max_new_tokens                        512                    rl.max_completio
 rl.max_response_length                   512                    rl.max_completion_length               512
 rl.prompt_key                            question               rl.prompt_column                       question
 rl.train_files                           [a.parquet]            rl.prompts                             [a.parquet]
+rl.val_files                             [b.parquet]            rl.eval_prompts                        [b.parquet]
+rl.max_val_samples                       256                    rl.max_eval_prompts                    256
 rl.shuffle                               false                  rl.shuffle_dataset                     false
 rl.filter_overlong_prompts               true                   rl.overlong_prompts                    drop
 rl.filter_overlong_prompts               false                  rl.overlong_prompts                    refuse

@@ -63,10 +63,10 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def gsm8k(folder: Path, count: int = 16) -> Path:
-    """gsm8k/train.jsonl: questions and answers that end in #### and a number."""
+def gsm8k(folder: Path, count: int = 16, split: str = "train") -> Path:
+    """gsm8k/SPLIT.jsonl: questions and answers that end in #### and a number."""
     (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
-    path = folder / "gsm8k" / "train.jsonl"
+    path = folder / "gsm8k" / f"{split}.jsonl"
     records = [
         {"question": f"Ann has {n} apples and buys {n + 1}.", "answer": f"{n}+{n + 1}\n#### {2 * n + 1}"}
         for n in range(count)

@@ -37,6 +37,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("oumi")
     tiny_llama(folder / "llama")
     gsm8k(folder)
+    gsm8k(folder, 5, "held_out")
     return folder
 
 
@@ -87,31 +88,38 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
     assert "was made of" in capsys.readouterr().err
 
 
-def losses(folder: str, path: Path, world: int) -> list[list[float]]:
-    """Losses and gradient norms of three steps, in fp32, judged by length."""
+def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict[str, float]]:
+    """Losses and gradient norms of three steps, in fp32, judged by length; and what is said of data.validation."""
     words = [
         *SIZES,
         *JUDGED,
         "--training.max_steps=3",
         "--training.learning_rate=1e-3",
         f"--data.train.datasets[0].dataset_path={folder}/gsm8k",
+        f"--data.validation.datasets=[{{dataset_name: gsm8k, dataset_path: {folder}/gsm8k, split: held_out}}]",
     ]
     opened = open_run(translate_oumi(read_configuration(path, words), world), world)
     config = opened.config.with_settings({"rl.prompts": "train_dataset", "rl.reward_funcs": ["length"]})
     config, tokenizer, _ = prepare(config, world)
-    task, mesh = PolicyTask(["length"], opened.records), build_mesh(config.parallel, world, "cpu")
+    config = config.with_settings({"rl.eval_prompts": "eval_dataset"})
+    task = PolicyTask(["length"], opened.records, opened.held_out)
+    mesh = build_mesh(config.parallel, world, "cpu")
     run = Run(config, tokenizer, mesh, torch.device("cpu"), task)
     with run.data.train_loader(0, 0, run.device) as batches:
         found = [run.train_step(batches) for _ in range(3)]
+    figures = task.judge(run, lambda done, total: None, lambda: None)
     task.close()
-    return [[float(step.loss), float(step.grad_norm)] for step in found]
+    del figures["seconds"]
+    return [[float(step.loss), float(step.grad_norm)] for step in found], figures
 
 
 def test_tp2_pp2_and_one_process_are_the_same_run(home, pool):
-    one = np.array(losses(str(home), quick_start(home, "one"), 1))
-    assert np.abs(one).max() > 0.1
-    for mine in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
+    steps, judged = losses(str(home), quick_start(home, "one"), 1)
+    one = np.array(steps)
+    assert np.abs(one).max() > 0.1 and judged["prompts"] == 5
+    for mine, said in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
         assert np.abs(np.array(mine) - one).max() / np.abs(one).max() < BOUND
+        assert said == judged
 
 
 @pytest.mark.full
@@ -185,9 +193,10 @@ def shouting(completions, question, **columns):
 
 
 def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
-    config = TrainingConfig.from_yaml(quick_start(here), [*SIZES, "--training.max_steps=1"])
+    words = [*SIZES, "--training.max_steps=2", "--training.eval_strategy=steps", "--training.eval_steps=1"]
+    config = TrainingConfig.from_yaml(quick_start(here), words)
     records = [{"prompt": f"{n}?", "question": str(n)} for n in range(8)]
-    trainer = OumiMegatronGrpoTrainer(None, config, [shouting], records, None)
+    trainer = OumiMegatronGrpoTrainer(None, config, [shouting], records, records[:3])
     with pytest.raises(ConfigError, match=r"call train\(\) first"):
         trainer.save_model(config)
     assert trainer.get_last_eval_metrics() == {}
@@ -195,7 +204,11 @@ def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
     trainer.save_state()
     trainer.save_model(config, final=True)
     figures = trainer.get_last_eval_metrics()
-    assert figures["train/reward_mean"] > 0 and figures["train/completion_length"] > 1
+    said = [json.loads(line) for line in (here / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in said] == [1, 2] and figures["eval/prompts"] == 3
+    assert figures["eval/reward_mean"] == said[1]["validation_rewards_mean"] > 0
+    assert figures["eval/reward_max"] >= figures["eval/reward_median"] >= figures["eval/reward_min"]
+    assert figures["eval/completion_length"] > 1 and figures["eval/reward_std"] > 0
     assert (here / "run" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
     with pytest.raises(ConfigError, match="given a processor"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, None, processor=object())
@@ -298,9 +311,13 @@ def test_fine_tuning_and_preferences_are_trained(here, trainer):
         records = [{"prompt": f"say {n}", "chosen": f" yes {n}", "rejected": " no"} for n in range(6)]
     (here / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     (here / "x.yaml").write_text(SFT.format(here=here, data="chat.jsonl", trainer=trainer))
-    assert main(["oumi", "train", "-c", "x.yaml"]) == 0
+    held_out = f"--data.validation.datasets=[{{dataset_name: text_sft, dataset_path: {here}/chat.jsonl}}]"
+    words = [held_out, "--training.eval_strategy=steps", "--training.eval_steps=1"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
     found = metrics(here / "out")
     assert len(found) == 2 and found[-1]["global_batch_size"] == 2
+    said = [json.loads(line) for line in (here / "out" / "evaluations.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in said] == [1, 2] and said[1]["validation_loss"] < said[0]["validation_loss"]
     transformers.AutoModelForCausalLM.from_pretrained(here / "out" / "hf_model")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from small_policy import MODEL, configuration, metrics, tree, write_prompts
+from small_policy import MODEL, VOCAB, configuration, metrics, tree, write_prompts
 
 import megalith
 from megalith.checkpoint.store import StepFolder
@@ -57,14 +57,20 @@ def run_of(config: RunConfig, size: int) -> Run:
     return Run(config, tokenizer, build_mesh(config.parallel, size, "cpu"), torch.device("cpu"), PolicyTask())
 
 
-def layout_losses(folder: str, name: str, parallel: dict) -> list[float]:
-    """Of 8 steps, whose rollouts are left in folder/name."""
-    sections = tree(Path(folder), parallel=parallel, rl=PHASES)
+HELD_OUT = dict(num_generations_eval=3, max_eval_prompts=5)
+
+
+def layout_losses(folder: str, name: str, parallel: dict) -> tuple[list[float], dict[str, float]]:
+    """Of 8 steps, whose rollouts are left in folder/name; and what is said of held-out prompts after them."""
+    held_out = HELD_OUT | dict(eval_prompts=f"{folder}/held_out/prompts.jsonl")
+    sections = tree(Path(folder), parallel=parallel, rl=PHASES | held_out)
     sections["train"] |= dict(train_iters=8, output_dir=str(Path(folder) / name))
     sections["optim"]["lr"] = 1e-3  # the losses of many large steps would amplify the rounding
     run = run_of(RunConfig.from_tree(sections), 2 if parallel else 1)
     with run.data.train_loader(0, 0, run.device) as batches:
-        return [run.train_step(batches).loss.item() for _ in range(8)]
+        found = [run.train_step(batches).loss.item() for _ in range(8)]
+    figures = run.task.judge(run, lambda done, total: None, lambda: None)
+    return found, {name: value for name, value in figures.items() if name != "seconds"}
 
 
 LAYOUTS = {
@@ -74,17 +80,20 @@ LAYOUTS = {
 }
 
 
-def test_every_layout_gives_the_rollouts_and_losses_of_one_process(pool, tmp_path):
+def test_every_layout_gives_the_rollouts_losses_and_evaluation_of_one_process(pool, tmp_path):
     write_prompts(tmp_path)
-    one = layout_losses(str(tmp_path), "one", {})
+    (tmp_path / "held_out").mkdir()
+    write_prompts(tmp_path / "held_out", count=8, seed=1)
+    one, judged = layout_losses(str(tmp_path), "one", {})
     cases = {name: (str(tmp_path), name, parallel) for name, parallel in LAYOUTS.items()}
     found = pool.run_cases(layout_losses, cases, size=2)
     rollouts = contents(tmp_path / "one")
     assert len(rollouts) == 2 and len(rollouts["batch_00000001.jsonl.zst"]) == 5  # a header and 16 / 4 groups
     for name, ranks in found.items():
         assert without_logprobs(contents(tmp_path / name)) == without_logprobs(rollouts), name
-        for mine in ranks:  # a policy's loss is around 0: the largest is the measure
+        for mine, said in ranks:  # a policy's loss is around 0: the largest is the measure
             assert np.abs(np.subtract(mine, one)).max() / np.abs(one).max() < BOUND, name
+            assert said == judged and said["prompts"] == 5 and said["rewards_std"] > 0, name
 
 
 def test_a_run_from_its_own_rollouts_has_its_losses(tmp_path):
@@ -105,7 +114,7 @@ class Killed(BaseException):
 
 KILLS = {  # where, and in which of its calls
     "after the sync": (loop.LiveRollouts, "_sampled", 2),
-    "between generation and rewards": (loop.Rewards, "__call__", 2),
+    "between generation and rewards": (loop.Rewards, "__call__", 8),  # behind two evaluations
     "after a rollout file": (loop.LiveRollouts, "_keep", 2),
     "in training": (PolicyTask, "figures", 7),
     "in a save": (StepFolder, "commit", 2),
@@ -114,11 +123,15 @@ KILLS = {  # where, and in which of its calls
 
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(tmp_path, monkeypatch, moment):
+    """Also where the one that is killed evaluates after each step, and the other never does."""
     rl, checkpoint = PHASES | dict(num_iterations=1), dict(save_interval=2)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
 
     def run(folder: Path) -> None:
-        sections = tree(tmp_path, rl=rl, train=dict(train_iters=8, output_dir=str(folder)))
+        held_out = HELD_OUT | dict(eval_prompts=str(write_prompts(tmp_path))) if folder == cut else {}
+        sections = tree(
+            tmp_path, rl=rl | held_out, train=dict(train_iters=8, output_dir=str(folder), eval_interval=1)
+        )
         sections["checkpoint"] = checkpoint | ({"load": str(folder)} if folder.exists() else {})
         train_grpo(RunConfig.from_tree(sections))
 
@@ -224,6 +237,38 @@ def test_what_a_user_sees(tmp_path, capsys):
     assert manifest["counters"] == {"prompts": 4, "engine_version": 1}
 
 
+def test_an_evaluation_judges_what_the_weights_of_then_answer(tmp_path, capsys):
+    """Greedily, against passes of the loaded model; at an interval, after the last step, and without training."""
+    (tmp_path / "held_out").mkdir()
+    path = write_prompts(tmp_path / "held_out", count=6, seed=1)
+    rl = dict(eval_prompts=str(path), num_generations_eval=1, eval_temperature=0.0)
+    config = configuration(tmp_path, rl=rl, train=dict(train_iters=4, eval_interval=3))
+    result, lengths = megalith.grpo(config), []
+    model = megalith.load(str(tmp_path / "run"))
+    for line in path.read_text().splitlines():
+        ids, answer = [int(word) for word in json.loads(line)["prompt"].split()], []
+        while len(answer) < 8 and answer[-1:] != [VOCAB - 1]:
+            answer.append(model(torch.tensor([ids + answer]))[0, -1].argmax().item())
+        lengths.append(len(answer))
+    text = (tmp_path / "run" / "evaluations.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [one["step"] for one in found] == [3, 4] and found[-1]["validation_loss"] is None
+    assert (
+        found[-1]["validation_completion_length"]
+        == np.mean(lengths)
+        == result.validation_figures["completion_length"]
+    )
+    assert found[-1]["validation_rewards_mean"] == pytest.approx(1 - np.mean(lengths) / 8)
+    out = capsys.readouterr().out
+    assert "validation at iteration 4 | rewards_mean: " in out and "6 held-out prompts" in out
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
+    again = megalith.grpo(
+        config.with_settings({"train.skip_train": True, "checkpoint.load": str(tmp_path / "run")})
+    )
+    assert again.validation_figures["rewards_mean"] == found[-1]["validation_rewards_mean"]
+    assert before == sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
+
+
 def test_a_reward_that_fails_ends_the_run_on_every_rank(pool, tmp_path):
     (tmp_path / "own.py").write_text(
         "def bad(completions, **columns):\n    return [1 / 0 for c in completions]\n"
@@ -274,8 +319,12 @@ def test_the_trainer_with_trls_signature(tmp_path):
                 logging_steps=1, beta=0.0, loss_type="grpo")  # fmt: skip
     records = [{"prompt": "1 2 3", "answer": 3}, {"prompt": "4 5 6", "answer": 6}]
     settings = {"data.tokenizer_type": "NullTokenizer", "runtime.device": "cpu", "runtime.compile": False}
-    trainer = GRPOTrainer(str(tmp_path / "run"), reward, args, records, settings=settings)
-    assert trainer.train().step == 2
+    args |= dict(eval_strategy="steps", eval_steps=1, num_generations_eval=2)
+    trainer = GRPOTrainer(str(tmp_path / "run"), reward, args, records, records[:1], settings=settings)
+    result = trainer.train()
+    assert result.step == 2 and 0 <= result.validation_figures["accuracy"] <= 1
+    said = (tmp_path / "trl" / "evaluations.jsonl").read_text().splitlines()
+    assert len(said) == 2 and json.loads(said[0])["validation_prompts"] == 1
     steps = metrics(tmp_path / "trl")
     assert steps[-1]["global_batch_size"] == 8 and np.isfinite(steps[-1]["rewards_mean"])
     for given, said in (

@@ -1,5 +1,6 @@
 """A queue of rollout batches ahead: each token has the version of its weights, and a checkpoint has the queue."""
 
+import json
 import shutil
 
 import numpy as np
@@ -82,9 +83,14 @@ def logprobs(folder, version: int, ids: torch.Tensor, made={}) -> np.ndarray:  #
 
 @pytest.mark.parametrize("step", [1, 3, 6])
 def test_a_run_goes_on_with_the_queue_of_its_checkpoint_in_another_folder(straight, tmp_path, step):
+    """Also where the server answers an evaluation's prompts by newer weights in between."""
     folder, steps = straight
     shutil.copy(folder / "prompts.jsonl", tmp_path)
-    again = run(tmp_path, "cut", str(folder / "whole" / "checkpoints" / f"step_{step:08d}"))
+    held_out = dict(eval_prompts=str(tmp_path / "prompts.jsonl"), max_eval_prompts=3, num_generations_eval=2)
+    load = str(folder / "whole" / "checkpoints" / f"step_{step:08d}")
+    again = run(tmp_path, "cut", load, held_out, eval_interval=2)
+    said = (tmp_path / "cut" / "evaluations.jsonl").read_text().splitlines()
+    assert len(said) == (STEPS - step + 1) // 2 and json.loads(said[-1])["validation_prompts"] == 3
     same = ("loss", "grad_norm", "rewards_mean", "staleness", "queue_length")
     assert [[one[name] for name in same] for one in again] == [
         [one[name] for name in same] for one in steps[step:]

@@ -50,12 +50,14 @@ def decide(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> dict
     _offload(asked)
     oumi_objective.set_optimizer(asked)
     oumi_objective.set_schedule(asked)
-    _output(asked, trainer)
+    _output(asked)
+    evaluates = _evaluation(asked, trainer)
     _adapters(asked)
     writes_bin = oumi_objective.read_trainer_kwargs(asked, trainer)
     return {
         "rewards": rewards,
         "epochs": _steps(asked, trainer),
+        "evaluates": evaluates,
         "finds_precision": oumi_objective.finds_precision(asked),
         "exports": asked["training.save_final_model"],
         "writes_bin": writes_bin,
@@ -258,7 +260,7 @@ def _offload(asked: Asked) -> None:
         asked.set(f"optim.{name}", asked.one(f"{section}{name}", default=True))
 
 
-def _output(asked: Asked, trainer: str) -> None:
+def _output(asked: Asked) -> None:
     steps = asked.one("training.save_steps", f"{IN_VERL}trainer.save_freq", default=500)
     if steps > 0:
         asked.set("checkpoint.save_interval", steps)
@@ -281,18 +283,31 @@ def _output(asked: Asked, trainer: str) -> None:
             asked.tree["log"].pop(name, None)
     if asked["training.try_resume_from_last_checkpoint"] and not asked["training.resume_from_checkpoint"]:
         asked.set("checkpoint.load", asked["training.output_dir"])
+
+
+def _evaluation(asked: Asked, trainer: str) -> str:
+    """Sets when the loss or the rewards of data.validation are measured; returns Oumi's word for it."""
     when = asked["training.eval_strategy"].lower()
-    if trainer == "grpo" and when != "no":
-        asked.notes.append(
-            f"training.eval_strategy {when} changes nothing: rewards are of the training's prompts; `megalith "
-            "rollout` judges others"
-        )
-    elif when not in ("no", "steps"):
-        asked.problems.append(f"training.eval_strategy is {when!r}; there are no and steps")
+    known = ("no", "steps", "epoch") if trainer == "grpo" else ("no", "steps")
+    if when not in known:
+        asked.problems.append(f"training.eval_strategy is {when!r}; there are {' and '.join(known)}")
+    if trainer == "grpo":
+        every = asked[f"{IN_VERL}trainer.test_freq"]
+        when = "steps" if every > 0 else when
+        most = asked[f"{IN_VERL}data.val_max_samples"]
+        if most > 0:
+            asked.set("rl.max_eval_prompts", most)
+        if when == "steps":
+            asked.set("train.eval_interval", every if every > 0 else asked["training.eval_steps"])
     elif when == "steps":
         asked.set("train.eval_interval", asked["training.eval_steps"])
-    elif trainer != "grpo":
+    else:
         asked.set("train.eval_iters", 0)
+    if any(key.startswith("data.test.datasets[") for key in asked.values):
+        asked.notes.append(
+            "data.test: no trainer reads it, here as in Oumi; data.validation is what is measured"
+        )
+    return when
 
 
 def _adapters(asked: Asked) -> None:

@@ -53,11 +53,19 @@ class OpenedRun:
     config: RunConfig
     records: list[dict[str, Any]] | None
     """GRPO's prompts."""
+    held_out: list[dict[str, Any]]
+    """And those that it is evaluated by."""
     notes: list[str]
 
 
-def open_run(asked: OumiRun, processes: int, records: Iterable[Mapping[str, Any]] | None = None) -> OpenedRun:
-    """Finds the model and the data of a configuration. `records`: prompts in the place of data.train.datasets.
+def open_run(
+    asked: OumiRun,
+    processes: int,
+    records: Iterable[Mapping[str, Any]] | None = None,
+    held_out: Iterable[Mapping[str, Any]] | None = None,
+) -> OpenedRun:
+    """Finds the model and the data of a configuration. `records`: prompts in the place of data.train.datasets,
+    `held_out`: in that of data.validation.datasets.
 
     Raises ConfigError, DataError or CheckpointError, in Oumi's words.
     """
@@ -77,10 +85,12 @@ def open_run(asked: OumiRun, processes: int, records: Iterable[Mapping[str, Any]
             found["checkpoint.export_hf"] = True
         if asked.trainer == "grpo":
             config = config.with_settings(found)
-            made = list(records) if records is not None else _prompts(asked, config)
+            made = list(records) if records is not None else _prompts(asked, asked.train, config)
+            judged = list(held_out) if held_out is not None else _prompts(asked, asked.validation, config)
             if asked.epochs is not None:
                 config = config.with_settings({"train.train_iters": _steps(asked.epochs, len(made), config)})
-            return OpenedRun(asked, config, made, notes)
+            config = _evaluated(asked, len(made), config, bool(judged), notes)
+            return OpenedRun(asked, config, made, judged, notes)
         if asked.chat_template not in (None, "auto"):
             found[f"{asked.trainer}.chat_template_path"] = asked.chat_template
         out = Path(config.train.output_dir)
@@ -90,7 +100,28 @@ def open_run(asked: OumiRun, processes: int, records: Iterable[Mapping[str, Any]
             found |= {"data.train_data_path": train_files, "data.valid_data_path": valid_files}
         else:
             found |= {"data.data_path": train_files, "data.split": "100,0,0"}
-        return OpenedRun(asked, config.with_settings(found), None, notes)
+        return OpenedRun(asked, config.with_settings(found), None, [], notes)
+
+
+def _evaluated(
+    asked: OumiRun, prompts: int, config: RunConfig, is_judged: bool, notes: list[str]
+) -> RunConfig:
+    """With the steps between the evaluations of GRPO."""
+    if not is_judged:
+        if asked.evaluates != "no":
+            notes.append(
+                f"training.eval_strategy is {asked.evaluates}, but there are no prompts to evaluate by: name some as "
+                "data.validation.datasets"
+            )
+        return config
+    if asked.evaluates == "steps":
+        return config
+    if asked.evaluates == "epoch":
+        return config.with_settings({"train.eval_interval": _steps(1, prompts, config)})
+    notes.append(
+        "training.eval_strategy is no: data.validation's prompts are judged once, after the last step"
+    )
+    return config.with_settings({"train.eval_interval": config.train.train_iters})
 
 
 def pipeline_split(config: RunConfig, shape: ModelConfig, notes: list[str]) -> dict[str, Any]:
@@ -182,7 +213,7 @@ def _fetched(name: str, one: DatasetAsked, folder: Path) -> Path:
     return path
 
 
-def _prompts(asked: OumiRun, config: RunConfig) -> list[dict[str, Any]]:
+def _prompts(asked: OumiRun, datasets: Sequence[DatasetAsked], config: RunConfig) -> list[dict[str, Any]]:
     """GRPO's records: of gsm8k a question with the instruction that its reward needs, as a user's message where the
     tokenizer has a chat template."""
     tokenizer = build_run_tokenizer(config)
@@ -192,7 +223,7 @@ def _prompts(asked: OumiRun, config: RunConfig) -> list[dict[str, Any]]:
             "model.chat_template is read for TRL_SFT and TRL_DPO; for prompts put it beside the tokenizer"
         )
     made = []
-    for one in asked.train:
+    for one in datasets:
         for path in _files(one, Path(config.train.output_dir)):
             for where, record in read_records(Path(path) if isinstance(path, str) else path):
                 if "prompt" in record:
@@ -225,7 +256,8 @@ def train_run(
             own = config.model.init_from if adapters else converted(opened, process)
             start = begins_from or str(own)
             config = config.with_settings({"model.init_from": start})
-            result = train_grpo(config, reward_funcs or asked.rewards, opened.records)
+            held_out = opened.held_out or None
+            result = train_grpo(config, reward_funcs or asked.rewards, opened.records, held_out)
         elif asked.trainer == "dpo":
             from megalith.rl.dpo import train_dpo
 

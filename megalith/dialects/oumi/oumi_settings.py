@@ -96,6 +96,8 @@ class OumiRun:
     rewards: list[str]
     epochs: float | None
     """Of GRPO, where there is no number of steps."""
+    evaluates: str
+    """At which steps: no (GRPO: behind the last one alone), steps or epoch."""
     finds_precision: bool
     """torch_dtype_str is auto: that of the weights."""
     exports: bool
@@ -334,9 +336,8 @@ def _typed(asked: Asked, key: str, row: Read, value: Any) -> Any:
 
 def _check_alone(asked: Asked, trainer: str | None) -> None:
     """Refuses what the table refuses, of what the trainer reads."""
-    unread = ("data.test.", *(["data.validation."] if trainer == "grpo" else []))
     for key, value in asked.values.items():
-        if key.startswith(unread):
+        if key.startswith("data.test."):
             continue
         named = re.sub(r"\[\d+\]", "[]", key)
         _, row = row_of(named)

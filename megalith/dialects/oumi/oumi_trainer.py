@@ -9,7 +9,6 @@ megatron. Steps are saved while it trains, and hf_model/ when it is through.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,12 @@ from megalith.errors import ConfigError, printable
 from megalith.launch.launcher import this_process
 from megalith.training.trainer import TrainingResult
 
-FIGURES = {  # of metrics.jsonl
-    "rewards_mean": "reward_mean",
-    "rewards_std": "reward_std",
-    "completion_length": "completion_length",
-    "kl": "kl",
-    "loss": "loss",
-}
+REWARDS = "rewards_"  # in the names of our figures; Oumi's have one reward
 
 
 class OumiMegatronGrpoTrainer:
-    """Trains the policy of a configuration on `train_dataset`, or on its data.train.datasets where that is None."""
+    """Trains the policy of a configuration on `train_dataset`, or on its data.train.datasets where that is None, and
+    judges it by `eval_dataset`, or its data.validation.datasets."""
 
     def __init__(
         self,
@@ -47,7 +41,7 @@ class OumiMegatronGrpoTrainer:
         """`config`: a TrainingConfig, ours or Oumi's, or a dict of its sections. `processing_class`: the tokenizer; its
         folder is that of model.tokenizer_name, or of the weights. `reward_funcs`: names, or functions with TRL's or
         verl's signature, in the place of training.reward_functions. `megatron_checkpoint_path`: weights to begin from,
-        in the place of OUTPUT/megatron_checkpoint. `eval_dataset` is not judged. Raises ConfigError in Oumi's words.
+        in the place of OUTPUT/megatron_checkpoint. Raises ConfigError in Oumi's words.
         """
         if processor is not None:
             raise ConfigError(
@@ -64,7 +58,7 @@ class OumiMegatronGrpoTrainer:
         }
         if other := [name for name, value in kwargs.items() if value is not None and name not in harmless]:
             raise ConfigError(f"OumiMegatronGrpoTrainer takes no {', '.join(other)}; leave it out")
-        self.processing_class, self.eval_dataset = processing_class, eval_dataset
+        self.processing_class = processing_class
         self._tree = tree_of(config)
         self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
         self._given = reward_funcs is not None and [*reward_funcs]
@@ -74,7 +68,10 @@ class OumiMegatronGrpoTrainer:
                 for one in self._given
             ]
             self._tree["training"]["reward_functions"] = names
-        self._records = None if train_dataset is None else [dict(record) for record in train_dataset]
+        self._records, self._held_out = (
+            None if given is None else [dict(record) for record in given]
+            for given in (train_dataset, eval_dataset)
+        )
         self._begins_from = None if megatron_checkpoint_path is None else str(megatron_checkpoint_path)
         translate_oumi(self._tree, this_process().world_size)  # refused here rather than in train
         self._opened: OpenedRun | None = None
@@ -87,7 +84,7 @@ class OumiMegatronGrpoTrainer:
         if resume_from_checkpoint is not None:
             tree["training"]["resume_from_checkpoint"] = str(resume_from_checkpoint)
         asked = translate_oumi(tree, process.world_size)
-        self._opened = open_run(asked, process.world_size, self._records)
+        self._opened = open_run(asked, process.world_size, self._records, self._held_out)
         if process.is_first:
             for note in self._opened.notes:
                 print(f"note: {printable(note)}", flush=True)
@@ -104,10 +101,7 @@ class OumiMegatronGrpoTrainer:
             finish_hf_model(self._opened.config, self.result.checkpoint, self._opened.asked)
 
     def get_last_eval_metrics(self) -> dict[str, Any]:
-        """The last step's rewards, lengths, KL and loss, as `train/…`; empty before `train`."""
-        if self._opened is None:
-            return {}
-        path = Path(self._opened.config.train.output_dir) / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        last = json.loads(lines[-1]) if lines else {}
-        return {f"train/{name}": last[key] for key, name in FIGURES.items() if last.get(key) is not None}
+        """Of the last evaluation, after the last step where the run came so far: eval/reward_mean, _std, _min, _max and
+        _median, eval/accuracy, lengths and more. Empty before `train`, and without held-out prompts."""
+        found = (self.result and self.result.validation_figures) or {}
+        return {f"eval/{name.replace(REWARDS, 'reward_')}": value for name, value in found.items()}

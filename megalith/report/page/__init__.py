@@ -243,6 +243,9 @@ def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
 
 def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
     curves = [Curve(run.name, thinned(points(run.steps, key), DRAWN), n) for n, run in enumerate(runs)]
+    for n, run in enumerate(runs):
+        held_out = thinned(points(run.evaluations, f"validation_{key}"), DRAWN)
+        curves.append(Curve(f"{run.name}, validation", held_out, n, "dots"))
     values = {y for curve in curves for _, y in curve.points}
     if key == "global_batch_size" and len(values) < 2:
         return ""

@@ -1,1 +1,23 @@
 """Engines of rollouts behind one protocol: ours, vLLM, SGLang, and weights on their way to them (docs/engines.md)."""
+
+from collections.abc import Sequence
+
+from megalith.rl.engines.colocated_vllm import ColocatedVllm
+from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
+from megalith.rl.engines.server_engine import ServerEngine
+from megalith.rl.engines.sglang_server import SglangServer
+from megalith.rl.engines.vllm_server import VllmServer
+from megalith.rl.prompts import Prompt
+from megalith.training.run_state import Run
+
+SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
+
+
+def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
+    """The engine that `rl.engine` names; a server is asked nothing yet."""
+    rl = run.config.rl
+    if rl.engine == "own":
+        return OwnEngine(run, prompts)
+    if rl.is_colocated:
+        return ColocatedVllm(run, prompts)
+    return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
