@@ -2,7 +2,8 @@
 
     python benchmarks/oumi_configurations.py CHECKOUT [--json] [--train MODEL --chat FILE --pairs FILE]
 
-CHECKOUT is a folder with Oumi's repository, or with its unpacked source distribution. Each YAML with a `training.
+CHECKOUT is a folder with Oumi's repository, or with its unpacked source distribution, whose chat templates are taken as
+those of an installed Oumi. Each YAML with a `training.
 trainer_type` below it is translated as `megalith oumi train` would; neither models nor data are looked for. A refused
 one is counted under each key that a sentence of its error names. Prints the count by trainer and the keys by how often.
 
@@ -16,6 +17,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -89,6 +91,7 @@ def count(
     checkout: Path, model: Path | None = None, chat: Path | None = None, pairs: Path | None = None
 ) -> dict:
     """The figures of a checkout; with a model and data those that are taken are trained, too."""
+    sys.path.append(str(checkout.resolve() / "src"))
     trainers, taken, refused, whole, trained, failed = Counter(), Counter(), Counter(), {}, Counter(), {}
     for path in sorted(checkout.rglob("*.yaml")):
         trainer = trainer_of(path)

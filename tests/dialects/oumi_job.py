@@ -53,6 +53,11 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
                  num_key_value_heads=2, vocab_size=len(LETTERS), max_position_embeddings=256)  # fmt: skip
     config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=len(LETTERS) - 1, initializer_range=0.2)
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return write_letters(folder)
+
+
+def write_letters(folder: Path) -> Path:
+    """A tokenizer of letters and a chat template, beside weights."""
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer.add_special_tokens(["<|end|>"])

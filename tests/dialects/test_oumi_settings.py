@@ -229,7 +229,7 @@ def test_experts_print_both_world_sizes(written):
     assert run.tree["train"]["global_batch_size"] == 32  # 1 × 4 × 8 replicas
 
 
-def test_sft_and_dpo_are_ours(written):
+def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
     text = sft(per_device_train_batch_size=2, gradient_accumulation_steps=8, max_steps=-1, use_peft=True,
                optimizer="adamw_torch_fused", enable_gradient_checkpointing=True, warmup_ratio=0.03,
                lr_scheduler_type="cosine", save_steps=800, logging_steps="${training.save_steps}")  # fmt: skip
@@ -252,6 +252,29 @@ def test_sft_and_dpo_are_ours(written):
     assert asked(written(sft(optimizer="adamw_8bit")), world=1).config(SHAPE).optim.exp_avg_sq_dtype == "fp8"
     plain = asked(written(sft()), world=1).config(SHAPE)
     assert not plain.sft.assistant_only_loss and plain.train.micro_batch_size == 8
+    towers = ["--training.use_peft=True", "--peft.lora_target_modules=[q_proj]",
+              "--peft.lora_exclude_modules=['.*vision_tower.*', q_proj]"]  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"^peft\.lora_exclude_modules has 'q_proj', which leaves out modules of text"
+    ):
+        asked(written(sft()), *towers, world=1)
+    folder = tmp_path / "oumi" / "datasets" / "chat_templates"
+    folder.mkdir(parents=True)
+    for name in ("../../__init__.py", "mine.jinja"):
+        (folder / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert asked(written(sft()), "--model.chat_template=mine").chat_template == str(folder / "mine.jinja")
+    with pytest.raises(
+        ConfigError, match="'other', a template of Oumi's package, which is not here; pip install oumi"
+    ):
+        asked(written(sft()), "--model.chat_template=other")
+    codes = asked(written(sft()), "--model.model_kwargs.quantization_config.quant_method=mxfp4")
+    assert "MXFP4 codes are read" in "\n".join(codes.notes)
+    zero = ["--deepspeed.enable_deepspeed=True", "--deepspeed.zero_stage=ZERO_3",
+            "--deepspeed.offload_optimizer.device=cpu", "--deepspeed.overlap_comm=True"]  # fmt: skip
+    staged = asked(written(sft()), *zero, world=4).config(SHAPE)
+    assert staged.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    assert staged.optim.optimizer_cpu_offload
     words = ["--training.trainer_type=trl_dpo", "--training.trainer_kwargs.beta=0.2"]
     assert asked(written(sft()), *words, world=1).config(SHAPE).dpo.beta == 0.2
 

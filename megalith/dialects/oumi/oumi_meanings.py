@@ -7,6 +7,7 @@ contradict each other or the layout. What is learned and how stands in oumi_obje
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,18 @@ STRATEGIES = {  # FSDP's → ours
     "HYBRID_SHARD_ZERO2": "optim_grads",
     "NO_SHARD": "no_shard",
 }
+STAGES = {"ZERO_0": "no_shard", "ZERO_1": "optim", "ZERO_2": "optim_grads", "ZERO_3": "optim_grads_params"}
+MXFP4 = {"quant_method": "mxfp4"}  # gpt-oss's
+TEXT_MODULES = {
+    f"model.layers.0.{part}"
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+                 "mlp.up_proj", "mlp.down_proj", "mlp.experts")
+}  # fmt: skip
 
 
 def decide(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> dict[str, Any]:
     """Sets what the keys decide together, and returns the fields of OumiRun that no setting has."""
+    _model(asked)
     parallel = _layout(asked)
     rewards: list[str] = []
     if trainer == "grpo":
@@ -64,6 +73,20 @@ def decide(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> dict
         "merges": asked["peft.peft_save_mode"].upper() == "MERGED",
         "model_parallel": parallel,
     }
+
+
+def _model(asked: Asked) -> None:
+    kwargs = dict(asked["model.model_kwargs"])
+    if kwargs.get("quantization_config") == MXFP4:
+        del kwargs["quantization_config"]
+        asked.notes.append(
+            "model.model_kwargs: published MXFP4 codes are read, and trained as the weights they mean"
+        )
+    if kwargs:
+        asked.problems.append(
+            f"model.model_kwargs is {kwargs!r:.60}, which is refused: the model is as its config.json has it; change "
+            "that"
+        )
 
 
 def _layout(asked: Asked) -> int:
@@ -209,7 +232,32 @@ def _sharding(asked: Asked, trainer: str, parallel: int) -> None:
         if asked["fsdp.cpu_offload"]:
             asked.set("optim.optimizer_cpu_offload", True)
             asked.notes.append("fsdp.cpu_offload: the optimizer's state is in host memory; parameters stay")
+    elif asked["deepspeed.enable_deepspeed"]:
+        stage = _stage(asked, trainer)
+        strategy = stage if replicas > 1 else "no_shard"
     asked.set("parallel.data_parallel_sharding_strategy", strategy)
+
+
+def _stage(asked: Asked, trainer: str) -> str:
+    """DeepSpeed's stage in our words."""
+    if trainer == "grpo":
+        asked.problems.append(
+            "deepspeed.enable_deepspeed is True, which excludes trainer_type MEGATRON_GRPO; set it False: the megatron "
+            "section shards the model, and the optimizer's state is sharded over the replicas"
+        )
+    name, place = (
+        str(asked[f"deepspeed.{key}"]).upper() for key in ("zero_stage", "offload_optimizer.device")
+    )
+    if name not in STAGES:
+        asked.problems.append(f"deepspeed.zero_stage is {name}; there are {', '.join(STAGES)}")
+    if place not in ("NONE", "CPU"):
+        asked.problems.append(f"deepspeed.offload_optimizer.device is {place}; there are CPU and NONE")
+    if place == "CPU":
+        asked.set("optim.optimizer_cpu_offload", True)
+    asked.notes.append(
+        f"deepspeed: {name} is done here by data_parallel_sharding_strategy {STAGES.get(name)}"
+    )
+    return STAGES.get(name, "optim")
 
 
 def _recompute(asked: Asked) -> None:
@@ -319,6 +367,12 @@ def _adapters(asked: Asked) -> None:
     mode = asked["peft.peft_save_mode"].upper()
     if mode not in ("ADAPTER_ONLY", "MERGED"):
         asked.problems.append(f"peft.peft_save_mode is {mode}; there are ADAPTER_ONLY and MERGED")
+    for left_out in asked["peft.lora_exclude_modules"] or ():
+        if any(_names(str(left_out), module) for module in TEXT_MODULES):
+            asked.problems.append(
+                f"peft.lora_exclude_modules has {left_out!r}, which leaves out modules of text; name those that get "
+                "adapters alone, as lora_target_modules"
+            )
     targets = asked["peft.lora_target_modules"]
     if targets is None:
         asked.problems.append(
@@ -326,3 +380,11 @@ def _adapters(asked: Asked) -> None:
         )
     elif targets != ["all-linear"]:
         asked.set("lora.targets", targets)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a name or a regular expression, as PEFT takes both, is of a module."""
+    try:
+        return module.endswith(f".{pattern}") or re.fullmatch(pattern, module) is not None
+    except re.error:
+        return True

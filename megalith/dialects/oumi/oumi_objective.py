@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.config import RlConfig
@@ -236,10 +238,13 @@ def set_chat(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> No
         asked.set("sft.packing", asked["data.train.pack"])
     template = asked["model.chat_template"]
     if template not in (None, "auto") and "/" not in template and not template.endswith(".jinja"):
-        asked.problems.append(
-            f"model.chat_template is {template!r}, a template of Oumi's package, which is not here; leave it out for "
-            "the tokenizer's own, or give the path of a Jinja file"
-        )
+        if path := template_of_oumi(template):
+            asked.values["model.chat_template"] = str(path)
+        else:
+            asked.problems.append(
+                f"model.chat_template is {template!r}, a template of Oumi's package, which is not here; pip install "
+                "oumi, leave it out for the tokenizer's own, or give the path of a Jinja file"
+            )
     harmless = {"hf_dataset_path", "return_conversations", "return_tensors", "return_conversations_format"}
     for number, one in enumerate(datasets):
         other = {name for name in one.kwargs if name not in harmless} - {"messages_column"}
@@ -250,6 +255,15 @@ def set_chat(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> No
                 f"data.train.datasets[{number}].dataset_kwargs has {', '.join(sorted(other))}, which is refused: "
                 "records are read as docs/sft.md says; convert them before"
             )
+
+
+def template_of_oumi(name: str) -> Path | None:
+    """The Jinja file of a name, where Oumi is installed, which is not imported."""
+    found = find_spec("oumi")
+    path = (
+        found and found.origin and Path(found.origin).parent / "datasets" / "chat_templates" / f"{name}.jinja"
+    )
+    return path if path and path.is_file() else None
 
 
 def set_optimizer(asked: Asked) -> None:
