@@ -53,6 +53,9 @@ def ours(folder, wanted, batch, plugin):
     options = dict(train_dataset=samples(24), megatron_lm_plugin=MegatronLMPlugin(**plugin))
     trainer = MegalithTrainer(model_of("llama"), arguments(folder, batch), **options)
     trainer.train()
+    assert (
+        trainer.get_total_train_batch_size(trainer.args) == 4 * 2
+    )  # in every layout, so its samples a second
     evaluated = trainer.evaluate(samples(6))["eval_loss"]
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     check((losses_of(trainer), weights), wanted[:2])

@@ -70,6 +70,11 @@ class MegalithTrainer(Trainer):
         finally:
             stock.Accelerator = made
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step: those of the replicas, for the ranks that share a model have the same ones."""
+        shared = self._plugin.tp_degree * self._plugin.context_parallel_size
+        return self._train_batch_size * args.gradient_accumulation_steps * (args.world_size // shared)
+
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._engine or model
 
