@@ -131,12 +131,24 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; give a folder of a Hugging Face model") from None
+        raise CheckpointError(f"{path} is missing; {_instead_of(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; fetch it again")
     return content
+
+
+def _instead_of(folder: Path) -> str:
+    """What to do about a folder without a file of Hugging Face's."""
+    if any(folder.glob("*.distcp")):
+        return (
+            "this is a checkpoint of torch.distributed.checkpoint: have the program that wrote it write Hugging Face's "
+            "form (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), or try `megalith import-megatron`"
+        )
+    if any(folder.glob("*.safetensors")):
+        return f"copy the model's {CONFIG} and its tokenizer's files beside the weights"
+    return "give a folder of a Hugging Face model"
 
 
 def _list_weights(folder: Path) -> dict[str, Stored | Pickled]:

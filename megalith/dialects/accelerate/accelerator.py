@@ -152,6 +152,9 @@ class Accelerator(accelerate.Accelerator):
         engine = MegatronEngine(
             module, optimizer, self._plugin, self.mixed_precision, self.device, self.scaler_handler
         )
+        layout = {name: getattr(engine.mesh, name).size for name in ("tp", "pp", "cp", "dp")}
+        sizes = " × ".join(f"{name.upper()} {size}" for name, size in layout.items())
+        self.print(f"megalith: {type(module).__name__} in {sizes}", flush=True)
         for note in engine.notes:
             self.print(f"note: {note}", flush=True)
         engine.custom = custom_step(self, self._plugin, engine)
