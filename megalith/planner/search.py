@@ -404,7 +404,8 @@ class _Search:
             each, found = (layers + counted) // pipeline, True
             for virtual in _divisors(each, most=10):
                 if virtual == 1:
-                    yield accounts
+                    if not counted or pipeline > 2:  # of two stages either way is the even split
+                        yield accounts
                     if not counted:
                         yield {"pipeline_schedule": "zero_bubble"}
                 elif micro_batches % pipeline == 0:
