@@ -202,6 +202,7 @@ def _config(args: Arguments, gpus: int):
 
     from megalith.config import RunConfig
     from megalith.config.presets import PRESETS
+    from megalith.config.rules.model_rules import check_model
     from megalith.config.run import parse_overrides
     from megalith.planner.search import preset_config, with_batch
 
@@ -214,10 +215,15 @@ def _config(args: Arguments, gpus: int):
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
         return config.with_settings(given) if given else config
     config = RunConfig.load(args.job, args.settings)
+    if config.model.init_from is not None:  # its weights have the model's shape
+        from megalith.bridge.load import with_init_from
+
+        config = with_init_from(config)
     if config.model.vocab_size is None or config.model.max_position_embeddings is None:
         from megalith.training.build import build_run_tokenizer, complete
 
         config = complete(config, build_run_tokenizer(config))
+    check_model(config.model)
     return with_batch(config, seq, batch)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
+from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_fp8, check_training
 from megalith.errors import ConfigError
@@ -166,6 +167,7 @@ def plan(
     """
     if gpus < 1 or gpus_per_node < 1:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
+    check_model(config.model)
     rates = rates or rates_of(device)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
     search = _Search(answer, show_progress)

@@ -36,10 +36,11 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     config, rates = answer.config, answer.rates
     batch, seq = config.train.global_batch_size, config.data.seq_length
     precision = "FP8" if config.train.fp8_format else config.train.precision
+    model = config.model.preset or config.model.init_from or "the model"
     room = f"{answer.fitting} fit in {answer.usable / GB:.0f} GB a GPU"
     parts = [
         paragraph(
-            f"{config.model.preset or 'the model'} on {answer.gpus} {rates.device}, {answer.gpus_per_node} a node: "
+            f"{model} on {answer.gpus} {rates.device}, {answer.gpus_per_node} a node: "
             f"{batch} sequences of {seq:,} tokens a step, {precision}. "
             f"{answer.tried} layouts tried, {room}. Rates: {rates.source}."
         )

@@ -14,6 +14,7 @@ import megalith
 from megalith.bridge.importer import import_hf
 from megalith.bridge.load import tokenizer_notes, with_init_from
 from megalith.bridge.verify import same_bits
+from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
@@ -157,6 +158,17 @@ def test_the_shape_comes_from_the_folder_and_what_training_may_choose_from_the_r
     assert (model.hidden_dropout, model.rotary_base) == (0.1, 500000.0)
     again = with_init_from(RunConfig.from_tree({"model": model.model_dump()}))
     assert again.model == model
+
+
+def test_a_plan_of_a_run_file_has_the_shape_of_its_weights(hf_folder, tmp_path: Path, capsys) -> None:
+    bare, folder = "data: {mock: true, seq_length: 16}\ntrain: {global_batch_size: 4}\n", hf_folder("qwen3")
+    (tmp_path / "run.yaml").write_text(bare + f"model: {{init_from: {folder}}}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--gpus", "1"]) == 0
+    assert "layouts tried" in capsys.readouterr().out
+    (tmp_path / "bare.yaml").write_text(bare)
+    for words in ([], ["show"], ["goodput"]):
+        assert main(["plan", *words, str(tmp_path / "bare.yaml"), "--gpus", "1"]) == 2
+        assert "model.num_layers is not set" in capsys.readouterr().err
 
 
 def test_a_field_that_contradicts_the_weights_is_refused(hf_folder, tmp_path: Path) -> None:
