@@ -161,8 +161,10 @@ def test_the_shape_comes_from_the_folder_and_what_training_may_choose_from_the_r
 
 
 def test_a_plan_of_a_run_file_has_the_shape_of_its_weights(hf_folder, tmp_path: Path, capsys) -> None:
-    bare, folder = "data: {mock: true, seq_length: 16}\ntrain: {global_batch_size: 4}\n", hf_folder("qwen3")
-    (tmp_path / "run.yaml").write_text(bare + f"model: {{init_from: {folder}}}\n")
+    base = hf_folder("qwen3")
+    bare = "data: {mock: true, seq_length: 16}\ntrain: {train_iters: 1, global_batch_size: 4}\n"
+    bare += "optim: {lr: 0.001}\n"
+    (tmp_path / "run.yaml").write_text(bare + f"model: {{init_from: {base}}}\n")
     assert main(["plan", str(tmp_path / "run.yaml"), "--gpus", "1"]) == 0
     assert "layouts tried" in capsys.readouterr().out
     (tmp_path / "bare.yaml").write_text(bare)
