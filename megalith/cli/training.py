@@ -59,6 +59,7 @@ What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun 
 def train(arguments: list[str]) -> int:
     """`megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
+    typed = program
     if program in ("sft", "dpo"):
         arguments = [*arguments, f"--{program}.enabled"]
     if program == "sft":  # `train` on conversations
@@ -69,7 +70,7 @@ def train(arguments: list[str]) -> int:
         print(TRAIN_USAGE)
         print(help_text())
         return 0
-    _say_that_it_starts(program, arguments)
+    _say_that_it_starts(typed, arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 

@@ -52,7 +52,7 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
     layout = asked.model_parallel
     notes = [
         f"dependencies: {install_line('hf')} in the place of verl and Ray",
-        f"the layout takes a multiple of {layout} processes; `megalith oumi plan -c FILE --gpus N` prices it, and "
+        f"the layout takes {f'a multiple of {layout}' if layout > 1 else 'any number of'} processes; `megalith oumi plan -c FILE --gpus N` prices it, and "
         "megatron.tensor_model_parallel_size and pipeline_model_parallel_size change it",
         *asked.notes,
     ]

@@ -18,6 +18,7 @@ from megalith.dialects.oumi.oumi_keys import ACTOR, ENGINE_KEYS, IN_VERL, ROLLOU
 if TYPE_CHECKING:
     from megalith.dialects.oumi.oumi_settings import Asked, DatasetAsked
 
+PROMPT = 512  # tokens, where no limit of the prompts is set and the model's is no shorter
 PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16",
               "float32": "fp32", "fp32": "fp32", "float": "fp32", "auto": "auto", "none": "none"}  # fmt: skip
 OPTIMIZERS = {
@@ -83,7 +84,7 @@ KEY_OF = {  # settings that are decided here → the key that a reader of their 
     "train.precision": "model.torch_dtype_str",
     "model.init_from": "model.model_name",
     "data.data_path": "data.train.datasets",
-    "data.seq_length": "model.model_max_length",
+    "data.seq_length": "model.model_max_length (or max_prompt_length + max_completion_length)",
     "checkpoint.save_interval": "training.save_steps",
     "rl.prompts": "data.train.datasets",
     "rl.reward_funcs": "training.reward_functions",
@@ -125,9 +126,10 @@ def set_objective(asked: Asked) -> None:
     if upper is not None and upper != epsilon:
         asked.set("rl.epsilon_high", upper)
     prompt = [f"{place}max_prompt_length" for place in places]
-    prompt_tokens = asked.one(*prompt, f"{IN_VERL}data.max_prompt_length", default=512)
     answer = [f"{place}max_completion_length" for place in places] + ["megatron.sampling_config.max_tokens"]
     answer_tokens = asked.one(*answer, f"{IN_VERL}data.max_response_length", default=256)
+    left = max((asked["model.model_max_length"] or PROMPT + answer_tokens) - answer_tokens, 1)
+    prompt_tokens = asked.one(*prompt, f"{IN_VERL}data.max_prompt_length", default=min(PROMPT, left))
     asked.set("rl.max_prompt_length", prompt_tokens)
     asked.set("rl.max_completion_length", answer_tokens)
     asked.set("rl.overlong_prompts", "drop")
