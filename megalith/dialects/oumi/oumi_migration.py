@@ -50,9 +50,10 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
         old.splitlines(keepends=True), new.splitlines(keepends=True), str(path), "MEGATRON_GRPO"
     )
     layout = asked.model_parallel
+    processes = f"a multiple of {layout}" if layout > 1 else "any number of"
     notes = [
         f"dependencies: {install_line('hf')} in the place of verl and Ray",
-        f"the layout takes {f'a multiple of {layout}' if layout > 1 else 'any number of'} processes; `megalith oumi plan -c FILE --gpus N` prices it, and "
+        f"the layout takes {processes} processes; `megalith oumi plan -c FILE --gpus N` prices it, and "
         "megatron.tensor_model_parallel_size and pipeline_model_parallel_size change it",
         *asked.notes,
     ]
