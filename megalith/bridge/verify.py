@@ -27,7 +27,7 @@ from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, printable
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.progress import Progress
@@ -61,6 +61,16 @@ def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> P
             f"{opened.folder} and {fit.source.path} are not the same model; {path} says in what"
         )
     return path
+
+
+def verdict(certificate: Path) -> str:
+    """A line of what a certificate says."""
+    found = json.loads(certificate.read_text(encoding="utf-8"))
+    tensors, logits = found["tensors"]["compared"], found["logits"]
+    return (
+        f"verified: {printable(certificate)}: {tensors} tensors equal, logits within "
+        f"{logits['largest_difference']:.1e} of {logits['against']}'s (the largest is {logits['largest_logit']:.2g})"
+    )
 
 
 def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
