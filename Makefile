@@ -5,7 +5,7 @@
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
-#   make sizes   writes docs/sizes.md, from the planner
+#   make sizes   writes docs/sizes.md, from the planner; make pictures  draws docs/images/
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
@@ -16,7 +16,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all test-site docs docs-serve megatron-core cluster-models accelerate-example faults sizes lint clean
+.PHONY: setup train test test-quick test-all test-site docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
 
 setup: $(READY)
 
@@ -50,6 +50,9 @@ lint: $(READY)
 
 sizes: $(READY)
 	$(BIN)/python -m benchmarks.sizes > docs/sizes.md
+
+pictures: $(READY)
+	PYTHONPATH=site $(BIN)/python -m pictures
 
 test: $(READY) lint
 	$(PYTEST)

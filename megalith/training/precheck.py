@@ -170,7 +170,7 @@ def build_ranks(layout: Layout) -> list[BuiltRank]:
 
 def _build(layout: Layout, rank: int) -> BuiltRank:
     config, meta = layout.config, torch.device("meta")
-    with _alone_among(layout.world_size, rank):
+    with alone_among(layout.world_size, rank):
         mesh = build_mesh(
             config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
         )
@@ -185,7 +185,7 @@ def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Paramete
 
 
 @contextmanager
-def _alone_among(world_size: int, rank: int) -> Iterator[None]:
+def alone_among(world_size: int, rank: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is one and no other is there."""
     if world_size == 1:
         yield

@@ -1,0 +1,24 @@
+"""The pictures of the documentation's concept pages, drawn from what the program itself says.
+
+`make pictures` writes docs/images/; a test keeps them as they would be drawn today.
+"""
+
+from pictures.holdings import checkpoint, context, data, expert, pipeline, tensor
+from pictures.loops import fp8, grpo
+from pictures.times import axes, schedules, step, zero
+
+PICTURES = {
+    "axes": axes,
+    "tensor": tensor,
+    "context": context,
+    "pipeline": pipeline,
+    "schedules": schedules,
+    "expert": expert,
+    "data": data,
+    "zero": zero,
+    "step": step,
+    "fp8": fp8,
+    "grpo": grpo,
+    "checkpoint": checkpoint,
+}
+"""By the file's name in docs/images/."""
