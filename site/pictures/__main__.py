@@ -1,5 +1,5 @@
-"""`python -m pictures` draws every picture into docs/images/; with a trace.json of a run it first takes step.json from
-that: `python -m pictures runs/step/profile/trace.json`."""
+"""`python -m pictures` draws every picture into docs/images/. Given a run's trace and the number of a step in it, it
+takes step.json from there before: `python -m pictures runs/step/profile/trace.json 14`."""
 
 import json
 import sys
@@ -10,9 +10,11 @@ from pictures.times import STEP, shown_of
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
-for trace in sys.argv[1:]:
-    shown = shown_of(json.loads(Path(trace).read_text(encoding="utf-8")))
-    STEP.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+if sys.argv[1:]:
+    trace, number = sys.argv[1:]
+    shown = shown_of(json.loads(Path(trace).read_text(encoding="utf-8")), int(number))
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in shown.items())
+    STEP.write_text("{" + ",\n ".join(lines) + "}\n", encoding="utf-8")
 IMAGES.mkdir(exist_ok=True)
 for name, draw in PICTURES.items():
     (IMAGES / f"{name}.svg").write_text(draw(), encoding="utf-8")

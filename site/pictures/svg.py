@@ -74,6 +74,14 @@ class Picture:
         self.text(x, y, line, kind)
         return y + 16
 
+    def legend(self, y: float, *items: tuple[str, str]) -> None:
+        """Colours and what they stand for, in a line."""
+        x = 0.0
+        for colour, words in items:
+            self.box(colour, x, y, 12, 12)
+            self.text(x + 16, y + 10, words, "s")
+            x += 26 + 5.8 * len(words) + 4 * sum(map(words.count, "mw"))
+
     def labelled(self, colour: str, x: float, y: float, width: float, height: float, *words: str) -> None:
         """A box with a line of words, or several, in its middle."""
         self.box(colour, x, y, width, height)

@@ -1,8 +1,8 @@
 """What takes time, memory and bandwidth: pipeline schedules as simulated, a step as traced, ZeRO's memory and each
 axis' traffic as planned.
 
-The trace is a run's own (`log.profile`), of two processes on a CPU; what is drawn of it stands in step.json, which
-`python -m pictures TRACE` writes.
+The trace is a run's own (`log.profile`), step.yaml's over two processes of a CPU. What is drawn of it stands in
+step.json, which `python -m pictures TRACE STEP` writes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,6 @@ from pictures.holdings import traffic
 from pictures.svg import Picture
 
 STEP = Path(__file__).parent / "step.json"
-RUN = """\
-model: {num_layers: 6, hidden_size: 256, num_attention_heads: 8, num_query_groups: 4, vocab_size: 2048,
-        position_embedding_type: rope, swiglu: true, normalization: RMSNorm, add_bias_linear: false,
-        untie_embeddings_and_output_weights: true, hidden_dropout: 0.0, attention_dropout: 0.0}
-data: {mock: true, seq_length: 256}
-train: {train_iters: 16, micro_batch_size: 2, global_batch_size: 4, output_dir: runs/step}
-optim: {lr: 1.0e-3}
-runtime: {compile: false}
-log: {profile: true, profile_step_start: 12, profile_step_end: 13}
-"""
-"""Trained by `megalith train step.yaml --nproc 2`, one thread each, it leaves runs/step/profile/trace.json."""
 
 STAGES, MICRO_BATCHES = 4, 8
 KIND_COLOURS = {
@@ -46,16 +35,7 @@ KIND_COLOURS = {
 def schedules() -> str:
     picture = Picture(f"Pipeline schedules of {STAGES} stages and {MICRO_BATCHES} micro-batches, simulated")
     picture.text(0, 14, f"{STAGES} stages, {MICRO_BATCHES} micro-batches, time from left to right", "h")
-    x = 0.0
-    for colour, words in (
-        ("r0", "forward"),
-        ("r1", "backward or dgrad"),
-        ("r2", "wgrad"),
-        ("void", "bubble"),
-    ):
-        picture.box(colour, x, 24, 12, 12)
-        picture.text(x + 17, 34, words, "s")
-        x += 36 + 6.2 * len(words)
+    picture.legend(24, ("r0", "forward"), ("r1", "backward or dgrad"), ("r2", "wgrad"), ("void", "bubble"))
     y, longest = 62.0, 0.0
     for kind, virtual in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
         schedule = build_schedule(kind, STAGES, MICRO_BATCHES, virtual)
@@ -79,48 +59,45 @@ def schedules() -> str:
     return picture.svg()
 
 
-def shown_of(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a profile's trace what `step` draws: [name, start, end] by lane, in milliseconds from the step's begin.
+def shown_of(trace: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Of step `number` in a profile's trace what `step` draws: names, starts and ends, in milliseconds from its begin.
 
     A layer's forward pass begins at its first norm. Its backward pass ends where its gradients' all-reduce begins.
     """
     events = sorted(
         (event for event in trace["traceEvents"] if event.get("ph") == "X"), key=lambda e: e["ts"]
     )
-    step = next(event for event in events if event["name"].startswith("step "))
+    whole = next(event for event in events if event["name"] == f"step {number}")
+    first, end = whole["ts"], whole["ts"] + whole["dur"]
 
     def spans(name: str) -> list[tuple[float, float]]:
-        found = [event for event in events if event["name"].startswith(name) and event["ts"] >= step["ts"]]
-        return [((e["ts"] - step["ts"]) / 1e3, (e["ts"] + e["dur"] - step["ts"]) / 1e3) for e in found]
+        found = [event for event in events if event["name"].startswith(name) and first <= event["ts"] <= end]
+        return [((each["ts"] - first) / 1e3, (each["ts"] + each["dur"] - first) / 1e3) for each in found]
 
-    end = step["dur"] / 1e3
-    backward = spans("autograd::engine::evaluate_function")
-    norms = [start for start, _ in spans("aten::_fused_rms_norm") if start < backward[0][0]]
+    backward, reduced = spans("autograd::engine::evaluate_function"), spans("gloo:all_reduce")
+    begun, ended = backward[0][0], max(end for _, end in backward)
+    norms = [start for start, _ in spans("aten::_fused_rms_norm") if start < begun]
+    layers = len(norms) // 2  # two norms each, and the last one
+    forward = norms[::2]
+    done = [begun, *[start for start, _ in reduced if start > begun][:layers]]
     (optimizer,) = spans("Optimizer.step")
-    reduced = [span for span in spans("gloo:all_reduce") if backward[0][0] < span[0] < backward[-1][1]]
-    layers = len(norms) // 2
-    firsts = [*norms[: 2 * layers : 2], norms[2 * layers]]
-    forward = [(f"F{layer}", *firsts[layer : layer + 2]) for layer in range(layers)]
-    ends = [span[0] for span in reduced[:layers]]
-    begins = [spans("RmsNormBackward0") or spans("FusedRmsNormBackward0") or [(backward[0][0], 0.0)]][0][0][0]
-    bounds = [begins, *ends]
-    backwards = [(f"B{layers - 1 - place}", *bounds[place : place + 2]) for place in range(layers)]
-    ordered = [span for span in reduced]
-    lanes = {
-        "computes": [
-            ("embedding", 0.0, firsts[0]),
-            *forward,
-            ("head and loss", firsts[-1], bounds[0]),
-            *backwards,
-            ("embedding's backward", bounds[-1], backward[-1][1]),
-            ("norm, clipping", backward[-1][1], optimizer[0]),
-            ("optimizer", *optimizer),
-            ("metrics", optimizer[1], end),
-        ],
-        "all-reduces": [("gradients", *span) for span in ordered],
+    computes = [
+        ("batch and embedding", 0.0, forward[0]),
+        *((f"F{layer}", *forward[layer : layer + 2]) for layer in range(layers)),
+        ("head and loss", forward[-1], begun),
+        *((f"B{layers - 1 - place}", *done[place : place + 2]) for place in range(layers)),
+        ("embedding's backward", done[-1], ended),
+        ("norm and clipping", ended, optimizer[0]),
+        ("optimizer", *optimizer),
+        ("metrics", optimizer[1], whole["dur"] / 1e3),
+    ]
+    rounded = [[name, round(start, 1), round(end, 1)] for name, start, end in computes]
+    return {
+        "milliseconds": round(whole["dur"] / 1e3, 1),
+        "layers": layers,
+        "computes": rounded,
+        "all-reduces": [[round(start, 1), round(end, 1)] for start, end in reduced],
     }
-    rounded = {lane: [[name, round(a, 1), round(b, 1)] for name, a, b in of] for lane, of in lanes.items()}
-    return {"milliseconds": round(end, 1), "layers": layers, "lanes": rounded}
 
 
 PHASES = {"F": "r0", "B": "r1", "head and loss": "r2", "optimizer": "r3"}
@@ -128,27 +105,25 @@ PHASES = {"F": "r0", "B": "r1", "head and loss": "r2", "optimizer": "r3"}
 
 def step() -> str:
     shown = json.loads(STEP.read_text(encoding="utf-8"))
-    total, lanes = shown["milliseconds"], shown["lanes"]
+    total = shown["milliseconds"]
     picture = Picture("One training step of one of two data-parallel processes, as traced")
     picture.text(0, 14, f"One step of {shown['layers']} layers on one of two ranks: {total:.0f} ms", "h")
     unit = 480 / total
     picture.text(0, 40, "the rank computes", "s")
-    for name, start, end in lanes["computes"]:
+    for name, start, end in shown["computes"]:
         colour = PHASES.get(name) or PHASES.get(name[0] if name[1:].isdigit() else "", "grey")
         wide = (end - start) * unit
         picture.box(colour, start * unit, 46, wide - 0.7, 30)
         if name[1:].isdigit() and wide > 14:
             picture.text((start + end) / 2 * unit, 65, name, "t m on")
-    picture.text(0, 98, "gradients all-reduced", "s")
+    picture.text(0, 98, "all-reduces", "s")
     picture.box("void", 0, 104, 480, 22)
-    for _, start, end in lanes["all-reduces"]:
+    for start, end in shown["all-reduces"]:
         picture.box("r4", start * unit, 104, max((end - start) * unit - 0.7, 0.8), 22)
-    x = 0.0
-    for colour, words in (("r0", "forward"), ("r2", "head, loss"), ("r1", "backward"), ("r3", "optimizer"),
-                          ("r4", "all-reduce"), ("grey", "the rest")):  # fmt: skip
-        picture.box(colour, x, 140, 12, 12)
-        picture.text(x + 16, 150, words, "s")
-        x += 30 + 6 * len(words)
+    picture.legend(
+        140, ("r0", "forward"), ("r2", "head, loss"), ("r1", "backward"), ("r3", "optimizer"), ("r4", "all-reduce"),
+        ("grey", "the rest"),
+    )  # fmt: skip
     return picture.svg()
 
 
@@ -173,11 +148,7 @@ def zero() -> str:
     gpus = 8
     picture = Picture(f"Memory of a GPU by sharding strategy: Llama-3-8B on {gpus} GPUs")
     picture.text(0, 14, f"Llama-3-8B on {gpus} GPUs, 8,192 tokens, bf16: GB on each GPU", "h")
-    x, y = 0.0, 24
-    for colour, words in PARTS.values():
-        picture.box(colour, x, y, 12, 12)
-        picture.text(x + 16, y + 10, words, "s")
-        x += 22 + 6.6 * len(words)
+    picture.legend(24, *PARTS.values())
     estimates = {strategy: _memory(strategy, gpus) for strategy in STRATEGIES}
     unit = 480 / max(estimate.total for estimate in estimates.values())
     y = 60
