@@ -1,7 +1,10 @@
 """The examples run as written, and what they say of other layouts is true."""
 
 import importlib.util
+import json
 import re
+import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,11 +13,14 @@ import pytest
 import torch
 
 import megalith
+from megalith.cli.main import main
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import relative_error
+from megalith.report.metrics import read_records
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PAGES = EXAMPLES.with_name("docs")
 CPU = torch.device("cpu")
 
 
@@ -99,3 +105,63 @@ def test_a_model_of_ones_own_refuses_layouts_that_it_cannot_be_in():
 
     with pytest.raises(ConfigError, match=r"has buffers \(table\).*in forward"):
         megalith.parallelize(megalith.ModelSpec(Buffered), mesh, CPU)
+
+
+SMALL = (
+    "--train.train_iters",
+    "2",
+    "--optim.lr_warmup_iters",
+    "0",
+    "--train.eval_iters",
+    "1",
+    "--data.num_workers",
+    "0",
+)
+SMALLER = (*SMALL, "--model.num_layers", "1", "--model.hidden_size", "64")
+ONCE = ("--sft.num_train_epochs", "1", "--data.num_workers", "0")
+# A run file with its command, what makes it small, and the processes that its first lines have it in.
+GALLERY = {
+    "quickstart.yaml": ("train", SMALLER, 1),
+    "continued_pretraining.yaml": ("train", SMALL, 1),
+    "lora_sft.yaml": ("sft", ONCE, 1),
+    "moe.yaml": ("train", SMALLER, 2),
+    "long_context.yaml": ("train", (*SMALL, "--data.seq_length", "512"), 2),
+    "fp8.yaml": ("train", SMALLER, 1),
+}
+
+
+def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, monkeypatch):
+    """One after the other, for three begin from the first one's run."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["make_chat.py", "data"])
+    runpy.run_path(str(EXAMPLES / "sft" / "make_chat.py"), run_name="__main__")
+    sections = "".join(page.read_text() for page in sorted(PAGES.glob("[a-d]*.md"))).split("\n## ")
+    text = "".join(json.dumps({"text": section}) + "\n" for section in sections)
+    (tmp_path / "data" / "stdlib.jsonl").write_text(text)
+    trained = ["--input", "data/stdlib.jsonl", "--vocab-size", "300", "--output", "data/tokenizer.json"]
+    assert main(["tokenizer", "train", *trained]) == 0
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "data/tokenizer.json"]
+    for source, prefix in (("data/stdlib.jsonl", "data/stdlib"), ("data/chat_text.jsonl", "data/own")):
+        words = ["--input", source, "--output-prefix", prefix, "--append-eod", "--workers", "0"]
+        assert main(["preprocess", *words, *kind]) == 0
+    for name, (program, small, processes) in GALLERY.items():
+        words = [program, f"examples/{name}", *small]
+        layout = re.findall(r"\w+_parallel_size", (EXAMPLES / name).read_text()) if processes > 1 else []
+        alone = [word for size in set(layout) for word in (f"--parallel.{size}", "1")]
+        assert main([*words, *alone]) == 0, name
+        output = tmp_path / re.search(r"output_dir: (\S+)", (EXAMPLES / name).read_text())[1]
+        found = [record["loss"] for record in read_records(output / "metrics.jsonl")]
+        assert len(found) >= 2 and None not in found, name
+        assert processes == 1 or main([*words, "--dry-run", "--world-size", str(processes)]) == 0, name
+
+
+@pytest.mark.parametrize(
+    ("script", "found"), [("slurm.sh", "#SBATCH --nodes=8"), ("kubernetes.sh", "numNodes: 8")]
+)
+def test_the_scripts_of_the_cluster_write_job_files_of_a_run_that_is_accepted(
+    script, found, capsys, monkeypatch
+):
+    monkeypatch.chdir(EXAMPLES.parent)
+    line = (EXAMPLES / "cluster" / script).read_text().strip().splitlines()[-1]
+    assert main(shlex.split(line.replace('"$@"', ""))[1:]) == 0
+    assert found in capsys.readouterr().out

@@ -148,14 +148,19 @@ def reference(
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def fresh_accelerator(accumulation: int = 1, precision: str = "no", **given: Any) -> Any:
-    """An Accelerator as of a process that has none, with these of its own options and fields of its plugin."""
+def forget_accelerator() -> None:
+    """Makes this process one that has had no Accelerator."""
     from accelerate.state import AcceleratorState, GradientState
-
-    from megalith.accelerate import Accelerator, MegatronLMPlugin
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def fresh_accelerator(accumulation: int = 1, precision: str = "no", **given: Any) -> Any:
+    """An Accelerator as of a process that has none, with these of its own options and fields of its plugin."""
+    from megalith.accelerate import Accelerator, MegatronLMPlugin
+
+    forget_accelerator()
     fields = {item.name for item in dataclasses.fields(MegatronLMPlugin)}
     return Accelerator(
         mixed_precision=precision,

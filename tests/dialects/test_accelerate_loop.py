@@ -1,6 +1,8 @@
 """What a loop over Accelerate may do with a prepared model, beside plain PyTorch's answer."""
 
 import copy
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from accelerate_job import (
     check,
     checked,
     close,
+    forget_accelerator,
     fresh_accelerator,
     gradients,
     model_of,
@@ -30,6 +33,8 @@ from torch.utils.data import DataLoader
 
 from megalith.cli.main import main
 from megalith.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate" / "train.py"
 
 
 def padded(side):
@@ -282,6 +287,9 @@ def together(wanted, folder, cases):
         assert (folder / "first").exists()
     saved(folder / "state", dict(tp_degree=2, sequence_parallelism=True), dict(pp_degree=2), wanted=wanted)
     replicas(folder)
+    forget_accelerator()
+    losses = runpy.run_path(str(EXAMPLE))["train"](tp=2, steps=12)
+    assert losses[-1] < losses[0] - 0.5, losses
 
 
 def test_two_processes(pool, tmp_path):
