@@ -63,7 +63,7 @@ SPLIT: dict[str, Key] = {  # of data.train, data.validation and data.test
     "datasets[].subset": Read("text"),
     "datasets[].split": Read("text", "train"),
     "datasets[].dataset_kwargs": Read("dict", {}),
-    "datasets[].sample_count": Only(None, "files are taken whole; cut them before"),
+    "datasets[].sample_count": Read("count"),
     "datasets[].mixture_proportion": Only(None, "files are taken whole, without weights; mix them before"),
     "datasets[].shuffle": Idle("training data are shuffled by training.seed"),
     "datasets[].seed": Idle("training data are shuffled by training.seed"),

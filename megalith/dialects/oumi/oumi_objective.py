@@ -244,10 +244,15 @@ def set_chat(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> No
             asked.values["model.chat_template"] = str(path)
         else:
             asked.problems.append(
-                f"model.chat_template is {template!r}, a template of Oumi's package, which is not here; pip install "
-                "oumi, leave it out for the tokenizer's own, or give the path of a Jinja file"
+                f"model.chat_template is {template!r}, a template of Oumi's package, which is not installed here or "
+                "has no such one; leave it out for the tokenizer's own, or give the path of a Jinja file"
             )
     harmless = {"hf_dataset_path", "return_conversations", "return_tensors", "return_conversations_format"}
+    for key, value in asked.values.items():
+        if key.endswith("].sample_count") and not key.startswith("data.test."):
+            asked.problems.append(
+                f"{key} is {value}, which is refused with this trainer: files are taken whole; cut them before"
+            )
     for number, one in enumerate(datasets):
         other = {name for name in one.kwargs if name not in harmless} - {"messages_column"}
         if one.kwargs.get("messages_column", "messages") != "messages":

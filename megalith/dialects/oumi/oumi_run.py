@@ -14,8 +14,9 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,13 @@ def _fetched(name: str, one: DatasetAsked, folder: Path) -> Path:
     return path
 
 
+def _records(one: DatasetAsked, out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, record) of a dataset."""
+    for path in _files(one, out):
+        for where, record in read_records(Path(path) if isinstance(path, str) else path):
+            yield f"{path}, {where}", record
+
+
 def _prompts(asked: OumiRun, datasets: Sequence[DatasetAsked], config: RunConfig) -> list[dict[str, Any]]:
     """GRPO's records: of gsm8k a question with the instruction that its reward needs, as a user's message where the
     tokenizer has a chat template."""
@@ -224,19 +232,16 @@ def _prompts(asked: OumiRun, datasets: Sequence[DatasetAsked], config: RunConfig
         )
     made = []
     for one in datasets:
-        for path in _files(one, Path(config.train.output_dir)):
-            for where, record in read_records(Path(path) if isinstance(path, str) else path):
-                if "prompt" in record:
-                    made.append(dict(record))
-                elif "question" in record or {"target", "nums"} <= {*record}:
-                    text = str(record["question"]) if "question" in record else COUNTDOWN.format_map(record)
-                    text = f"{text} {INSTRUCTION}" if asked.rewards == ["gsm8k"] else text
-                    prompt = [{"role": "user", "content": text}] if chats else text + "\n"
-                    made.append({**record, "prompt": prompt})
-                else:
-                    raise DataError(
-                        f"{path}, {where} has neither 'prompt' nor 'question', only {', '.join(record)}"
-                    )
+        for where, record in islice(_records(one, Path(config.train.output_dir)), one.sample_count):
+            if "prompt" in record:
+                made.append(dict(record))
+            elif "question" in record or {"target", "nums"} <= {*record}:
+                text = str(record["question"]) if "question" in record else COUNTDOWN.format_map(record)
+                text = f"{text} {INSTRUCTION}" if asked.rewards == ["gsm8k"] else text
+                prompt = [{"role": "user", "content": text}] if chats else text + "\n"
+                made.append({**record, "prompt": prompt})
+            else:
+                raise DataError(f"{where} has neither 'prompt' nor 'question', only {', '.join(record)}")
     return made
 
 

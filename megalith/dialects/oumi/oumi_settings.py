@@ -45,6 +45,7 @@ class DatasetAsked:
     subset: str | None = None
     split: str = "train"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sample_count: int | None = None
 
 
 @dataclass
@@ -260,7 +261,7 @@ def _datasets(asked: Asked, split: str) -> list[DatasetAsked]:
             by_number.setdefault(number, {})[name.removeprefix("dataset_")] = value
     return [
         DatasetAsked(own.get("name"), own.get("path"), own.get("subset"), own.get("split") or "train",
-                     own.get("kwargs") or {})
+                     own.get("kwargs") or {}, own.get("sample_count"))
         for own in by_number.values()
     ]  # fmt: skip
 
