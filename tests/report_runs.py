@@ -37,7 +37,8 @@ def run_folder(folder: Path, steps: int = 60, start: float = 8.0, spike: int = 4
         for step in range(1, steps + 1)
     ]
     write_lines(folder / "metrics.jsonl", records)
-    write_lines(folder / "evaluations.jsonl", [{"step": steps, "validation_loss": 2.5}])
+    judged = {"validation_loss": 2.5, "validation_rewards_mean": 0.5}
+    write_lines(folder / "evaluations.jsonl", [{"step": steps, **judged}])
     write_lines(folder / "experts.jsonl", [{"step": steps, "tokens": {f"0{evil}": [8, 0, 4, 4]}}])
     write_lines(
         folder / "events.jsonl",

@@ -130,7 +130,8 @@ def compare(name: str, python: Path, folder: Path, is_exact: bool) -> bool:
         return False
     version, text, tokens, said = found
     ids = transformers.AutoTokenizer.from_pretrained(folder)(ASKED).input_ids
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().float()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model if name.endswith("int8") else model.float()  # fp8 is dequantised into bf16
     models = {f"transformers {transformers.__version__}": lambda asked: model(asked).logits}
     if is_exact:
         models["megalith"] = megalith.load(str(folder))
