@@ -409,9 +409,9 @@ class LiveRollouts:
             for records, logged in self._with_servers(share):
                 batch.add([GroupRecord.of(*fields) for fields in records], logged)
             if stops():
-                return None
+                break
         self._engine.release()
-        return held_out_figures(rl, self._rewards.names, batch)
+        return held_out_figures(rl, self._rewards.names, batch) if batch.is_judged else None
 
     # What is kept of them
 
