@@ -81,11 +81,16 @@ def test_a_page_names_files_and_headings_that_are_there(page):
 
 
 def test_the_architecture_names_what_stands_in_the_files_it_names():
-    named = re.findall(r"`?([\w/]+\.py)`?: `?([A-Za-z_.]+[A-Za-z_])", text_of(ROOT / "docs" / "architecture.md"))
+    named = re.findall(
+        r"`?([\w/]+\.py)`?: `?([A-Za-z_.]+[A-Za-z_])", text_of(ROOT / "docs" / "architecture.md")
+    )
     assert len(named) > 30
     for file, name in named:
         (path,) = [path for path in SOURCES if path.as_posix().endswith(f"/{file}")]
-        assert re.search(rf"^\s*(def |class )?{name.rpartition('.')[2]}\b", text_of(path), re.MULTILINE), (file, name)
+        assert re.search(rf"^\s*(def |class )?{name.rpartition('.')[2]}\b", text_of(path), re.MULTILINE), (
+            file,
+            name,
+        )
 
 
 def test_every_page_stands_in_the_sites_navigation():
