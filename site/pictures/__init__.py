@@ -5,10 +5,12 @@
 
 from pictures.holdings import checkpoint, context, data, expert, pipeline, tensor
 from pictures.loops import fp8, grpo
+from pictures.order import moves
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
     "axes": axes,
+    "moves": moves,
     "tensor": tensor,
     "context": context,
     "pipeline": pipeline,

@@ -172,7 +172,7 @@ def context() -> str:
     chunks = 2 * WORLD
     first = [[span.start for span in spans(rank, WORLD, 2)] for rank in range(WORLD)]
     y = tokens_of(picture, y, "chunks of a sequence", chunks, first.__getitem__)
-    picture.lines(y + 10, "Moves " + moves("context", dict(context_parallel_size=WORLD, cp_comm_type="p2p")))
+    picture.lines(y + 10, "Moves " + moves("context", dict(context_parallel_size=WORLD, cp_comm_type="a2a")))
     return picture.svg()
 
 
