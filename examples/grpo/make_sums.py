@@ -1,6 +1,7 @@
-"""Sums for the example of GRPO: `python examples/grpo/make_sums.py data` writes three files.
+"""Sums for the example of GRPO: `python examples/grpo/make_sums.py data` writes four files.
 
 data/sums_sft.jsonl: prompts with completions, of which most are wrong, for a short fine-tuning;
+data/sums_text.jsonl: the same as text, for a tokenizer of its own;
 data/sums.jsonl: prompts with answers, for GRPO;
 data/held_out.jsonl: others, for its evaluations. Of numbers below 10 there are 100 sums, which training has too.
 """
@@ -28,10 +29,11 @@ def main() -> None:
             a, b = rng.randrange(args.below), rng.randrange(args.below)
             yield f"{a}+{b}=", a + b
 
-    with open(out / "sums_sft.jsonl", "w") as file:
+    with open(out / "sums_sft.jsonl", "w") as file, open(out / "sums_text.jsonl", "w") as text:
         for prompt, answer in sums(args.count):
             said = answer if rng.random() < args.right else rng.randrange(2 * args.below)
             file.write(json.dumps({"prompt": prompt, "completion": str(said)}) + "\n")
+            text.write(json.dumps({"text": f"{prompt}{said}"}) + "\n")
     for name, count in {"sums": 4_000, "held_out": 100}.items():
         with open(out / f"{name}.jsonl", "w") as file:
             for number, (prompt, answer) in enumerate(sums(count)):

@@ -69,7 +69,7 @@ def verdict(certificate: Path) -> str:
     tensors, logits = found["tensors"]["compared"], found["logits"]
     return (
         f"verified: {printable(certificate)}: {tensors} tensors equal, logits within "
-        f"{logits['largest_difference']:.1e} of {logits['against']}'s (the largest is {logits['largest_logit']:.2g})"
+        f"{logits['largest_difference']:.1e} of those of {logits['against']} (the largest is {logits['largest_logit']:.2g})"
     )
 
 
