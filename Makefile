@@ -3,6 +3,7 @@
 #   make test    creates .venv, tests everything: seven minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: a minute and a half; make test-all  every layout with every feature too
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
+#   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
 #   make sizes   writes docs/sizes.md, from the planner; make pictures  draws docs/images/
@@ -16,7 +17,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all test-site docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
+.PHONY: setup train test test-quick test-all test-site test-install docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
 
 setup: $(READY)
 
@@ -65,6 +66,9 @@ test-all: $(READY) lint
 
 test-site: $(READY) docs
 	$(BIN)/python -m pytest tests/in_browser.py
+
+test-install: $(READY)
+	$(BIN)/python tests/install_trials.py $(EXTRAS)
 
 DOCS := .docs
 $(DOCS)/ready: pyproject.toml constraints.txt

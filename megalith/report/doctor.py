@@ -70,6 +70,9 @@ EXTRAS = {
     "gpu": (("pynvml",), "GPU health in the log, and what links the GPUs"),
     "tokenizers": (("sentencepiece", "tiktoken"), "the tokenizers of these names"),
     "datasets": (("datasets", "pyarrow"), "preprocessing from the Hugging Face hub and parquet"),
+    "hf": (("datasets", "transformers"), "conversations in parquet, imports compared with transformers"),
+    "accelerate": (("accelerate", "transformers"), "Accelerate's scripts"),
+    "evaluate": (("lm_eval",), "benchmarks by `megalith evaluate --tasks`"),
     "log": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
     "remote": (("fsspec", "s3fs", "gcsfs"), "checkpoints and data in object stores"),
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megalith.bridge.folder import CONFIG
 from megalith.comm.collectives import gather_json
-from megalith.errors import ConfigError, TrainingError, install_line
+from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.rl.engines.rollout_engine import Answer, engine_sizes, request_seed
@@ -46,8 +46,8 @@ def imported_vllm() -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             "rl.engine is vllm without rl.engine_url, so it samples in the trainer's processes, but vLLM cannot be "
-            f"imported ({error}): {install_line('grpo')} and a vLLM for torch {torch.__version__} (0.20 to 0.26 for "
-            "2.11, 0.27 to 0.31 for 2.13); or name a server by rl.engine_url, or set rl.engine own"
+            f"imported ({error}): pip install a vLLM for torch {torch.__version__} (0.20 to 0.26 for 2.11, 0.27 to "
+            "0.31 for 2.13); or name a server by rl.engine_url, or set rl.engine own"
         ) from None
     return vllm
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from megalith.errors import ConfigError, MegalithError, TrainingError, install_line
+from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.rl.engines.json_http import Deadline
 
 
@@ -121,7 +121,7 @@ class VllmNcclGroup:
         except ImportError:
             raise ConfigError(
                 "rl.weight_sync_method is nccl, but vLLM is not installed beside the trainer, and its workers meet "
-                f"nobody but its own communicator: {install_line('grpo')} with vLLM, or set it to checkpoint"
+                "nobody but its own communicator: pip install the server's vLLM here too, or set it to checkpoint"
             ) from None
         group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=size)
         self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
