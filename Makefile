@@ -4,6 +4,7 @@
 #   make test-quick  what needs one process alone, no compiler and no seconds: a minute and a half; make test-all  every layout with every feature too
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
+#   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
 #   make sizes   writes docs/sizes.md, from the planner; make pictures  draws docs/images/
@@ -17,7 +18,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all test-site test-install docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
+.PHONY: setup train test test-quick test-all test-site test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
 
 setup: $(READY)
 
@@ -70,6 +71,15 @@ test-site: $(READY) docs
 test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)
 
+TYPES := .types
+$(TYPES)/ready:
+	$(PYTHON) -m venv $(TYPES)
+	$(TYPES)/bin/pip install --quiet --constraint constraints.txt mypy
+	touch $@
+
+types: $(READY) $(TYPES)/ready
+	$(TYPES)/bin/mypy --python-executable $(BIN)/python
+
 DOCS := .docs
 $(DOCS)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
@@ -117,4 +127,4 @@ faults: $(READY)
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
-	rm -rf $(VENV) $(DOCS) build $(MEGATRON) $(CLUSTER_MODELS) data runs
+	rm -rf $(VENV) $(DOCS) $(TYPES) build $(MEGATRON) $(CLUSTER_MODELS) data runs

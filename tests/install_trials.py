@@ -62,10 +62,11 @@ SERVES: dict[
     ),
     "datasets": (
         f"{TEXTS}import datasets\ndatasets.Dataset.from_dict({{'text': texts}}).to_parquet('text.parquet')",
-        f"{TOKENIZED} text.parquet --tokenizer-type ByteTokenizer",
+        "megalith preprocess --dataset text.parquet --output-prefix out --append-eod --tokenizer-type ByteTokenizer",
     ),
     "log": (
-        f"megalith train --model.preset tiny-gpt --data.mock --data.seq_length 16 --log.tensorboard --log.wandb {SHORT}",
+        f"megalith train --model.preset tiny-gpt --data.mock --data.seq_length 16 {SHORT}"
+        " --log.wandb --log.tensorboard",
         "from pathlib import Path\n"
         "for part in ('tfevents', 'wandb'):\n    assert list(Path('run').rglob(f'*{part}*')), part",
     ),

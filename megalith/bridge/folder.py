@@ -79,7 +79,7 @@ class SourceFolder:
         return stored if isinstance(stored, PackedExperts) else stored.read()
 
 
-def is_model_folder(path: str | Path) -> bool:
+def is_model_folder(path: str | Path | StorePath) -> bool:
     """Whether a folder is Hugging Face's rather than one of ours."""
     return is_there(place(path) / CONFIG)
 

@@ -53,7 +53,7 @@ OTHERS = (
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: str | Path | StorePath,
     what: Collection[str] | None = ("model", "optimizer"),
     *,
     world: Axis = ALONE,
@@ -106,7 +106,7 @@ def open_checkpoint(
 
 
 def open_existing(
-    path: str | Path, what: Collection[str] | None = ("model",), *, show_progress: bool = False
+    path: str | Path | StorePath, what: Collection[str] | None = ("model",), *, show_progress: bool = False
 ) -> Checkpoint:
     """`open_checkpoint` for one process, where there has to be one. Raises CheckpointError when there is none."""
     checkpoint = open_checkpoint(path, what, show_progress=show_progress)

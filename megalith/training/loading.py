@@ -19,10 +19,11 @@ from megalith.models.init import initialize
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import ALONE
+from megalith.remote import StorePath
 from megalith.training.build import COMPUTE_DTYPES, vocabulary_rows
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
+def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Transformer:
     """The model of a run folder, one of its steps, or a Hugging Face folder, in evaluation mode on `device`.
 
     `model(input_ids)`, with int64 [batch, seq], gives logits [batch, seq, vocab] in the run's precision, or in the
@@ -33,7 +34,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
 
 
 def load_with_tokenizer(
-    path: str | Path, device: str | torch.device = "cpu", show_progress: bool = False
+    path: str | Path | StorePath, device: str | torch.device = "cpu", show_progress: bool = False
 ) -> tuple[Transformer, Tokenizer | None]:
     """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
     if is_model_folder(path):
@@ -68,7 +69,7 @@ def _add_adapters(
 
 
 def _load_hugging_face(
-    path: str | Path, device: str | torch.device, show_progress: bool
+    path: str | Path | StorePath, device: str | torch.device, show_progress: bool
 ) -> tuple[Transformer, Tokenizer | None]:
     fit = open_source(path)
     shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)

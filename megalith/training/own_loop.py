@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
+from megalith.checkpoint.manifest import RunRecord
+from megalith.checkpoint.open import open_checkpoint
 from megalith.checkpoint.saver import save_checkpoint as save_step
-from megalith.checkpoint.state import amax_shards, load_amaxes
+from megalith.checkpoint.state import amax_shards, load_amaxes, load_model, load_optimizer
 from megalith.config import OptimConfig, ParallelConfig, RunConfig
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
@@ -30,6 +31,7 @@ from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.parallel_model import ModelSpec, ParallelModel
 from megalith.parallel.pipeline.stages import copies, held_by_stages
+from megalith.remote import StorePath
 from megalith.training.build import build_model, complete, vocabulary_rows
 
 
@@ -95,7 +97,7 @@ class Optimizer:
         return squares if amaxes is None else squares + amaxes.overflow()
 
 
-def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0) -> Path:
+def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0) -> Path | StorePath:
     """Saves model and optimizer into folder/step_NNNNNNNN, which it returns when it is whole. Every rank calls it.
 
     Tensors are global, so that any layout loads them. Raises CheckpointError where they cannot be written.

@@ -262,7 +262,7 @@ class Trainer:
             )
         return self._result(self.loaded_from, "train_iters", None)
 
-    def _result(self, checkpoint: Path | None, ended: str, loss: float | None) -> TrainingResult:
+    def _result(self, checkpoint: Path | StorePath | None, ended: str, loss: float | None) -> TrainingResult:
         run = self.run
         position, evaluated = (run.step, run.consumed_samples), (loss, self.validation_loss)
         return TrainingResult(
