@@ -83,7 +83,7 @@ def seams(attention: Attention, core: object) -> megalith.ModelSpec:
 def wrong_uses(config: megalith.RunConfig, mesh: megalith.Mesh, device: torch.device) -> None:
     megalith.train("run.yaml")  # type: ignore[arg-type]
     megalith.RunConfig.load("run.yaml", 3)  # type: ignore[arg-type]
-    config.optim.learning_rate  # type: ignore[attr-defined]
+    print(config.optim.learning_rate)  # type: ignore[attr-defined]
     megalith.load(None)  # type: ignore[arg-type]
     megalith.load(megalith.train(config).checkpoint)  # type: ignore[arg-type]
     megalith.plan("llama3-8b", gpus=8)  # type: ignore[arg-type]

@@ -97,7 +97,9 @@ class Optimizer:
         return squares if amaxes is None else squares + amaxes.overflow()
 
 
-def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0) -> Path | StorePath:
+def save_checkpoint(
+    folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0
+) -> Path | StorePath:
     """Saves model and optimizer into folder/step_NNNNNNNN, which it returns when it is whole. Every rank calls it.
 
     Tensors are global, so that any layout loads them. Raises CheckpointError where they cannot be written.
