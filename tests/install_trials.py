@@ -66,7 +66,7 @@ SERVES: dict[
         "megalith preprocess --dataset text.parquet --output-prefix out --append-eod --tokenizer-type ByteTokenizer",
     ),
     "log": (
-        f"megalith train --model.preset tiny-gpt --data.mock --data.seq_length 16 {SHORT}"
+        f"megalith train --model.preset tiny-gpt --model.vocab_size 64 --data.mock --data.seq_length 16 {SHORT}"
         " --log.wandb --log.tensorboard",
         "from pathlib import Path\n"
         "for part in ('tfevents', 'wandb'):\n    assert list(Path('run').rglob(f'*{part}*')), part",

@@ -44,6 +44,12 @@ def test_the_wheel_has_every_file_that_the_package_reads():
     assert others == shipped
 
 
+def test_the_citation_and_the_changes_name_this_version():
+    root = Path(__file__).parents[1]
+    assert f"\nversion: {megalith.__version__}\n" in (root / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {megalith.__version__}" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_type_checkers_are_given_every_name_from_where_it_is():
     stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)

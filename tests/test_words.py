@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,6 +26,7 @@ DOCS = [
     ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = sorted((ROOT / "megalith").rglob("*.py"))
 
 TERMS = {  # a homemade word, as a regular expression: the field's term
@@ -46,7 +49,22 @@ TERMS = {  # a homemade word, as a regular expression: the field's term
     r"has_places": "position_ids",
 }
 COMMAND = re.compile(r"^(?:\$ )?megalith (.*)$", re.MULTILINE)
-FILE = re.compile(r"\b(?:megalith|tests|benchmarks|examples|docs)/[\w/.-]*\.(?:py|yaml|md)\b")
+FILE = re.compile(
+    r"\b(?:megalith|tests|benchmarks|examples|docs|deploy)/[\w/.-]*\.(?:py|yaml|md|sh|jinja|json)\b"
+)
+PROGRAM = re.compile(
+    r"(\$ )?(megalith|python|torchrun|make|pytest|pip|docker|kubectl|sbatch|[A-Z_]+=\S+ \w+) "
+)
+MORE = re.compile(  # more than one machine without a GPU, and other programs
+    r"^(python -m benchmarks\.\w+|docker|kubectl|sbatch|.*vllm serve|.*sglang\S*)|--submit|--nnodes|--num_machines"
+)
+ACCELERATES = {"--multi_gpu", "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip"}
+ACCELERATES |= {
+    "--main_process_port",
+    "--config_file",
+    "--cpu",
+    "--use_megatron_lm",
+}  # what its own launcher takes
 SETTING = re.compile(rf"(?:--|`)({'|'.join(RunConfig.model_fields)})\.(\w+)(?=[ =:`\n])")
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)")
 
@@ -114,15 +132,65 @@ def test_every_example_stands_in_the_gallery_and_its_run_files_load():
             RunConfig.load(folder / name)
 
 
+def blocks(page: Path) -> Iterator[str]:
+    """A page's blocks of commands and of what they print, a command on a line."""
+    shown = re.sub(r"\\\n\s*", "", text_of(page))
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", shown, re.MULTILINE | re.DOTALL)
+    yield from (block for language, block in fences if language in ("", "bash"))
+
+
 def commands() -> set[tuple[str, ...]]:
     """Of every command in a block of the documentation the words after `megalith`."""
-    found: set[str] = set()
-    for page in DOCS:
-        shown = re.sub(r"\\\n\s*", "", text_of(page))
-        for block in re.split(r"^```.*$", shown, flags=re.MULTILINE)[1::2]:
-            found |= set(COMMAND.findall(block))
+    found = {line for page in DOCS for block in blocks(page) for line in COMMAND.findall(block)}
     lines = (line for line in found if line[0].isalpha() and "[" not in line)  # no output, no usage
     return {tuple(shlex.split(line, comments=True)) for line in lines}
+
+
+def wrong_in(line: str, block: str, page: Path) -> Iterator[str]:
+    """What a command of a block names that is not there. Of `megalith`'s own options see the tests below."""
+    program, *words = shlex.split(line.removeprefix("$ "), comments=True)
+    if program == "make" and words[:1] != ["-C"]:
+        targets = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
+        yield from {word for word in words if "=" not in word} - set(targets)
+    if program == "pip":
+        named = ",".join(re.findall(r"\[([\w,]+)\]", line)).split(",")
+        yield from set(filter(None, named)) - set(PROJECT["optional-dependencies"])
+    options = [word.partition("=")[0] for word in words if re.fullmatch(r"--[\w-]+(=.*)?", word)]
+    if program == "python" and words[0] in ("-m", "-c") and not words[1].startswith("benchmarks"):
+        options = []  # another's program
+    elif program == "python":
+        script = ROOT / (f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0])
+        yield from [] if script.is_file() else [str(script)]
+        yield from (each for each in options if script.is_file() and f'"{each}"' not in text_of(script))
+    door = words[0] if program == "megalith" and words else ""
+    if door in ("megatron", "accelerate", "oumi"):
+        sources = "".join(text_of(path) for path in (ROOT / "megalith" / "dialects" / door).rglob("*.py"))
+        yield from [] if f'"{words[1]}"' in sources else [words[1]]
+        flags = set(re.findall(r"--?[\w-]+", sources)) | (ACCELERATES if door == "accelerate" else set())
+        yield from (each for each in options if each not in flags)
+    if program in ("megalith", "torchrun", "pytest"):
+        own = {"run.yaml", "best.yaml", "old.yaml", "new.yaml"}  # the reader's, and what a command writes
+        shown = set(
+            re.findall(r"^# ([\w.-]+)|`([\w.-]+\.yaml)`", text_of(page) + text_of(ROOT / "README.md"), re.M)
+        )
+        for word in words:
+            is_known = word in own or any(word in pair for pair in shown) or (ROOT / word).exists()
+            if re.fullmatch(r"[\w/.-]+\.yaml|(examples|tests|benchmarks)/[\w/.-]+", word) and not is_known:
+                yield word
+    needs_more = MORE.search(line)
+    if needs_more and "# needs " not in block:
+        yield f"{needs_more[0]}: its block has no line that begins with '# needs'"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_every_other_command_of_a_page_names_what_is_there_and_says_what_it_needs(page):
+    wrong = {
+        line: found
+        for block in blocks(page)
+        for line in block.split("\n")
+        if PROGRAM.match(line) and (found := list(wrong_in(line, block, page)))
+    }
+    assert not wrong
 
 
 def test_every_command_of_the_documentation_is_one_that_the_command_line_takes():
