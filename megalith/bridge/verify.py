@@ -67,9 +67,10 @@ def verdict(certificate: Path) -> str:
     """A line of what a certificate says."""
     found = json.loads(certificate.read_text(encoding="utf-8"))
     tensors, logits = found["tensors"]["compared"], found["logits"]
+    difference, largest = logits["largest_difference"], logits["largest_logit"]
     return (
-        f"verified: {printable(certificate)}: {tensors} tensors equal, logits within "
-        f"{logits['largest_difference']:.1e} of those of {logits['against']} (the largest is {logits['largest_logit']:.2g})"
+        f"verified: {printable(certificate)}: {tensors} tensors equal, logits within {difference:.1e} of those of "
+        f"{logits['against']} (the largest is {largest:.2g})"
     )
 
 
