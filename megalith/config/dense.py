@@ -195,6 +195,11 @@ class DenseModel(Section):
     add_lm_head: Annotated[bool, BERT_ONLY] = True
     """A matrix, GELU and a norm before the output matrix, and a bias behind it (BERT). Needed to train."""
 
+    lm_head_activation: Annotated[
+        Literal["gelu", "gelu_tanh"] | None, BERT_ONLY, Resolved("head_activation")
+    ] = None
+    """The activation before the output matrix. Absent: the MLP's. Megatron's BERT has gelu, whatever that is."""
+
     bert_binary_head: Annotated[bool, BERT_ONLY] = True
     """A pooler and a head that tells whether a sample's two segments are in order, which is trained too."""
 
@@ -402,6 +407,11 @@ class DenseModel(Section):
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.swiglu or self.gated_linear_unit
+
+    @property
+    def head_activation(self) -> str:
+        """That of the LM head."""
+        return self.lm_head_activation or self.mlp_activation
 
     @property
     def mlp_activation(self) -> str:

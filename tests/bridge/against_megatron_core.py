@@ -14,13 +14,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import experts, moe_utils
-from megatron_checkpoint import core_state, save_run
+from megatron_checkpoint import PADDED, core_state, save_run
 from torch import distributed
 
 import megalith
@@ -31,7 +33,6 @@ from megalith.config import ModelConfig
 from megalith.models.transformer import Transformer
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -67,11 +68,17 @@ MODELS = {  # with the precision of the run
         dict(EXPERTS, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         "fp32",
     ),
-}
+    "bert": (dict(DENSE, model_type="bert", lm_head_activation="gelu"), "fp32"),
+    "bert without an order": (
+        dict(DENSE, model_type="bert", bert_binary_head=False, activation="gelu",
+             untie_embeddings_and_output_weights=True),
+        "fp32",
+    ),
+}  # fmt: skip
 BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}  # of the largest logit
 
 
-def core_model(args: types.SimpleNamespace) -> GPTModel:
+def core_model(args: types.SimpleNamespace) -> GPTModel | BertModel:
     """Megatron core's model as a checkpoint's arguments say it, for the layout of this process."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     said = {name: value for name, value in vars(args).items() if name in fields and value is not None}
@@ -87,6 +94,16 @@ def core_model(args: types.SimpleNamespace) -> GPTModel:
            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
            "pipeline_dtype": args.params_dtype, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     )  # fmt: skip
+    stage = dict(
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    if "bert_binary_head" in args:
+        return BertModel(
+            config, 2 * args.bert_binary_head, bert_layer_local_spec, args.padded_vocab_size,
+            args.max_position_embeddings, add_binary_head=args.bert_binary_head,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **stage,
+        ).to(args.params_dtype)  # fmt: skip
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args.normalization
@@ -96,8 +113,7 @@ def core_model(args: types.SimpleNamespace) -> GPTModel:
     return GPTModel(
         config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **stage,
     ).to(args.params_dtype)  # fmt: skip
 
 
@@ -153,13 +169,31 @@ def check_one_process(name: str, run: Path, ours: Transformer, out: Path) -> str
     ids = torch.randint(0, 151, (2, 16), generator=torch.Generator().manual_seed(0))
     hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril().logical_not()
     with torch.no_grad():
-        mine = ours.to(PRECISIONS[precision])(ids).float()
-        theirs = distributed_model(ids, torch.arange(16).expand(2, 16), hidden)[..., :151].float()
+        if "bert" in name:
+            mine, theirs = logits_of_berts(ours, distributed_model, ids)
+        else:
+            mine = ours.to(PRECISIONS[precision])(ids).float()
+            theirs = distributed_model(ids, torch.arange(16).expand(2, 16), hidden)[..., :151].float()
     difference, largest = (mine - theirs).abs().max().item(), mine.abs().max().item()
     assert difference <= BOUNDS[precision] * largest, (difference, largest)
     return (
         f"{counts[0]} + {counts[1]} tensors bitwise, logits within {difference / largest:.1e} of the largest"
     )
+
+
+def logits_of_berts(
+    ours: Transformer, core: BertModel, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and Megatron's of the tokens that do not fill up, those of the segments' order behind them."""
+    real = torch.arange(16) < torch.tensor([[16], [11]])
+    segments = (torch.arange(16) > 6).long().expand(2, 16) if ours.binary_head is not None else None
+    theirs, order = core(ids, real.float(), tokentype_ids=segments)
+    mine = [ours(ids, tokentype_ids=segments, padding_mask=real)[real]]
+    expected = [theirs[..., :151][real]]
+    if order is not None:
+        mine.append(ours.encodings(ids, segments, padding_mask=real).order)
+        expected.append(order)
+    return tuple(torch.cat([each.flatten() for each in side]) for side in (mine, expected))
 
 
 def check_layout(tp: int, pp: int, out: Path) -> int:

@@ -15,27 +15,34 @@ from torch.distributed import checkpoint as dcp
 
 from megalith.checkpoint import RunRecord, save_checkpoint
 from megalith.config import ModelConfig, RunConfig
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.optim import build_optimizer
 from megalith.training.build import vocabulary_rows
 
 PADDED_VOCAB = 256
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+NAMES_OF_BERT = [("lm_head.layernorm", "lm_head.layer_norm"), ("lm_head.vocabulary", "output_layer"),
+                 ("pooler", "pooler.dense")]  # fmt: skip
 
 
 def core_state(model: Transformer, te: bool) -> dict[str, Tensor]:
     """Every tensor under the name that Megatron core gives it; with `te`, norms fused as Transformer Engine does."""
     state = {}
+    stack = "decoder" if model.config.causal else "encoder"
     for name, value in model.state_dict().items():
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        for ours, theirs in NAMES_OF_BERT:
+            name = name.replace(ours, theirs)
+        if name in PADDED:
             value = torch.cat(
-                [value[: model.config.vocab_size], torch.full((PADDED_VOCAB, value.shape[1]), 9.0)]
+                [value[: model.config.vocab_size], torch.full((PADDED_VOCAB, *value.shape[1:]), 9.0)]
             )
             value = value[:PADDED_VOCAB]
         apart = (
             name.split(".pre_mlp")[0] + ".mlp.router.weight" in model.state_dict()
         )  # the norm before experts
         if name.startswith(("layers.", "final_layernorm.")):
-            name = f"decoder.{name}"
+            name = f"{stack}.{name}"
         name = name.replace(".shared_expert_gate.weight", ".shared_experts.gate_weight")
         if te:
             name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
@@ -62,7 +69,7 @@ def save_run(
         "train": {"precision": precision, "train_iters": 8, "micro_batch_size": 4, "global_batch_size": 4},
         "optim": {"lr": 0.01, "optimizer": optimizer, "weight_decay": 0.1},
     })  # fmt: skip
-    built = Transformer(config.model)
+    built = make_model(config.model)
     generator = torch.Generator().manual_seed(5)
     stepped = build_optimizer(built.named_parameters(), config.optim)
     states = [value for state in stepped.state.values() for value in state.values()]

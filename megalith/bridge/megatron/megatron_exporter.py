@@ -23,7 +23,7 @@ from megalith.bridge.megatron.megatron_importer import (
     is_megatron_folder,
 )
 from megalith.bridge.megatron.megatron_writer import STATE, CoreTensors, Read, write_ranks, write_torch_dist
-from megalith.bridge.megatron.table import GPT
+from megalith.bridge.megatron.table import family_of
 from megalith.bridge.partial import new_folder
 from megalith.checkpoint import Checkpoint, open_checkpoint, open_existing
 from megalith.checkpoint.extent import Extent
@@ -80,7 +80,7 @@ def export_megatron(
     model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
     arguments.ckpt_format, arguments.transformer_impl = ckpt_format, transformer_impl
-    groups = GPT.groups(model)
+    groups = family_of(model).groups(model)
     reads = tp if ckpt_format == "torch" else 1 + len(STATE) * with_optimizer
     total = reads * sum(len(list(group.units())) for group in groups)
     progress = Progress("export", total, "tensors", show=show_progress)
@@ -154,10 +154,10 @@ def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisi
             "(model.add_router_bias); export it to Hugging Face's format"
         )
     try:
-        said = GPT.write_config(model)
+        said = family_of(model).write_config(model)
     except ConfigError as error:
         raise ConfigError(
-            f"Megatron core's GPT model as it is written here cannot say this one: {error}"
+            f"Megatron core's GPT and BERT as they are written here cannot say this one: {error}"
         ) from None
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp

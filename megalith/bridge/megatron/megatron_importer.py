@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.family import MOST_LAYERS
+from megalith.bridge.family import MOST_LAYERS, Family
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.megatron_names import LAYER, cut_of, experts_apart, joined, layer_of, plain_name
-from megalith.bridge.megatron.table import GPT
+from megalith.bridge.megatron.table import BERT, GPT
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
 from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
@@ -118,7 +118,7 @@ def _joined(
 
 
 def _shifted(name: str, layers: int) -> str:
-    return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + layers}.", name)
+    return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + layers}.", name)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
@@ -137,7 +137,7 @@ def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 METADATA = ".metadata"
-STACKED = "decoder.layers."
+STACKED = re.compile(r"(decoder|encoder)\.layers\.")
 EXPERTS = ".experts.experts."
 
 
@@ -250,10 +250,10 @@ def _check_shards(folder: Path, name: str, tensor: Distributed) -> None:
 
 def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
     """A stack of layers, or of a layer's experts, or both as single ones, under the names that they have otherwise."""
-    before, found, rest = name.partition(STACKED)
-    names: dict[tuple[int, ...], str] = {(): name}
-    if found and not rest.split(".")[0].isdigit():
-        names = {(layer,): f"{before}{STACKED}{layer}.{rest}" for layer in range(_count(name, tensor, 0))}
+    found, names = STACKED.search(name), {(): name}
+    if found and not name[found.end() :].split(".")[0].isdigit():
+        before, rest = name[: found.end()], name[found.end() :]
+        names = {(layer,): f"{before}{layer}.{rest}" for layer in range(_count(name, tensor, 0))}
     if EXPERTS in name and not name.partition(EXPERTS)[2].split(".")[0].isdigit():
         names = {
             (*at, expert): one.replace(EXPERTS, f"{EXPERTS}{expert}.")
@@ -363,17 +363,28 @@ def open_megatron(
             f"{folder} has no arguments of its run, which say what the model is; it cannot be read"
         )
     args = dict(args, vocab_size=vocab_size or args.get("vocab_size") or args.get("padded_vocab_size"))
+    tensors = _core_names(folder, tensors)
     try:
-        model = GPT.read_config(args)
+        family = _family(tensors)
+        model = family.read_config(args)
         check_model(model)
     except ConfigError as error:
         told = str(error.within(folder)).replace("config.json has", "its args have")
         raise ConfigError(*told.split("\n")) from None
-    tensors = _core_names(folder, tensors)
-    for name in (EMBEDDING, "output_layer.weight"):
+    for name in (EMBEDDING, "output_layer.weight", "output_layer.bias"):
         if name in tensors and tensors[name].shape:
             tensors[name] = first_rows(tensors[name], model.vocab_size)
-    return match(MegatronSource(folder, tensors), GPT, model, allow)
+    return match(MegatronSource(folder, tensors), family, model, allow)
+
+
+def _family(names: Iterable[str]) -> Family:
+    """Whose tensors have these names; the arguments do not say it."""
+    stacks = {found[1] for name in names if (found := LAYER.match(name))}
+    if stacks == {"decoder", "encoder"}:
+        raise ConfigError(
+            "it has an encoder and a decoder, and Megatron's T5 is not read here; take it from Hugging Face's format"
+        )
+    return BERT if stacks == {"encoder"} else GPT
 
 
 def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -381,8 +392,8 @@ def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     prefix = next((prefix for prefix in PREFIXES if prefix + EMBEDDING in tensors), None)
     if prefix is None:
         raise CheckpointError(
-            f"{folder} has no {EMBEDDING}, so it is no checkpoint of Megatron core's GPT; models from before Megatron "
-            "core cannot be read"
+            f"{folder} has no {EMBEDDING}, so it is no checkpoint of Megatron core's GPT or BERT; models from before "
+            "Megatron core cannot be read"
         )
     named = {}
     for name, tensor in tensors.items():

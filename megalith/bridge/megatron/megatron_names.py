@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d+)\.")
 FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
@@ -26,14 +26,20 @@ GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 WITH_STATE = re.compile(r"(linear_(?:qkv|proj|fc1|fc2))\.weight\d*$")
 """What Transformer Engine may keep FP8 state for; its `_extra_state` is None here."""
 
-ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
+ROWS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+)
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate each rank has its gate, then its up
 
 
 def layer_of(name: str) -> int | None:
     """The number of a tensor's layer; None: it is of none."""
-    return int(found[1]) if (found := LAYER.match(name)) else None
+    return int(found[2]) if (found := LAYER.match(name)) else None
 
 
 def plain_name(name: str) -> str:
@@ -64,6 +70,8 @@ def states_beside(names: Sequence[str], transformer_engine: bool) -> Iterator[st
             yield WITH_STATE.sub(r"\1._extra_state", name)
             if transformer_engine and name.endswith("linear_qkv.weight"):
                 yield name.replace("linear_qkv.weight", "core_attention._extra_state")
+        elif name == "output_layer.bias":  # BERT's
+            yield "output_layer._extra_state"
 
 
 def cut_of(name: str, gated: bool) -> str:

@@ -1,4 +1,4 @@
-"""Megatron core's GPT model as a family: its tensors and its arguments, whose names are mostly ours.
+"""Megatron core's GPT and BERT as families: their tensors and their arguments, whose names are mostly ours.
 
 Fused SwiGLU matrices hold the gate before the up, there; ours alternate. Queries, keys and values stand by group in
 both. The names here are those of the layers without Transformer Engine, experts one by one: readers and writers
@@ -12,7 +12,7 @@ from typing import Any
 
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, gate_up, same
-from megalith.bridge.settings import Field, Theirs, Tree
+from megalith.bridge.settings import Field, Ours, Theirs, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -198,26 +198,78 @@ EXPERTS = (
     "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_grouped_gemm",
 )  # fmt: skip
 
+SETTINGS = (
+    *(Field(name, name) for name in SAME_NAMES),
+    *(Field(name, name, default=None) for name in OPTIONAL),
+    Field("vocab_size", "vocab_size"),
+    Field("layernorm_epsilon", "norm_epsilon", default=1e-5),
+    Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False),
+    _Groups(),
+    _Activation(),
+    _Biases(),
+    _Experts(),
+    _Positions(),
+    Theirs(
+        multi_latent_attention=False, mtp_num_layers=None, window_size=None,
+        apply_residual_connection_post_layernorm=False,
+    ),
+)  # fmt: skip
 GPT = Family(
     architecture="GPTModel",
     model_type="megatron",
     tensors=TENSORS,
+    settings=SETTINGS,
+    tied="output_layer.weight",
+    prefix="",
+)
+
+
+class _Heads:
+    """bert_binary_head, with which there are two segments and a pooler."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        binary = theirs.get("bert_binary_head", True)
+        return {"bert_binary_head": binary, "add_pooler": binary, "num_tokentypes": 2 * binary}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"bert_binary_head": model.bert_binary_head}
+
+
+BERT = Family(
+    architecture="BertModel",
+    model_type="megatron-bert",
+    tensors={
+        **{
+            name: same(rule.names[0].replace("decoder.", "encoder.", 1))
+            for name, rule in TENSORS.items()
+            if "softmax_offset" not in name and "router" not in name and "expert" not in name
+        },
+        "layers.{layer}.mlp.linear_fc1.weight": fc1("encoder.layers.{layer}.mlp.linear_fc1.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias": fc1("encoder.layers.{layer}.mlp.linear_fc1.bias"),
+        "embedding.tokentype_embeddings.weight": same("embedding.tokentype_embeddings.weight"),
+        **{
+            f"{ours}.{kind}": same(f"{theirs}.{kind}")
+            for ours, theirs in (
+                ("lm_head.dense", "lm_head.dense"),
+                ("lm_head.layernorm", "lm_head.layer_norm"),
+                ("pooler", "pooler.dense"),
+                ("binary_head", "binary_head"),
+            )
+            for kind in ("weight", "bias")
+        },
+        "lm_head.vocabulary.bias": same("output_layer.bias"),
+    },
     settings=(
-        *(Field(name, name) for name in SAME_NAMES),
-        *(Field(name, name, default=None) for name in OPTIONAL),
-        Field("vocab_size", "vocab_size"),
-        Field("layernorm_epsilon", "norm_epsilon", default=1e-5),
-        Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False),
-        _Groups(),
-        _Activation(),
-        _Biases(),
-        _Experts(),
-        _Positions(),
-        Theirs(
-            multi_latent_attention=False, mtp_num_layers=None, window_size=None,
-            apply_residual_connection_post_layernorm=False,
-        ),
+        *SETTINGS,
+        _Heads(),
+        Ours(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
+        Theirs(num_experts=None, qk_layernorm=False, qk_l2_norm=False, softmax_type="vanilla"),
     ),
     tied="output_layer.weight",
     prefix="",
-)  # fmt: skip
+)
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The one that a model of ours is written as."""
+    return BERT if model.model_type == "bert" else GPT

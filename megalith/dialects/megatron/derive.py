@@ -50,7 +50,7 @@ def precision(given: Given) -> None:
 
 def masked_words(given: Given) -> None:
     """Of pretrain_bert and pretrain_t5 model.model_type, data.mask_prob and data.short_seq_prob, and what one of them
-    reads: model.bert_binary_head, or the decoder's sizes; pretrain_gpt reads none of it."""
+    reads: model.bert_binary_head and lm_head_activation, or the decoder's sizes; pretrain_gpt reads none of it."""
     program = given.program.removeprefix("pretrain-")
     others = [flag for flag, readers in OF_ENCODERS.items() if flag in given and program not in readers]
     if others:
@@ -62,6 +62,7 @@ def masked_words(given: Given) -> None:
     given.set("data.short_seq_prob", given["--short-seq-prob"])
     if program == "bert":
         given.set("model.bert_binary_head", not given["--bert-no-binary-head"])
+        given.set("model.lm_head_activation", "gelu")  # whatever the MLP has
         return
     encoder = given["--num-layers"] or given["--encoder-num-layers"]
     if encoder is None:

@@ -47,7 +47,7 @@ class LMHead(nn.Module):
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
-        self.activation = ACTIVATIONS[config.mlp_activation]
+        self.activation = ACTIVATIONS[config.head_activation]
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, device=device)
         self.layernorm = Norm(config, config.hidden_size, device)
         self.vocabulary = VocabularyBias(config, device)
