@@ -12,6 +12,7 @@ from report_runs import EVIL, run_folder, write_lines
 from megalith.cli.main import main
 from megalith.errors import DataError
 from megalith.report.page import write_report
+from megalith.report.page.charts import tick_labels
 from megalith.report.page.run_files import RunFiles, thinned
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -172,3 +173,36 @@ def test_a_run_in_a_store_is_read_there(tmp_path):
     here = RunFiles.open("run", run)
     assert ours.steps == here.steps and ours.events == here.events and ours.settings == here.settings
     assert json.dumps(ours.measured_ranks) == json.dumps(here.measured_ranks) and ours.timeline
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ((0.0, 50.0, 100.0, 150.0), ["0", "50", "100", "150"]),
+        ((0.0, 5000.0, 10000.0), ["0", "5k", "10k"]),
+        ((1e5, 1.2e6), ["100k", "1.2M"]),
+        ((2e-5, 4e-5), ["2e-5", "4e-5"]),
+        ((1.001, 1.002), ["1.001", "1.002"]),
+        ((1.0000002, 1.00000025, 1.0000003), ["1.0000002", "+5e-8", "+1e-7"]),
+        ((-0.04, 0.0), ["-0.04", "0"]),
+        ((), []),
+    ],
+)
+def test_ticks_are_told_apart_in_few_digits(ticks, labels):
+    assert tick_labels(ticks) == labels
+
+
+def test_policies_have_a_chart_of_their_own_level_figures_a_sentence_and_prompts_an_answer_each(tmp_path):
+    policy, other = run_folder(tmp_path / "policy"), tmp_path / "other"
+    answers = [{"step": 60, "prompt": "1+1", "completion": f"answer{n}"} for n in range(16)]
+    write_lines(policy / "completions.jsonl", [*answers, {"step": 60, "prompt": "2+2", "completion": "four"}])
+    records = [{"step": n, "loss": 8.0 - n, "moe_dropped": 0.0, "level": 3} for n in (1, 2, 3)]
+    write_lines(other / "metrics.jsonl", records)
+    page = Page(write_report([str(policy), str(other)], tmp_path / "report.html").read_text())
+    charts = [attributes["aria-label"] for attributes in page.of("svg")]
+    assert charts[:2] == ["loss", "loss of policies (GRPO)"] and not {
+        "level",
+        "share of choices dropped",
+    } & set(charts)
+    assert {"At every step: level 3.", "At every step: share of choices dropped 0."} <= set(page.text)
+    assert {"answer15", "four"} <= set(page.text) and "answer14" not in page.text

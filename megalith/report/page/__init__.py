@@ -14,6 +14,7 @@ from typing import Any
 import megalith
 from megalith.io import replace_file
 from megalith.parallel.pipeline.drawing import LEGEND
+from megalith.progress import Progress
 from megalith.report.console import si
 from megalith.report.page.charts import (
     COLOURS,
@@ -93,7 +94,12 @@ OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
     """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
     names = run_names(folders)
-    page = render_page([RunFiles.open(name, folder) for name, folder in zip(names, folders)])
+    with Progress("report", len(folders), "runs") as progress:
+        runs = []
+        for name, folder in zip(names, folders):
+            runs.append(RunFiles.open(name, folder))
+            progress.add()
+        page = render_page(runs)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, page)
@@ -137,21 +143,43 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
     yield "Summary", _summary(runs)
     known = {key for charts in CHARTS.values() for key, _ in charts}
     for heading, charts in CHARTS.items():
-        drawn = [_chart(runs, key, title) for key, title in charts]
-        first = _loss(runs) if heading == "Training" else ""
-        more = _expert_load(runs) if heading == "Experts" else ""
+        flat = [(key, title) for key, title in charts if _constant(runs, key) == 0]
+        drawn = [_chart(runs, key, title) for key, title in charts if (key, title) not in flat]
+        first = _losses(runs) if heading == "Training" else ""
+        more = _constants(runs, flat)
+        more += _expert_load(runs) if heading == "Experts" else ""
         more += _completions(runs) if heading.startswith("Rewards") else ""
         yield heading, _grid([first, *drawn]) + more
     yield "FP8", _grid(_fp8(runs, share, title) for share, title in FP8.items())
     others = dict.fromkeys(key for run in runs for record in run.steps[-1:] for key in record)
     others = [key for key in others if key not in known | NO_CHART and not key.startswith(tuple(FP8))]
-    yield "Further figures", _grid(_chart(runs, key, key) for key in others[:MOST_CHARTS])
+    flat = [key for key in others if _constant(runs, key) is not None]
+    drawn = _grid(_chart(runs, key, key) for key in others[:MOST_CHARTS] if key not in flat)
+    yield "Further figures", drawn + _constants(runs, [(key, key) for key in flat[:MOST_CHARTS]])
     yield "Memory by part", _each(runs, _memory)
     yield "A step by rank", _each(runs, _measured)
     yield "Pipeline", _each(runs, _timeline)
     yield "Settings", _settings(runs)
     yield "Machine and starts", _each(runs, _starts)
     yield "Events", _each(runs, _events)
+
+
+def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
+    """The figure that each of several steps has; None where they differ, or there are fewer than two."""
+    first, count = None, 0
+    for value in (number(record.get(key)) for run in runs for record in run.steps):
+        if value is None:
+            continue
+        first, count = (value if first is None else first), count + 1
+        if value != first:
+            return None
+    return first if count > 1 else None
+
+
+def _constants(runs: Sequence[RunFiles], charts: Sequence[tuple[str, str]]) -> str:
+    """A sentence in the place of charts that would be level lines."""
+    told = ", ".join(f"{title} {_constant(runs, key):g}" for key, title in charts)
+    return f"<p>At every step: {text(told, 5000)}.</p>" if told else ""
 
 
 def _grid(drawn: Iterable[str]) -> str:
@@ -208,19 +236,28 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
     )
 
 
-def _loss(runs: Sequence[RunFiles]) -> str:
-    """Each run's losses with a smoothed curve, its evaluations, and marks of what happened."""
-    raw = [points(run.steps, "loss") for run in runs]
-    smoothed = [_smoothed(each) for each in raw]
-    checks = [points(run.evaluations, "validation_loss") for run in runs]
+def _losses(runs: Sequence[RunFiles]) -> str:
+    """Of GRPO a chart of its own beside other runs: a policy's loss is about 0."""
+    policies = [n for n, run in enumerate(runs) if points(run.steps[-1:], "rewards_mean")]
+    others = [n for n in range(len(runs)) if n not in policies]
+    if not policies or not others:
+        return _loss("loss", runs, range(len(runs)))
+    return _loss("loss", runs, others) + _loss("loss of policies (GRPO)", runs, policies)
+
+
+def _loss(title: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
+    """Losses of the runs of these numbers, a smoothed curve each, evaluations, and marks of what happened."""
+    raw = {n: points(runs[n].steps, "loss") for n in which}
+    smoothed = {n: _smoothed(raw[n]) for n in which}
+    checks = {n: points(runs[n].evaluations, "validation_loss") for n in which}
     curves = []
-    for n, run in enumerate(runs):
-        curves.append(Curve(f"{run.name}, each step", thinned(raw[n], DRAWN), n, "faint"))
-        curves.append(Curve(run.name, smoothed[n], n))
-        curves.append(Curve(f"{run.name}, validation", thinned(checks[n], DRAWN), n, "dots"))
-    marks = [mark for n, run in enumerate(runs) for mark in _marks(run, n)]
-    limits = loss_limits(raw, smoothed, checks)
-    return chart("loss", [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
+    for n in which:
+        curves.append(Curve(f"{runs[n].name}, each step", thinned(raw[n], DRAWN), n, "faint"))
+        curves.append(Curve(runs[n].name, smoothed[n], n))
+        curves.append(Curve(f"{runs[n].name}, validation", thinned(checks[n], DRAWN), n, "dots"))
+    marks = [mark for n in which for mark in _marks(runs[n], n)]
+    limits = loss_limits(*(list(each.values()) for each in (raw, smoothed, checks)))
+    return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
 
 
 def _smoothed(raw: Points) -> Points:
@@ -343,10 +380,10 @@ def _completions(runs: Sequence[RunFiles]) -> str:
 
 
 def _completions_of(run: RunFiles) -> str:
-    rows = [
-        (record.get("step"), _rewards(record), Html(_answer(record)))
-        for record in run.completions[-COMPLETIONS:]
-    ]
+    """The newest, one of each prompt."""
+    newest = {str(record.get("prompt")): record for record in run.completions}
+    shown = sorted(newest.values(), key=lambda r: number(r.get("step")) or 0.0)[-COMPLETIONS:]
+    rows = [(record.get("step"), _rewards(record), Html(_answer(record))) for record in shown]
     return table(("step", "rewards", "prompt and completion"), rows) if rows else ""
 
 

@@ -8,7 +8,7 @@ Every name goes through `text`, for it may come from a file that a stranger made
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -23,6 +23,7 @@ TICKS = 5
 COLOURS = 8  # of page.css
 NAME_LENGTH = 300
 MARKS = 200
+LONGEST_LABEL = 8  # of a tick, characters
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -106,7 +107,6 @@ def chart(
     limits: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
     wide: bool = False,
-    form: Callable[[float], str] = si,
 ) -> str:
     """Curves over steps; nothing where there is not a point."""
     steps = [x for curve in curves for x, _ in curve.points]
@@ -118,12 +118,12 @@ def chart(
     drawn = [_grid(up), *(_mark(mark, across) for mark in marks)]
     drawn += [_path(curve, across, up) for curve in curves if curve.points]
     labels = [
-        f'<span class="y" style="top:{100 * (1 - up.at(tick)):.2f}%">{escape(form(tick))}</span>'
-        for tick in up.ticks()
+        f'<span class="y" style="top:{100 * (1 - up.at(tick)):.2f}%">{escape(label)}</span>'
+        for tick, label in zip(up.ticks(), tick_labels(up.ticks()))
     ]
     labels += [
-        f'<span class="x" style="left:{100 * across.at(tick):.2f}%">{escape(si(tick))}</span>'
-        for tick in across.ticks()
+        f'<span class="x" style="left:{100 * across.at(tick):.2f}%">{escape(label)}</span>'
+        for tick, label in zip(across.ticks(), tick_labels(across.ticks()))
     ]
     data = f'data-x="{across.low!r} {across.high!r}" data-y="{up.low!r} {up.high!r}"'
     return (
@@ -131,6 +131,26 @@ def chart(
         f'<div class="plot" {data}><svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(title)}">{"".join(drawn)}</svg>{"".join(labels)}</div></figure>'
     )
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """With as few digits as tell one from the other, but three: `15k`, `6e-5`. Where these are many the first is in
+    full, and the others are said by what they are above it: `1.0000002`, `+5e-8`."""
+    labels: list[str] = []
+    for digits in range(3, 12):
+        labels = [_short(si(tick, digits)) for tick in ticks]
+        if len(set(labels)) == len(ticks):
+            break
+    if max(map(len, labels), default=0) > LONGEST_LABEL:
+        labels[1:] = [f"+{_short(si(tick - ticks[0], 2))}" for tick in ticks[1:]]
+    return labels
+
+
+def _short(label: str) -> str:
+    number, suffix = (label[:-1], label[-1]) if label[-1:] in "kMBT" else (label, "")
+    if "." in number and "e" not in number:
+        number = number.rstrip("0").rstrip(".")
+    return number.replace("e-0", "e-").replace("e+0", "e") + suffix
 
 
 def _grid(up: Scale) -> str:
@@ -175,7 +195,7 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) 
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
     if longest <= 0:
         return ""
-    names = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
+    names = list(dict.fromkeys(name for _, parts, _ in rows for name, size in parts.items() if size > 0))
     body = "".join(
         f'<span class="label">{text(label)}</span><span class="bar">'
         + "".join(
