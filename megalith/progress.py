@@ -41,11 +41,8 @@ class Progress(AbstractContextManager):
         self._live = self._figures = None
         self._said = False
         self.done = 0.0
-
-    def __enter__(self) -> Progress:
         self._start = time.monotonic()
         self._next = self._start + QUIET
-        return self
 
     def add(self, amount: float = 1) -> None:
         """So much more is done."""
@@ -103,10 +100,16 @@ class Progress(AbstractContextManager):
         return f"{done}{total} {unit} | {speed} {unit}/s"
 
     def __exit__(self, kind: object, *error: object) -> None:
-        """Takes the live line away; what it counted, and how long that took, stays as a plain line."""
+        if kind is None:
+            self.end()
+        elif self._live is not None:
+            self._live.stop()
+
+    def end(self) -> None:
+        """What it counted, and how long that took, stays as a plain line, if anything was said."""
         if self._live is not None:
             self._live.stop()
-        if self._said and kind is None and self._figures is None:
+        if self._said and self._figures is None:
             seconds = time.monotonic() - self._start
             done = self._amounts(seconds).replace(" | ", f" in {seconds:.1f} s, ")
             print(f"{self._title}: {done}", file=self._stream, flush=True)

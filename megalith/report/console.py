@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from megalith import progress
 from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
@@ -167,6 +168,12 @@ class LogConsole(TrainingConsole):
     def evaluating(self, step: int, done: int, total: int) -> None:
         if done == 0:
             self.note(f" evaluating after iteration {step} on {total} global batches")
+            self._evaluation = progress.Progress(
+                " evaluating", total, "batches", show=self._eta, stream=self._stream
+            )
+        self._evaluation.update(done)
+        if done == total:
+            self._evaluation.end()
 
     def log_evaluation(
         self, step: int, validation_loss: float | None, figures: Figures | None = None
@@ -260,7 +267,9 @@ class LiveConsole(TrainingConsole):
     def evaluating(self, step: int, done: int, total: int) -> None:
         if self._evaluation is None:
             self._evaluation = self._progress.add_task("evaluating", total=total, status="batches")
-        self._progress.update(self._evaluation, completed=done)
+        left = self._progress.tasks[-1].time_remaining
+        status = "batches" if left is None else f"batches  ETA {timedelta(seconds=round(left))}"
+        self._progress.update(self._evaluation, completed=done, status=status)
         if done == total:
             self._progress.remove_task(self._evaluation)
             self._evaluation = None
