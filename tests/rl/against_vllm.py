@@ -148,8 +148,10 @@ def run_config(folder: Path, port: int, staleness: int) -> RunConfig:
             model=dict(init_from=str(folder / "policy")),
             data=dict(seq_length=24, **tokenizer),
             optim=dict(lr=1e-3, lr_decay_style="constant"),
-            train=dict(train_iters=STEPS, micro_batch_size=8, global_batch_size=32, output_dir=str(folder / "run")),
+            train=dict(train_iters=STEPS, micro_batch_size=8, global_batch_size=32, output_dir=str(folder / "run"),
+                       eval_interval=STEPS // 2),
             rl=dict(
+                eval_prompts=str(folder / "prompts.jsonl"), num_generations_eval=1, eval_temperature=0.0,
                 prompts=str(folder / "prompts.jsonl"), reward_funcs="length", num_generations=8, temperature=0.8,
                 max_completion_length=8, engine="vllm", engine_url=f"http://127.0.0.1:{port}",
                 weight_sync_method="checkpoint", max_staleness=staleness,
@@ -171,6 +173,11 @@ def report(folder: Path, seconds: float) -> int:
         f"reward {rewards[:3].mean():.3f} → {rewards[-3:].mean():.3f}; sync "
         f"{np.mean([step['time_sync'] for step in steps[1:]]):.2f} s, generation "
         f"{np.mean([step.get('time_generation', 0) for step in steps[1:]]):.2f} s a step"
+    )
+    text = (folder / "run" / "evaluations.jsonl").read_text()
+    judged = [json.loads(line)["validation_rewards_mean"] for line in text.splitlines()]
+    print(
+        f"the likeliest answers' reward at steps {STEPS // 2} and {STEPS}: {judged[0]:.3f}, {judged[1]:.3f}"
     )
     assert len(steps) == STEPS and max(largest, canary - 1) < BOUND, (largest, canary)
     return 0
