@@ -3,13 +3,14 @@
 `make pictures` writes docs/images/; a test keeps them as they would be drawn today.
 """
 
-from pictures.holdings import checkpoint, context, data, expert, pipeline, tensor
+from pictures.holdings import checkpoint, context, data, expert, pipeline, ranks, tensor
 from pictures.loops import fp8, grpo
 from pictures.order import moves
 from pictures.times import axes, schedules, step, zero
 
 PICTURES = {
     "axes": axes,
+    "ranks": ranks,
     "moves": moves,
     "tensor": tensor,
     "context": context,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megalith.checkpoint.saver import divide, entries
@@ -27,7 +28,7 @@ from megalith.planner.layout import build_layout
 from megalith.planner.traffic import Transfer
 from megalith.training.build import build_meta_model
 from megalith.training.precheck import alone_among
-from pictures.svg import RANKS, Picture
+from pictures.svg import COLOURS, RANKS, Picture
 
 WORLD = 4
 NAMES = {"llama3-8b": "Llama-3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
@@ -252,4 +253,52 @@ def checkpoint() -> str:
     picture.lines(
         y, "manifest.json says of every global tensor which ranges are in which file, never who held them."
     )
+    return picture.svg()
+
+
+AXES = {
+    "tensor": "tp",
+    "context": "cp",
+    "data": "dp",
+    "pipeline": "pp",
+    "experts": "ep",
+    "expert DP": "edp",
+}
+
+
+def ranks() -> str:
+    """Two hosts of eight GPUs, every axis of two but experts', which takes four."""
+    picture = Picture("Which ranks form a group of each axis: 16 ranks, TP 2, CP 2, DP 2, PP 2, EP 4")
+    parallel = RunConfig.from_tree(
+        {
+            "parallel": dict(
+                tensor_model_parallel_size=2,
+                context_parallel_size=2,
+                pipeline_model_parallel_size=2,
+                expert_model_parallel_size=4,
+                expert_tensor_parallel_size=1,
+            )
+        }
+    ).parallel
+    groups: dict[str, list[tuple[int, ...]]] = {label: [] for label in AXES}
+    for rank in range(16):
+        with alone_among(16, rank):
+            mesh = build_mesh(parallel, 16, "cpu", has_experts=True)
+            for label, axis in AXES.items():
+                members = tuple(get_process_group_ranks(getattr(mesh, axis).group))
+                if members not in groups[label]:
+                    groups[label].append(members)
+    picture.text(0, 14, "16 ranks: TP 2, CP 2, DP 2, PP 2, and EP 4 for experts", "h")
+    picture.text(0, 31, "In a row, ranks of one colour form a group", "s")
+    for host in range(2):
+        picture.text(80 + host * 203 + 98, 54, f"host {host}", "s m")
+    y = 62
+    for label in AXES:
+        picture.text(72, y + 16, label, "s e")
+        for colour, members in zip(COLOURS, groups[label]):
+            for rank in members:
+                x = 80 + rank * 24.5 + (rank // 8) * 7
+                picture.box(colour, x, y, 23, 24)
+                picture.text(x + 11.5, y + 16, str(rank), "s m on")
+        y += 32
     return picture.svg()
