@@ -86,16 +86,20 @@ $(DOCS)/ready: pyproject.toml constraints.txt
 	$(DOCS)/bin/pip install --quiet --constraint constraints.txt $(shell sed -n '/^docs = \[/,/^\]/s/^    \("[^"]*"\).*/\1/p' pyproject.toml)
 	touch $@
 
-# The diagrams' script is put beside the pages, so that they need no network.
+# The scripts of the diagrams and of the search are put beside the pages, so that they need no network.
 MERMAID := build/mermaid/package/dist/mermaid.min.js
 $(MERMAID):
 	mkdir -p build/mermaid && cd build/mermaid && npm pack --silent mermaid@11.12.0 && tar -xzf mermaid-*.tgz
 
-docs: $(DOCS)/ready $(MERMAID)
+SEARCH := build/iframe-worker/package/shim/index.js
+$(SEARCH):
+	mkdir -p build/iframe-worker && cd build/iframe-worker && npm pack --silent iframe-worker@1.0.3 && tar -xzf *.tgz
+
+docs: $(DOCS)/ready $(MERMAID) $(SEARCH)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --config-file site/mkdocs.yml
 	@echo build/site/index.html
 
-docs-serve: $(DOCS)/ready $(MERMAID)
+docs-serve: $(DOCS)/ready $(MERMAID) $(SEARCH)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve --config-file site/mkdocs.yml
 
 MEGATRON := .megatron-core

@@ -26,7 +26,10 @@ PAGES = {  # in the repository → on the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
 }
-MERMAID = ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js"
+SCRIPTS = {  # beside the pages, where they have been fetched
+    "mermaid.min.js": ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js",
+    "iframe-worker.js": ROOT / "build" / "iframe-worker" / "package" / "shim" / "index.js",
+}
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 FENCE = re.compile(r"^\s*```")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
@@ -42,8 +45,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         "mkdocs.plugins.griffe",
     ):  # it reads no __all__ that is made at run time, as Accelerate's is
         logging.getLogger(name).addFilter(lambda record: "__all__" not in record.getMessage())
-    if MERMAID.is_file():
+    if SCRIPTS["mermaid.min.js"].is_file():
         config.extra_javascript.insert(0, "mermaid.min.js")
+    if SCRIPTS[
+        "iframe-worker.js"
+    ].is_file():  # the search in a folder; else its plugin has every page fetch it
+        config.extra["polyfills"] = ["iframe-worker.js"]
     return config
 
 
@@ -53,8 +60,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(uri, (ROOT / source).read_text("utf-8"))
     add("api.md", api_page())
     add("site.css", (Path(__file__).parent / "site.css").read_text("utf-8"))
-    if MERMAID.is_file():
-        files.append(File.generated(config, "mermaid.min.js", abs_src_path=str(MERMAID)))
+    for name, script in SCRIPTS.items():
+        if script.is_file():
+            files.append(File.generated(config, name, abs_src_path=str(script)))
     for name in sorted(linked_files(files)):
         add(f"files/{name}", (ROOT / name).read_bytes())
     return files

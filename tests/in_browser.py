@@ -5,6 +5,7 @@ With SCREENSHOTS=FOLDER in the environment the pages are left there as PNG files
 dark.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -55,6 +56,21 @@ def chromium(tmp_path: Path, page: Path, *more: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def keep_screenshot(tmp_path: Path, page: Path, name: str, width: str, scheme: str, height: int = 0) -> None:
+    """Where they are asked for. Each scheme has a profile of its own: the site's pages remember the first."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        size = f"--window-size={WIDTHS[width]},{height or {'desktop': 4200, 'phone': 7000}[width]}"
+        picture = Path(folder) / f"{name}-{width}-{scheme}.png"
+        chromium(
+            tmp_path / scheme,
+            page,
+            size,
+            *SCHEMES[scheme],
+            "--virtual-time-budget=5000",
+            f"--screenshot={picture}",
+        )
+
+
 def told(document: str) -> dict[str, str]:
     """What a probe has written into the page's first tag."""
     return dict(re.findall(r'data-([a-z]+)="([^"]*)"', re.search(r"<html[^>]*>", document)[0]))
@@ -76,9 +92,7 @@ def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, sc
     assert int(data["wide"]) <= 0
     assert "a: 2.398 at step 60" in data["tip"] and "a, validation: 2.5 at step 60" in data["tip"]
     assert "<title>a, b</title>" in document
-    if folder := os.environ.get("SCREENSHOTS"):
-        tall = (f"--window-size={WIDTHS[width]},{4200 if width == 'desktop' else 7000}", *SCHEMES[scheme])
-        chromium(tmp_path, page, *tall, f"--screenshot={Path(folder) / f'report-{width}-{scheme}.png'}")
+    keep_screenshot(tmp_path, page, "report", width, scheme)
 
 
 @pytest.mark.parametrize("page", sorted(SITE.rglob("*.html")), ids=lambda page: page.stem)
@@ -95,3 +109,5 @@ def test_a_page_of_the_site_is_whole_on_a_phone(tmp_path, page):
     assert "CONSOLE" not in log, log
     data = told(document)
     assert int(data["wide"]) <= 0 and data["blank"] == "0"
+    for width, scheme in itertools.product(WIDTHS, SCHEMES):
+        keep_screenshot(tmp_path, page, page.stem, width, scheme, height=2400)

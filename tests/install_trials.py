@@ -72,7 +72,8 @@ SERVES: dict[
         "for part in ('tfevents', 'wandb'):\n    assert list(Path('run').rglob(f'*{part}*')), part",
     ),
     "remote": (
-        "import s3fs, gcsfs\nfrom megalith.remote import STORES\nassert set(STORES.values()) == {'s3fs', 'gcsfs'}",
+        "import s3fs, gcsfs\n"
+        "from megalith.remote import STORES\nassert set(STORES.values()) == {'s3fs', 'gcsfs', 'fsspec'}",
     ),
     "hf": (
         "import datasets\n"
@@ -165,6 +166,7 @@ def try_extra(extra: str, wheel: Path, base: Path, folder: Path) -> None:
     wanted = str(wheel) if extra == "none" else f"{wheel}[{extra}]"
     call(python, "-m", "pip", "install", *CONSTRAINTS, wanted, cwd=home)
     call(python, "-m", "pip", "check", cwd=home)
+    call(python, ROOT / "site" / "licences.py", extra, cwd=home)
     call(python, "-W", "error", "-c", EVERY_MODULE, cwd=home)
     path = {
         "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",

@@ -1,0 +1,79 @@
+"""docs/licences.md: the licences of what Megalith depends on, from the metadata of the packages that are installed.
+
+    python site/licences.py > docs/licences.md     in an environment with every extra
+    python site/licences.py EXTRA                  compares the page's lines of an extra with what is installed
+
+`none` is the package without extras.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageMetadata, metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "licences.md"
+HEAD = """# Licences of what we depend on
+
+Megalith is under the [Apache License 2.0](../LICENSE). `pip` installs these packages beside it, each under its own
+licence, by their own words; an extra's by `pip install 'megalith[EXTRA]'`. What they need in turn is not listed. The site's pages have besides the scripts of Material for MkDocs, Mermaid and iframe-worker, all
+MIT. This page is written by `python site/licences.py`, and compared with what is installed by `make test-install`.
+
+| package | licence | for |
+|---|---|---|
+"""
+# Of packages whose metadata has the licence's text instead of its name, or only its family's.
+SHORT = {
+    "Apache Software License": "Apache-2.0",
+    "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "MIT License": "MIT",
+    "BSD License": "BSD",
+    "Python Software Foundation License": "PSF-2.0",
+}
+
+
+def needed() -> dict[str, list[str]]:
+    """Direct dependencies, each with the extras that bring it; `none` is the package itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"none": project["dependencies"], **project["optional-dependencies"]}
+    found: dict[str, list[str]] = {}
+    for extra, requirements in groups.items():
+        for requirement in requirements:
+            found.setdefault(re.match(r"[\w.-]+", requirement)[0], []).append(extra)
+    return found
+
+
+def licence_of(package: PackageMetadata) -> str:
+    """Its licence expression; of older metadata the classifiers, or the first line of its licence."""
+    if expression := package.get("License-Expression"):
+        return expression
+    classifiers = [line.rpartition(" :: ")[2] for line in package.get_all("Classifier", [])
+                   if line.startswith("License :: ") and not line.endswith((" Approved", " approved"))]  # fmt: skip
+    names = classifiers or [(package.get("License") or "not told").strip().splitlines()[0].strip()]
+    return ", ".join(SHORT.get(name, name) for name in names)
+
+
+def line_of(name: str, extras: list[str]) -> str:
+    uses = ", ".join("the package" if extra == "none" else f"`[{extra}]`" for extra in extras)
+    return f"| {name} | {licence_of(metadata(name))} | {uses} |\n"
+
+
+def main(extra: str | None = None) -> None:
+    lines = {name: line_of(name, extras) for name, extras in needed().items() if extra in (None, *extras)}
+    if extra is None:
+        sys.stdout.write(HEAD + "".join(lines.values()))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    if other := [line for line in lines.values() if line not in page]:
+        raise SystemExit(
+            f"docs/licences.md has not these lines:\n{''.join(other)}write it again by site/licences.py"
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
