@@ -19,8 +19,9 @@ PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what we depend on
 
 Megalith is under the [Apache License 2.0](../LICENSE). `pip` installs these packages beside it, each under its own
-licence, by their own words; an extra's by `pip install 'megalith[EXTRA]'`. What they need in turn is not listed. The site's pages have besides the scripts of Material for MkDocs, Mermaid and iframe-worker, all
-MIT. This page is written by `python site/licences.py`, and compared with what is installed by `make test-install`.
+licence, by their own words; an extra's by `pip install 'megalith[EXTRA]'`. What they need in turn is not listed. The
+site's pages have besides the scripts of Material for MkDocs, Mermaid and iframe-worker, all MIT. This page is written
+by `python site/licences.py`, and compared with what is installed by `make test-install`.
 
 | package | licence | for |
 |---|---|---|

@@ -50,6 +50,17 @@ def test_the_citation_and_the_changes_name_this_version():
     assert f"\n## {megalith.__version__}" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_page_of_licences_names_every_dependency_and_what_it_is_for():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {(re.match(r"[\w.-]+", line)[0], "the package") for line in project["dependencies"]}
+    for extra, lines in project["optional-dependencies"].items():
+        needed |= {(re.match(r"[\w.-]+", line)[0], f"`[{extra}]`") for line in lines}
+    page = (root / "docs" / "licences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert {(name, use) for name, _, uses in rows if name != "package" for use in uses.split(", ")} == needed
+
+
 def test_type_checkers_are_given_every_name_from_where_it_is():
     stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)
