@@ -28,6 +28,15 @@ WIDE = """<script>addEventListener("load", () => setTimeout(() => {
   root.dataset.wide = root.scrollWidth - innerWidth;
   root.dataset.blank = document.querySelectorAll("pre.mermaid").length;  // a diagram that was drawn is a div
 }, 4000));</script>"""
+SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
+  const input = document.querySelector(".md-search__input");
+  input.focus();
+  input.value = "muon";
+  input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+  setTimeout(() => {
+    document.documentElement.dataset.found = document.querySelectorAll(".md-search-result__item").length;
+  }, 4000);
+}, 3000));</script>"""
 PROBE = """<script>addEventListener("load", () => {
   const root = document.documentElement, plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
   plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 9}));
@@ -111,3 +120,16 @@ def test_a_page_of_the_site_is_whole_on_a_phone(tmp_path, page):
     assert int(data["wide"]) <= 0 and data["blank"] == "0"
     for width, scheme in itertools.product(WIDTHS, SCHEMES):
         keep_screenshot(tmp_path, page, page.stem, width, scheme, height=2400)
+
+
+def test_the_search_of_the_site_works_in_a_folder(tmp_path):
+    page = SITE / "probed-search.html"
+    page.write_text((SITE / "index.html").read_text().replace("</body>", f"{SEARCH}</body>"))
+    try:
+        document, log = chromium(tmp_path, page, "--virtual-time-budget=12000", "--dump-dom")
+    finally:
+        page.unlink()
+    assert "CONSOLE" not in log, log
+    assert int(told(document)["found"]) > 3
+    fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', document)
+    assert not fetched, fetched
