@@ -17,6 +17,11 @@ from megalith.cli.planning import read_words
 from megalith.cli.training import PROGRAMS, _launcher_options
 from megalith.config import RunConfig
 from megalith.config.run import begins_override, known_keys, parse_yaml
+from megalith.dialects.accelerate import launch_door
+from megalith.dialects.megatron import door
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.oumi import oumi_command
+from megalith.dialects.oumi.oumi_migration import migrated
 
 ROOT = Path(__file__).parents[1]
 DOCS = [
@@ -236,6 +241,16 @@ def test_the_benchmarks_table_and_picture_are_of_the_results():
             )
 
 
+def test_commands_of_other_systems_doors_are_theirs_with_flags_that_megatron_has():
+    doors = {"megatron": door.COMMANDS, "accelerate": launch_door.COMMANDS, "oumi": oumi_command.COMMANDS}
+    shown = [words for words in commands() if words[0] in doors]
+    assert len(shown) > 15 and all(words[1] in doors[words[0]] for words in shown), shown
+    programs = [words for words in commands() if words[0].startswith("pretrain-")]
+    overrides = [shlex.split(words[-1]) for words in shown if "--override" in words]
+    flags = {word for words in [*programs, *overrides] for word in words if word.startswith("--")}
+    assert flags - {"--nproc", "--emit"} and not flags - {*FLAGS, "--nproc", "--emit"}
+
+
 def test_settings_on_the_documentations_command_lines_are_taken():
     """Their names and values; a run file's are not known here."""
     trained = [words for words in commands() if words[0] in PROGRAMS and "--help" not in words]
@@ -245,11 +260,26 @@ def test_settings_on_the_documentations_command_lines_are_taken():
         RunConfig.load(None, settings if begins_override(settings[0]) else settings[1:])
 
 
+def test_messages_that_troubleshooting_explains_are_ones_that_are_printed():
+    table = (
+        text_of(ROOT / "docs" / "troubleshooting.md").partition("## By message")[2].partition("guides'")[0]
+    )
+    told = [part.strip(" `;:") for part in re.findall(r"^\| `([^|]*)` \|", table, re.MULTILINE)]
+    pieces = {
+        piece.strip() for one in told for piece in re.split(r"…|/config.json|`, `|\(\d+\)|\(…\)|[;:]", one)
+    }
+    written = re.sub(r"\{[^{}]*\}|\"\s+f?\"", "", "".join(map(text_of, SOURCES)))
+    assert len(told) > 10 and not {piece for piece in pieces if len(piece) > 12 and piece not in written}
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_a_page_names_settings_that_are_there_and_shows_run_files_that_load(page):
+def test_a_page_names_settings_that_are_there_and_shows_run_files_that_load(page, tmp_path):
     named = set(SETTING.findall(text_of(page)))
     assert not {(section, key) for section, key in named if key not in known_keys(section)}
     for block in re.findall(r"^```yaml\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
         tree = parse_yaml(block)
-        if tree.keys() & RunConfig.model_fields:  # Accelerate's files are others
+        if "trainer_type" in tree.get("training", {}):
+            (tmp_path / "oumi.yaml").write_text(block)
+            migrated(tmp_path / "oumi.yaml")
+        elif tree.keys() & RunConfig.model_fields:  # Accelerate's files are others
             RunConfig.from_tree(tree)
