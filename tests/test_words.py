@@ -65,6 +65,10 @@ MORE = re.compile(  # more than one machine without a GPU, and other programs
 )
 ACCELERATES = {"--multi_gpu", "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip"}
 ACCELERATES |= {
+    *(
+        f"--megatron_lm_{name}"
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping")
+    ),
     "--main_process_port",
     "--config_file",
     "--cpu",
@@ -165,7 +169,7 @@ def wrong_in(line: str, block: str, page: Path) -> Iterator[str]:
         options = []  # another's program
     elif program == "python":
         script = ROOT / (f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0])
-        yield from [] if script.is_file() else [str(script)]
+        yield from [] if script.is_file() or f"`{words[0]}`" in text_of(page) else [str(script)]
         yield from (each for each in options if script.is_file() and f'"{each}"' not in text_of(script))
     door = words[0] if program == "megalith" and words else ""
     if door in ("megatron", "accelerate", "oumi"):
@@ -174,7 +178,8 @@ def wrong_in(line: str, block: str, page: Path) -> Iterator[str]:
         flags = set(re.findall(r"--?[\w-]+", sources)) | (ACCELERATES if door == "accelerate" else set())
         yield from (each for each in options if each not in flags)
     if program in ("megalith", "torchrun", "pytest"):
-        own = {"run.yaml", "best.yaml", "old.yaml", "new.yaml"}  # the reader's, and what a command writes
+        own = {"run.yaml", "best.yaml", "old.yaml", "new.yaml"}  # the reader's
+        own |= set(re.findall(r" --(?:write|output) ([\w.-]+)", text_of(page)))  # and what a command writes
         shown = set(
             re.findall(r"^# ([\w.-]+)|`([\w.-]+\.yaml)`", text_of(page) + text_of(ROOT / "README.md"), re.M)
         )
