@@ -136,7 +136,8 @@ def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, mo
     monkeypatch.setattr(sys, "argv", ["make_chat.py", "data"])
     runpy.run_path(str(EXAMPLES / "sft" / "make_chat.py"), run_name="__main__")
     sections = "".join(page.read_text() for page in sorted(PAGES.glob("[a-d]*.md"))).split("\n## ")
-    text = "".join(json.dumps({"text": section}) + "\n" for section in sections)
+    long = (section for section in sections if len(section) > 1000)  # the last one is the validation's
+    text = "".join(json.dumps({"text": section}) + "\n" for section in long)
     (tmp_path / "data" / "stdlib.jsonl").write_text(text)
     trained = ["--input", "data/stdlib.jsonl", "--vocab-size", "300", "--output", "data/tokenizer.json"]
     assert main(["tokenizer", "train", *trained]) == 0
