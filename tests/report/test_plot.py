@@ -73,7 +73,7 @@ def _legend(runs, png, monkeypatch):
     ]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("name", ["_x", "$a", "a$_b$", "_$"])
 def test_a_run_stands_in_the_legend_whatever_its_folder_is_called(tmp_path, monkeypatch, name):
     (shown,) = _legend(_run(tmp_path / name), tmp_path / "run.png", monkeypatch)
