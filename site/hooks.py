@@ -31,6 +31,8 @@ SCRIPTS = {  # beside the pages, where they have been fetched
     "iframe-worker.js": ROOT / "build" / "iframe-worker" / "package" / "shim" / "index.js",
 }
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+INLINE = re.compile(r"<code>([^<\n]*--[^<\n]*)</code>")
+OPTION = re.compile(r"(?<![\w-])--\w[\w.-]*")
 FENCE = re.compile(r"^\s*```")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 API = """# API
@@ -71,6 +73,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
     return spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Options in a line of text or a table are not broken after their hyphens."""
+    whole = lambda match: OPTION.sub(r'<span class="option">\g<0></span>', match[0])  # noqa: E731
+    return INLINE.sub(whole, html)
 
 
 def repository_path(uri: str) -> str:
