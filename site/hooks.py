@@ -33,6 +33,9 @@ SCRIPTS = {  # beside the pages, where they have been fetched
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 INLINE = re.compile(r"<code>([^<\n]*--[^<\n]*)</code>")
 OPTION = re.compile(r"(?<![\w-])--\w[\w.-]*")
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+TEXT = re.compile(r">[^<]+<")
+JOINT = re.compile(r"(?<=\w[_|])(?=\w)")
 FENCE = re.compile(r"^\s*```")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 API = """# API
@@ -76,9 +79,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Options in a line of text or a table are not broken after their hyphens."""
+    """Options are not broken after their hyphens; names in a table may be after an underscore, choices after a bar."""
     whole = lambda match: OPTION.sub(r'<span class="option">\g<0></span>', match[0])  # noqa: E731
-    return INLINE.sub(whole, html)
+    jointed = lambda match: JOINT.sub("<wbr>", match[0])  # noqa: E731
+    return CELL.sub(lambda cell: TEXT.sub(jointed, cell[0]), INLINE.sub(whole, html))
 
 
 def repository_path(uri: str) -> str:
