@@ -43,9 +43,9 @@ class T5Batch(Batch):
     encoder_padding_mask: (
         Tensor | None
     )  # bool [batch, encoder seq], False for what fills up; None: nothing does, or `encoder_document_ends` says it
-    encoder_document_ends: Tensor | None = (
-        None  # int32 [batch, 2]: where what is real ends, and what fills up behind it; None: nothing does
-    )
+    encoder_document_ends: (
+        Tensor | None
+    )  # int32 [batch, 2]: where what is real ends, and what fills up behind it; None: nothing does
 
 
 def pair_dtype(encoder_length: int, length: int) -> np.dtype:

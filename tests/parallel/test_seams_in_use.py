@@ -109,7 +109,8 @@ def micro_batches() -> list[Batch]:
     padding = torch.arange(ENCODER_SEQ) < torch.randint(4, ENCODER_SEQ + 1, (SAMPLES, 1), generator=generator)
     whole = Padded(
         tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.ones(SAMPLES, SEQ),
-        torch.arange(SEQ).expand(SAMPLES, SEQ), None, torch.arange(SAMPLES), others, padding, padding[:, :SEQ],
+        torch.arange(SEQ).expand(SAMPLES, SEQ), None, torch.arange(SAMPLES), others, padding, None,
+        padding[:, :SEQ],
     )  # fmt: skip
     rows = range(0, SAMPLES, MICRO_BATCH)
     return [whole._each(lambda x, row=row: x[row : row + MICRO_BATCH]) for row in rows]

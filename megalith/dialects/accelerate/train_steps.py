@@ -284,6 +284,7 @@ class PairStep:
             sample_numbers=torch.arange(rows),
             encoder_input_ids=self._filled(read),
             encoder_padding_mask=self._filled(real.bool()),
+            encoder_document_ends=None,
         )
 
     def _filled(self, x: Tensor) -> Tensor:
