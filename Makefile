@@ -18,6 +18,9 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# The tests start hundreds of processes, of which none should compile what another has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup train test test-quick test-all test-site test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
 
 setup: $(READY)
