@@ -65,7 +65,7 @@ COMPARISONS = (
         Bar("Megalith", TUNED, "8B, LoRA of rank 16 on every linear, nothing", "tokens/s"),
         (Bar("PEFT, liger-kernel", TUNED, "8B, the same by PEFT with liger", "tokens/s"),),
         "one call",
-        "megalith bench finetune llama3-8b --runs lora --batch 1 --micro 1 --peer peft-liger",
+        "megalith bench finetune llama3-8b --runs lora --batch 1 --micro 1 --steps 7 --warmup 3 --peer peft-liger",
     ),
     Comparison(
         "GPT-2-large, bf16, 1 GPU",
@@ -85,7 +85,7 @@ COMPARISONS = (
             Bar("Megalith", DROPOUT, row, "ms a step"),
             (Bar("Megatron-LM" + note, DROPOUT, row, "Megatron-LM, ms"),),
             "two machines of the kind",
-            f"megalith bench gpt2-large-dropout --layout {layout} --batch 64",
+            f"megalith bench gpt2-large-dropout --layout {layout} --batch 64 --steps 14 --warmup 6",
         )
         for name, row, layout, note in (
             ("DP2", "DP2", "dp2", ""),
@@ -100,7 +100,7 @@ COMPARISONS = (
         Bar("Megalith", ENCODERS, "BERT-large ¹", "ms a step"),
         (Bar("transformers, compiled", ENCODERS, "transformers, BERT", "ms a step"),),
         "one call",
-        "megalith bench bert-large --peer hf",
+        "megalith bench bert-large --peer hf --steps 20 --warmup 8",
     ),
     Comparison(
         "T5-3B, bf16, 1 GPU",
@@ -108,7 +108,7 @@ COMPARISONS = (
         Bar("Megalith", ENCODERS, "T5-3B ¹", "ms a step"),
         (Bar("transformers, compiled", ENCODERS, "transformers, T5", "ms a step"),),
         "one call",
-        "megalith bench t5-3b --peer hf",
+        "megalith bench t5-3b --peer hf --steps 16 --warmup 6",
     ),
 )
 

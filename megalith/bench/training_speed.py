@@ -269,7 +269,7 @@ def surroundings() -> dict[str, Any]:
 
     folder = str(Path(megalith.__file__).parent)
     commit = subprocess.run(
-        ["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ["git", "-C", folder, "log", "-1", "--format=%h", "--", "."], capture_output=True, text=True
     )
     return {
         "megalith": megalith.__version__,

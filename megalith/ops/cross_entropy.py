@@ -34,9 +34,7 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 # its fp32. Of Llama-3-8B's 128,256 entries chunks of 4,096 tokens take 8 ms a step of 16,384 tokens less than of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
-FEW_LABELS = (
-    0.75  # the share of the tokens up to which taking those with a label out costs less than it saves
-)
+FEW_LABELS = 0.75  # of the tokens: where more have a label, all get logits
 NO_LABEL = -1  # of a sample that a classification leaves out
 
 

@@ -26,7 +26,6 @@ from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
-NARROWEST = 20  # columns of a terminal with a live line
 WIDTH = 100  # of what is printed into a file or a pipe
 Figures = Mapping[str, float | None]
 NO_FIGURES: Figures = MappingProxyType({})
@@ -71,7 +70,7 @@ def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None)
     interval, own = log.log_interval, log.console == "auto"
     if stream.isatty() and own:
         console = Console(file=stream, force_terminal=True)
-        if not console.is_dumb_terminal and console.width >= NARROWEST:
+        if progress.takes_live_line(console):
             return LiveConsole(total_steps, interval, console)
     return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=own)
 

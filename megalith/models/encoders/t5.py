@@ -41,8 +41,7 @@ class T5(Transformer):
         encoder_input_ids: Tensor | None = None,  # int64 [batch, encoder seq]; None: the decoder's
         encoder_padding_mask: Tensor | None = None,  # bool [batch, encoder seq], False for what fills up
         encoder_document_ends: Tensor
-        | None = None,  # int32 [batch, 2], the same where it fills up from the right: the
-        # end of what is real, and that of the sequence
+        | None = None,  # int32 [batch, 2], in its place: where what is real ends, and all
         streams: Mapping[str, Tensor] | None = None,
         **rest,
     ) -> Tensor | dict[str, Tensor]:
