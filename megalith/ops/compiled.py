@@ -55,7 +55,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
 
 def recomputing() -> tuple[AbstractContextManager, AbstractContextManager]:
     """torch's contexts of a pass and of its recomputation in compiled code, of which nothing is saved. Without them
-    torch 2.11 saves the results of matmuls."""
+    torch 2.11 saves the results of autograd functions, as every matmul and every norm of a GPU is."""
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 

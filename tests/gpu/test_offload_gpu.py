@@ -19,6 +19,8 @@ from megalith.parallel.memory.activation_offload import (
     apply_activation_offload,
 )
 from megalith.parallel.memory.recompute import apply_recompute
+from megalith.planner.counts import MetaModel
+from megalith.planner.memory import saved_activations
 
 LATE = 2_000_000  # cycles: about a millisecond
 OPTIMIZERS = {
@@ -201,6 +203,36 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
     assert recompute or peaks[1][1] < 0.8 * peaks[0][1]
     stream = ids.numel() * config.hidden_size * 2
     assert not recompute or peaks[0][0] < 2 * config.num_layers * stream  # each layer's input, and the head's
+
+
+@pytest.mark.parametrize(
+    "modules", [["mlp_act"], ["layernorm"], ["mlp"], ["layernorm", "mlp"], ["core_attn"]], ids="+".join
+)
+@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_compiled_layer_that_recomputes_modules_holds_less_by_what_the_planner_counts(
+    fields, modules
+) -> None:
+    config = ModelConfig(**fields | {"hidden_dropout": 0.0})
+    ids, held = torch.randint(0, 1000, (8, 1024), device="cuda"), []
+    for recomputed in ([], modules):
+        model = Transformer(config, compute_dtype=torch.bfloat16, seed=3, device="cuda").train()
+        initialize(model, config, seed=1)
+        selective = dict(recompute_granularity="selective", recompute_modules=modules) if recomputed else {}
+        apply_recompute(model, ParallelConfig(**selective), compiled=True)
+        for layer in model.layers.values():
+            layer.compile(fullgraph=True)
+        for _ in range(2):
+            model.zero_grad()
+            before = torch.cuda.memory_allocated()
+            loss = model(ids, labels=ids.roll(-1, 1)) / ids.numel()
+            held.append(torch.cuda.memory_allocated() - before)
+            loss.backward()
+        del model, loss
+    meta = MetaModel(config)
+    counted = saved_activations(meta) - saved_activations(meta, recomputed=modules)
+    saved = (held[1] - held[3]) / (2 * ids.numel() * config.num_layers)
+    print(f"{modules}: {saved:.0f} elements a token and layer, counted {counted:.0f}")
+    assert saved == pytest.approx(counted, rel=0.05, abs=0.02 * config.hidden_size)
 
 
 def run(output: Path, preset: str, *overrides: str) -> None:

@@ -26,19 +26,17 @@ GPT = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=100, 
 LLAMA = dict(GPT, num_query_groups=2, position_embedding_type="rope", swiglu=True, normalization="RMSNorm",
              add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
 RECOMPUTED = ["layernorm", "mlp", "core_attn"]
+BACKWARD = ["gelu_backward", "norm_backward", "join_qkv", "norm_backward"]
 CASES = {  # model, recomputed modules, operators of a layer's forward and backward pass
-    "gpt": (
-        GPT,
-        [],
-        ["norm_forward", "norm_forward", "gelu_backward", "norm_backward", "join_qkv", "norm_backward"],
-    ),
+    "gpt": (GPT, [], ["norm_forward", "norm_forward", *BACKWARD]),
     "groups": (dict(GPT, num_query_groups=2), [], None),
     "dropout": (dict(GPT, hidden_dropout=0.1), [], None),
     "no biases": (LLAMA, [], ["norm_forward", "norm_forward", "norm_backward", "norm_backward"]),
     "sandwich": (dict(GPT, norm_placement="sandwich"), [], None),
     "norms behind": (dict(GPT, norm_placement="post"), [], ["gelu_backward", "join_qkv"]),
     "zero centred": (dict(LLAMA, layernorm_zero_centered_gamma=True), [], None),
-    "recomputed": (GPT, RECOMPUTED, None),
+    "recomputed": (GPT, RECOMPUTED, ["norm_forward"] * 4 + BACKWARD),
+    "recomputed, no biases": (LLAMA, ["layernorm", "mlp_act"], ["norm_forward"] * 4 + ["norm_backward"] * 2),
 }
 
 
@@ -114,7 +112,7 @@ def gradients(fields: dict, recomputed: list[str], compiled: bool) -> dict[str, 
     initialize(model, config, seed=1)
     if recomputed:
         parallel = ParallelConfig(recompute_granularity="selective", recompute_modules=recomputed)
-        apply_recompute(model, parallel)
+        apply_recompute(model, parallel, compiled=compiled)
     for layer in model.layers.values() if compiled else ():
         layer.compile(fullgraph=True, backend="aot_eager")
     ids = torch.arange(48).view(3, 16) * 7 % 100

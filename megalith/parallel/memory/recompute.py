@@ -24,6 +24,7 @@ from megalith.config import ParallelConfig
 from megalith.config.rules.parallel_rules import check_saved_attention
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
+from megalith.models.moe import MoE
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.ops.attention_blocks import attention_saved
@@ -69,13 +70,14 @@ def apply_recompute(
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
             _plug_cores(model, lambda core: partial(again, core))
+        in_graph = partial(again, context_fn=recomputing) if compiled else again
         for layer in layers_of(model).values():
             if "mlp_act" in parallel.recompute_modules:
-                _recompute_activations(layer, again)
+                _recompute_activations(layer, in_graph)
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
-                    if (module := getattr(layer, part)) is not None:
-                        plug(module, "runner", again)
+                    if (module := getattr(layer, part)) is not None:  # experts are no part of a graph
+                        plug(module, "runner", again if isinstance(module, MoE) else in_graph)
 
 
 def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
