@@ -5,7 +5,9 @@ not know, an update without its beginning, sampling while paused. A fault is pla
 called with the request's handler and body, and gives the answer in the usual one's place.
 """
 
+import base64
 import json
+import pickle
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -223,6 +225,8 @@ class VllmStandIn(StandIn):
         info = dict(body["init_info"])
         if self.is_new:
             info.pop("packed", None)
+        if not info:  # its backend is ipc
+            return
         where = info["master_address"], info["master_port"]
         self.need(set(info) == {"master_address", "master_port", "rank_offset", "world_size"}, f"{info}")
         store = dist.PrefixStore(
@@ -242,7 +246,17 @@ class VllmStandIn(StandIn):
         info = dict(body["update_info"])
         if not self.is_new:
             self.need(info.pop("packed", False) is False, "packed")
+        handles = info.pop("ipc_handles_pickled", None)
         self.need(set(info) == {"names", "dtype_names", "shapes"}, f"update_info takes no {sorted(info)}")
+        if handles is not None:
+            opened = pickle.loads(base64.b64decode(handles))
+            kinds = [getattr(torch, name) for name in info["dtype_names"]]
+            tensors = [
+                torch.tensor(one["GPU-0"], dtype=kind) for one, kind in zip(opened, kinds, strict=True)
+            ]
+            self.need([list(tensor.shape) for tensor in tensors] == info["shapes"], "shapes")
+            self.load(zip(info["names"], tensors, strict=True))
+            return
         self.broadcast_into(info["names"], info["dtype_names"], info["shapes"])
 
     def finish(self, body, query):

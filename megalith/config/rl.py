@@ -216,9 +216,10 @@ class RlConfig(Section):
     dropped, for an update brings all). 0: nothing."""
 
     weight_sync_method: Annotated[
-        Literal["nccl", "gloo", "checkpoint"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
+        Literal["nccl", "gloo", "checkpoint", "ipc"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
     ] = "nccl"
-    """How weights reach a server: broadcast between GPUs, or by the hosts, or a folder that both see."""
+    """How weights reach a server: broadcast between GPUs, or by the hosts; in a folder that both see; or as ipc, out of
+    the memory of a GPU that both use."""
 
     weight_sync_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 600.0
     """Seconds that a sync with a server may take in all, waiting for one that starts included."""
@@ -361,17 +362,6 @@ class RlConfig(Section):
     )
     """AReaL's: the proximal policy by passes before the rollout batch, or without, on the line from the engine's
     log-probability to the policy's, as far along as its weights are between theirs by the token's version."""
-
-    @field_validator("weight_sync_method", mode="before")
-    @classmethod
-    def _refuse_ipc(cls, value: Any) -> Any:
-        if value == "ipc":
-            text = (
-                "its handles are pickled, and a server that takes them runs what it is sent; between GPUs of a machine "
-                "nccl is as good, and rl.engine own shares the trainer's"
-            )
-            raise PydanticCustomError("ipc", text)
-        return value
 
     @field_validator("loss_type", mode="before")
     @classmethod

@@ -1,6 +1,8 @@
 """vLLM's and SGLang's servers as engines: weights bitwise, true completions, and a sentence for each planted fault."""
 
+import base64
 import math
+import pickle
 import socket
 from pathlib import Path
 from threading import Event
@@ -467,6 +469,31 @@ def test_a_batch_ahead_that_fails_ends_the_run(tmp_path):
     assert len(metrics(tmp_path / "run")) == 0
 
 
+@pytest.mark.parametrize("kind", ["vllm 0.24", "vllm 0.29"])
+def test_by_ipc_a_server_is_told_where_each_tensor_lies(run, tmp_path, monkeypatch, kind):
+    """With the tensors themselves in the place of handles, which only a GPU has."""
+
+    def handles(tensors):
+        return base64.b64encode(pickle.dumps([{"GPU-0": tensor.tolist()} for tensor in tensors])).decode()
+
+    monkeypatch.setattr(server_engine, "memory_handles", handles)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with served(kind, model_tree(tmp_path)) as server:
+        engine = engine_at(run, server, weight_sync_method="gloo")
+        engine._rl = engine._rl.model_copy(update={"weight_sync_method": "ipc"})
+        for version in (1, 2):
+            engine.update(version)
+        assert server.calls.count("/init_weight_transfer_engine") == 1 and server.group is None
+        sent = {
+            name: tensor
+            for one in WeightStream(run.model, run.config).buckets("cpu")
+            for name, tensor in zip(one.names, one.tensors)
+        }
+        assert sent.keys() == server.received.keys()
+        assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
+        assert engine.generate([[1, 2, 3]], SAMPLING, num_generations=1)[0].versions == (2,)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_reach_another_gpu_by_nccl(tmp_path):
@@ -493,7 +520,11 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
     ("sections", "said"),
     [
         (dict(rl=dict(engine="sglang", weight_sync_method="nccl")), "is nccl, but the trainer is on cpu"),
-        (dict(rl=dict(engine="vllm", weight_sync_method="ipc")), "handles are pickled"),
+        (dict(rl=dict(engine="sglang", weight_sync_method="ipc")), "ipc, but rl.engine is sglang"),
+        (
+            dict(rl=dict(engine="vllm", engine_url="http://127.0.0.1:1", weight_sync_method="ipc")),
+            "is ipc, but the trainer is on cpu",
+        ),
         (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
         (dict(rl=dict(engine="vllm", engine_url="http://a:1,http://b:1, http://a:1/")), "http://a:1 2 times"),

@@ -314,6 +314,11 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; "
             "name each server once"
         )
+    if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
+        raise ConfigError(
+            f"rl.weight_sync_method is ipc, but rl.engine is {rl.engine}: handles of a GPU's memory are vLLM's way "
+            "alone; choose nccl, gloo or checkpoint"
+        )
     if rl.max_staleness and rl.is_colocated:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness}, but vLLM without rl.engine_url samples on the trainer's devices, "

@@ -160,8 +160,10 @@ def set_engine(asked: Asked) -> None:
     if backend not in (None, "vllm", "sglang", "megatron"):
         asked.problems.append(f"megatron.inference_backend is {backend!r}; there are vllm, sglang, megatron")
     method, interval = asked["megatron.weight_sync_method"], asked["megatron.vllm_weight_sync_interval"]
-    if method not in ("nccl", "gloo", "checkpoint"):
-        asked.problems.append(f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint")
+    if method not in ("nccl", "gloo", "checkpoint", "ipc"):
+        asked.problems.append(
+            f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint, ipc"
+        )
     has = {path: path.partition(".")[2] in RlConfig.model_fields for path in ENGINE_KEYS}
     kwargs = asked["training.trainer_kwargs"]
     external = backend in ("vllm", "sglang") and has["rl.engine"] and "engine_url" in kwargs

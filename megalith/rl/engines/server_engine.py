@@ -7,7 +7,8 @@ Rank 0 alone sends weights; what it meets, every rank raises. An update is
     broadcast beside it ─▶ finish, resume
 
 within rl.weight_sync_timeout in all; on the way out of a failure the servers are asked to finish and resume, and the
-group is left behind. By `checkpoint` rank 0 writes a folder bucket by bucket, which the servers then read.
+group is left behind. By `checkpoint` rank 0 writes a folder bucket by bucket, which the servers then read; by `ipc`
+there is no group, and a request says where in the GPU's memory its bucket lies.
 
 A server that dies or refuses during an update is waited for, and everything is sent again in a new group. One that is
 lost while it samples, or has other weights than it was sent, is ServerLost: the loop updates to the same version again.
@@ -35,7 +36,7 @@ from megalith.generation.sync import SyncReport
 from megalith.launch.meeting import address_towards, is_loopback
 from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_seed
-from megalith.rl.engines.transfer_group import Background, BroadcastGroup
+from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
 from megalith.training.run_state import Run
 
@@ -88,9 +89,16 @@ class EngineServer(ABC):
     def begin(self, deadline: Deadline) -> None:
         """Pauses, and makes ready for buckets."""
 
+    def open_memory(self, deadline: Deadline) -> None:
+        """Has the workers take tensors by handles from now on. Raises ConfigError where they cannot."""
+        raise ConfigError(f"rl.weight_sync_method is ipc, which {self.name} does not know; choose another")
+
     @abstractmethod
-    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
-        """Has the workers take a bucket that rank 0 broadcasts; over once they have it."""
+    def receive(
+        self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
+    ) -> None:
+        """Has the workers take a bucket that rank 0 broadcasts, or whose memory `handles` open; over once they have
+        it."""
 
     @abstractmethod
     def finish(self, version: int, deadline: Deadline) -> None:
@@ -116,9 +124,16 @@ class ServerEngine:
         self.version = -1
         self.servers = list(servers)
         self.vocab_size = run.config.model.vocab_size
-        if self._rl.weight_sync_method == "nccl" and run.device.type != "cuda":
+        if self._rl.weight_sync_method in ("nccl", "ipc") and run.device.type != "cuda":
             raise ConfigError(
-                f"rl.weight_sync_method is nccl, but the trainer is on {run.device.type}; choose gloo or checkpoint"
+                f"rl.weight_sync_method is {self._rl.weight_sync_method}, but the trainer is on {run.device.type}; "
+                "choose gloo or checkpoint"
+            )
+        far = [server.http for server in self.servers if not is_loopback(server.http.host)]
+        if self._rl.weight_sync_method == "ipc" and far:
+            raise ConfigError(
+                f"rl.weight_sync_method is ipc, but {far[0]} is not at 127.0.0.1: its handles open memory of a GPU of "
+                "this machine, and are pickled; choose nccl, gloo or checkpoint"
             )
         self._stream: WeightStream | None = None
         self._group: BroadcastGroup | None = None
@@ -206,7 +221,7 @@ class ServerEngine:
 
     def _send(self, version: int, deadline: Deadline) -> int:
         """How many bytes went. Raises ServerLost, on every rank, where another try may succeed."""
-        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
+        way = {"checkpoint": _ByFolder, "ipc": _ByHandles}.get(self._rl.weight_sync_method, _ByGroup)
         transfer, sent = way(self, version, deadline), 0
         again = lambda error: isinstance(error, ServerLost | RequestRefused) and not deadline.over  # noqa: E731
         try:
@@ -288,8 +303,8 @@ class _ByGroup:
 
     def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
         self._engine, self._version, self._deadline = engine, version, deadline
-        is_nccl = engine._rl.weight_sync_method == "nccl"
-        self.device = engine._run.device if is_nccl else torch.device("cpu")
+        on_gpu = engine._rl.weight_sync_method in ("nccl", "ipc")
+        self.device = engine._run.device if on_gpu else torch.device("cpu")
 
     def begin(self) -> None:
         self._group = self._engine.group(self._deadline)
@@ -309,6 +324,27 @@ class _ByGroup:
 
     def abandon(self) -> None:
         _give_up(self._engine)
+
+
+class _ByHandles(_ByGroup):
+    """An update by memory of rank 0's GPU that the servers' workers, which are on it too, open and copy from."""
+
+    def begin(self) -> None:
+        for server in self._engine.servers:
+            if not server.facts.get("opens_memory"):
+                server.open_memory(self._deadline)
+                server.facts["opens_memory"] = True
+        together([lambda one=one: one.begin(self._deadline) for one in self._engine.servers])
+
+    def take(self, bucket: WeightBucket) -> None:
+        handles = memory_handles(bucket.tensors)
+        torch.cuda.synchronize(self.device)  # what is read there has been written here
+        together(
+            [
+                lambda one=one: one.receive(bucket, self._version, self._deadline, handles)
+                for one in self._engine.servers
+            ]
+        )
 
 
 class _ByFolder:

@@ -106,7 +106,9 @@ class SglangServer(EngineServer):
     def begin(self, deadline: Deadline) -> None:
         self._said("/pause_generation", {"mode": "abort"}, deadline)  # nothing is under way
 
-    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
+    def receive(
+        self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
+    ) -> None:
         dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
         body = {
             "names": bucket.names, "dtypes": dtypes, "shapes": bucket.shapes, "group_name": self._group,

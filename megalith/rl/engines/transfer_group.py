@@ -7,6 +7,8 @@ died, so all of it happens in threads that are waited for with a deadline, and m
 
 from __future__ import annotations
 
+import base64
+import pickle
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.multiprocessing.reductions import reduce_tensor
 
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.rl.engines.json_http import Deadline
@@ -131,6 +134,14 @@ class VllmNcclGroup:
         for tensor in tensors:
             self._group.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
+
+
+def memory_handles(tensors: Sequence[Tensor]) -> str:
+    """What opens the memory of a GPU's tensors in another process on it, while they stay: for each the GPU's UUID and
+    the arguments of torch's `rebuild_cuda_tensor`, pickled and in base64, which is how vLLM takes them over HTTP."""
+    device = torch.cuda.get_device_properties(tensors[0].device)
+    opened = [{str(device.uuid): reduce_tensor(tensor)[1]} for tensor in tensors]
+    return base64.b64encode(pickle.dumps(opened)).decode()
 
 
 def free_port(address: str) -> int:

@@ -134,6 +134,10 @@ class VllmServer(EngineServer):
         store = hold_store(address, 0, timedelta(seconds=timeout))
         return (address, store.port), lambda: TorchGroup(backend, store, GROUP, size, timeout)
 
+    def open_memory(self, deadline: Deadline) -> None:
+        info = {"packed": False} if self._is_new else {}
+        self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
         address, port = meeting
         info = dict(master_address=address, master_port=port, rank_offset=first_rank, world_size=size)
@@ -147,11 +151,15 @@ class VllmServer(EngineServer):
             "POST", "/start_weight_update", {} if self._is_new else {"is_checkpoint_format": True}, deadline
         )  # fmt: skip
 
-    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
+    def receive(
+        self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
+    ) -> None:
         dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
         info = dict(names=bucket.names, dtype_names=dtypes, shapes=bucket.shapes)
         if not self._is_new:
             info["packed"] = False
+        if handles is not None:
+            info["ipc_handles_pickled"] = handles
         self._developers("POST", "/update_weights", {"update_info": info}, deadline)
 
     def finish(self, version: int, deadline: Deadline) -> None:
