@@ -97,7 +97,7 @@ COMPARISONS = (
     Comparison(
         "BERT-large, bf16, 1 GPU",
         "ms",
-        Bar("Megalith", ENCODERS, "BERT-large ¹", "ms a step"),
+        Bar("Megalith", ENCODERS, "BERT-large", "ms a step"),
         (Bar("transformers, compiled", ENCODERS, "transformers, BERT", "ms a step"),),
         "one call",
         "megalith bench bert-large --peer hf --steps 20 --warmup 8",
@@ -105,7 +105,7 @@ COMPARISONS = (
     Comparison(
         "T5-3B, bf16, 1 GPU",
         "ms",
-        Bar("Megalith", ENCODERS, "T5-3B ¹", "ms a step"),
+        Bar("Megalith", ENCODERS, "T5-3B", "ms a step"),
         (Bar("transformers, compiled", ENCODERS, "transformers, T5", "ms a step"),),
         "one call",
         "megalith bench t5-3b --peer hf --steps 16 --warmup 6",

@@ -307,8 +307,8 @@ def saved_activations(
     norm_inputs = model.norms_in_layer * model.hidden_size // sequence
     normed = 1 if model.shared_layernorm else 2
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
-    if compiled and not gathers and "layernorm" in recomputed:  # the input of a recomputed MLP is saved
-        norm_outputs = model.hidden_size // sequence if "mlp" in recomputed else 0
+    if compiled and not gathers and "layernorm" in recomputed:
+        norm_outputs = 0  # a recomputed MLP's input too: one graph has both
     attention = query + key_value
     if model.qk_layernorm or model.qk_l2_norm or model.position_embedding_type == "rope":
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values

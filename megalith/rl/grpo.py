@@ -163,13 +163,14 @@ class PolicyTask(Task):
         if self._live is None:
             return lambda: {**self._read(sums), **known}
         self._check_drift(run, self._read(sums)["mismatch"], gap)
+        number = run.step + 1  # figures may be read when later steps are counted
         tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
         times, logged = self._times(run, tokens)
         known |= times
 
         def read() -> dict[str, Any]:
             found = {**self._read(sums), **known}
-            run.log(step_line(run.step, found))
+            run.log(step_line(number, found))
             return self._with_logged(run, found, logged)
 
         return read

@@ -67,7 +67,7 @@ SAVED = [
     (["mlp"], 8, 8, 10),
     (["mlp_act"], 12, 16, 16),
     (["layernorm", "mlp_act"], 10, 16, 14),
-    (["layernorm", "mlp"], 7, 8, 9),
+    (["layernorm", "mlp"], 6, 8, 8),
 ]
 
 

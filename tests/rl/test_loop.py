@@ -1,6 +1,7 @@
 """The loop: the same rollouts and losses in every layout, from its own files, and after a kill in any phase."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.generation import sync
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import BOUND
+from megalith.report.report import Report
 from megalith.rl import GRPOTrainer, loop
 from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
@@ -181,7 +183,15 @@ def test_groups_without_spread_are_asked_again_and_the_position_is_kept(tmp_path
     assert losses(cut) == losses(whole)
 
 
-def test_what_a_user_sees(tmp_path, capsys):
+def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
+    """Where figures are read at the end of the log interval too, as on a GPU."""
+    real = Report.__init__
+
+    def reads_late(self, *args, **given):
+        real(self, *args, **given)
+        self._interval = self._config.log.log_interval
+
+    monkeypatch.setattr(Report, "__init__", reads_late)
     (tmp_path / "own.py").write_text(
         "def shout(completions, log_extra, log_metric, **columns):\n"
         "    log_metric('mean_words', 2.0)\n"
@@ -198,8 +208,9 @@ def test_what_a_user_sees(tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text("".join(again))
     own = [f"{tmp_path}/own.py:{name}" for name in ("shout", "silent")]
     rl = dict(reward_funcs=["length", *own], reward_weights=[1.0, 0.1, 1.0], log_completions=True)
-    result = megalith.grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=2)))
+    result = megalith.grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=3)))
     out, found = capsys.readouterr().out, metrics(tmp_path / "run")[1]
+    assert re.findall(r"^step (\d+) \| reward ", out, re.MULTILINE) == ["1", "2", "3"]
     for words in (
         "rewards: length, shout, silent",
         "note: 11 prompts have the id of an earlier one, and messages and files name them alike: 'q4' of ",
@@ -208,7 +219,6 @@ def test_what_a_user_sees(tmp_path, capsys):
         "a reward logs a metric loss, which is a figure of the run's own: it is logged as reward/loss",
         "step 1: the reward silent is None or NaN for all 8 completions and teaches nothing; correct",
         "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and teaches",
-        "step 2 | reward ",
         "| drift 1.00000",
         "generation ",
         "tok/s/GPU",
@@ -232,9 +242,9 @@ def test_what_a_user_sees(tmp_path, capsys):
     assert found["time_training"] != 7.0 and out.count("it is logged as reward/loss") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert all(line["completion"] and line["reward/completion"] == "" for line in lines)
-    assert len(lines) == 16 and lines[-1]["step"] == 2 and lines[0]["loud"] == lines[0]["loud"].upper()
+    assert len(lines) == 24 and lines[-1]["step"] == 3 and lines[0]["loud"] == lines[0]["loud"].upper()
     manifest = json.loads((Path(result.checkpoint) / "manifest.json").read_text())
-    assert manifest["counters"] == {"prompts": 4, "engine_version": 1}
+    assert manifest["counters"] == {"prompts": 6, "engine_version": 2}
 
 
 def test_an_evaluation_judges_what_the_weights_of_then_answer(tmp_path, capsys):
