@@ -183,13 +183,12 @@ class VllmStandIn(StandIn):
 
     def __init__(self, config, release="0.24.0", **more):
         self.release = release
-        self.is_new = int(release.split(".")[1]) >= 28
+        self.minor = int(release.split(".")[1])
         super().__init__(config, **more)
 
     def routes(self):
         found = {
             ("GET", "/health"): lambda body, query: {},
-            ("GET", "/version"): lambda body, query: {"version": self.release},
             ("GET", "/v1/models"): lambda body, query: {"object": "list", "data": [{"id": "policy"}]},
             ("GET", "/server_info"): self.info,
             ("GET", "/get_world_size"): lambda body, query: {"world_size": self.workers},
@@ -198,13 +197,14 @@ class VllmStandIn(StandIn):
             ("POST", "/resume"): self.resume,
             ("POST", "/reset_prefix_cache"): lambda body, query: {},
             ("POST", "/init_weight_transfer_engine"): self.init,
-            ("POST", "/start_weight_update"): self.start,
             ("POST", "/update_weights"): self.update,
-            ("POST", "/finish_weight_update"): self.finish,
             ("POST", "/collective_rpc"): self.rpc,
         }
-        if self.is_new:
-            found["GET", "/weight_info"] = lambda body, query: {"weight_version": self.version}
+        if self.minor >= 21:
+            found["POST", "/start_weight_update"] = self.start
+            found["POST", "/finish_weight_update"] = self.finish
+        if self.minor >= 27:
+            found["GET", "/weight_info"] = lambda body, query: {"weight_version": self.version or "default"}
             found["POST", "/update_weight_version"] = self.named
         return found
 
@@ -223,8 +223,8 @@ class VllmStandIn(StandIn):
 
     def init(self, body, query):
         info = dict(body["init_info"])
-        if self.is_new:
-            info.pop("packed", None)
+        if self.minor >= (28 if "world_size" in info else 27):
+            self.need(info.pop("packed", False) is False, "packed")
         if not info:  # its backend is ipc
             return
         where = info["master_address"], info["master_port"]
@@ -238,13 +238,13 @@ class VllmStandIn(StandIn):
 
     def start(self, body, query):
         self.need(self.paused and not self.updating, "an update has begun, or nothing is paused")
-        self.need(body == ({} if self.is_new else {"is_checkpoint_format": True}), f"start takes no {body}")
+        self.need(body.get("is_checkpoint_format", True) is True, "kernel format")
         self.updating = True
 
     def update(self, body, query):
         self.need(self.updating, "no update has begun")
         info = dict(body["update_info"])
-        if not self.is_new:
+        if self.minor < (27 if "ipc_handles_pickled" in info else 28):
             self.need(info.pop("packed", False) is False, "packed")
         handles = info.pop("ipc_handles_pickled", None)
         self.need(set(info) == {"names", "dtype_names", "shapes"}, f"update_info takes no {sorted(info)}")
@@ -262,8 +262,8 @@ class VllmStandIn(StandIn):
     def finish(self, body, query):
         self.need(self.updating, "no update has begun")
         self.updating = False
-        if self.is_new:
-            self.version = body.get("weight_version")
+        if self.minor >= 27 and body.get("weight_version") is not None:
+            self.version = body["weight_version"]
 
     def named(self, body, query):
         self.version = body["new_version"]
@@ -363,16 +363,15 @@ class SglangStandIn(StandIn):
         return answers if len(answers) > 1 else answers[0]
 
 
-KINDS = {
-    "vllm 0.24": lambda config: VllmStandIn(config, "0.24.0"),
-    "vllm 0.29": lambda config: VllmStandIn(config, "0.29.1"),
-    "sglang": SglangStandIn,
-}
+KINDS = ("vllm 0.24", "vllm 0.29", "sglang")
 
 
 @contextmanager
 def served(kind, config):
-    server = KINDS[kind](config)
+    """Of KINDS, or another release of vLLM."""
+    server = (
+        SglangStandIn(config) if kind == "sglang" else VllmStandIn(config, f"{kind.removeprefix('vllm ')}.0")
+    )
     try:
         yield server
     finally:

@@ -39,9 +39,9 @@ from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines import engine_of
 from megalith.rl.engines.colocated_vllm import imported_vllm
+from megalith.rl.engines.deadline import InThread
 from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import RolloutEngine
-from megalith.rl.engines.transfer_group import InThread
 from megalith.rl.judged_groups import (
     HELD_OUT_KEY,
     GroupRecord,

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megalith.errors import ConfigError, TrainingError
+from megalith.rl.engines.deadline import Deadline, InThread
 
 PIECE = 1 << 16  # bytes of an answer that are read at a time
 POLL_SECONDS = 0.2  # between two looks at a server that is not there yet
@@ -22,22 +23,6 @@ NOT_UP = (
     502,
     503,
 )  # what a server says that loads or whose engine has died, and a proxy before one that is not there
-
-
-class Deadline:
-    """A moment by which something has to be over. `setting` is where its seconds stand, for errors."""
-
-    def __init__(self, seconds: float, setting: str):
-        self.seconds, self.setting = seconds, setting
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds, a thousandth at least."""
-        return max(self._end - time.monotonic(), 1e-3)
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._end
 
 
 class ServerLost(TrainingError):
@@ -87,12 +72,23 @@ class JsonServer:
 
     def _ask(self, method: str, path: str, body: bytes | None, deadline: Deadline) -> Any:
         """What the answer says: JSON, or text where it is none."""
+        what = f"{method} {path.partition('?')[0]}"
+        asking = InThread(lambda: self._answered(method, path, body, what, deadline))
+        if not asking.is_over(deadline.left()):
+            raise self._late(what, deadline)
+        said = asking.result()
+        try:
+            return json.loads(said)
+        except ValueError:
+            return said.decode("utf-8", errors="replace")
+
+    def _answered(self, method: str, path: str, body: bytes | None, what: str, deadline: Deadline) -> bytes:
+        """An answer's bytes. A server that trickles them may hold it up for ever, within the socket's time-out."""
         request = urllib.request.Request(self.url + path, body, method=method)
         request.add_header("Content-Type", "application/json")
-        what = f"{method} {path.partition('?')[0]}"
         try:
             with self._opener.open(request, timeout=deadline.left()) as answer:
-                said = self._read(answer, what, deadline)
+                return self._read(answer, what, deadline)
         except urllib.error.HTTPError as error:
             raise self._refusal(error, what) from None
         except TimeoutError:
@@ -109,10 +105,6 @@ class JsonServer:
                 f"{self} ended the connection during {what} ({type(error).__name__}): it has died or was restarted; "
                 "its own log says why. Start it again and go on from the last checkpoint"
             ) from None
-        try:
-            return json.loads(said)
-        except ValueError:
-            return said.decode("utf-8", errors="replace")
 
     def _read(self, answer: Any, what: str, deadline: Deadline) -> bytes:
         pieces = []

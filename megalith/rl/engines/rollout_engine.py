@@ -102,8 +102,12 @@ class Answer:
             raise TrainingError(
                 f"{of}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
             )
-        values = [math.nan if one is None else float(one) for one in logprobs]
-        return Completion(number, generation, ids, values, self.truncated, (version,))
+        values = [math.nan if one is None else one for one in logprobs]
+        if wrong := [one for one in values if type(one) not in (int, float) or math.isinf(one)]:
+            raise TrainingError(
+                f"{of}: it has the log-probability {wrong[0]!r:.40}, no finite number; look at the server's log"
+            )
+        return Completion(number, generation, ids, [*map(float, values)], self.truncated, (version,))
 
 
 def request_seed(seed: int, key: int) -> int:

@@ -34,7 +34,8 @@ from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.meeting import address_towards, is_loopback
-from megalith.rl.engines.json_http import Deadline, JsonServer, RequestRefused, ServerLost
+from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.json_http import JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
@@ -337,12 +338,13 @@ class _ByHandles(_ByGroup):
         together([lambda one=one: one.begin(self._deadline) for one in self._engine.servers])
 
     def take(self, bucket: WeightBucket) -> None:
-        handles = memory_handles(bucket.tensors)
+        servers = self._engine.servers
+        handles = [memory_handles(bucket.tensors) for _ in servers]
         torch.cuda.synchronize(self.device)  # what is read there has been written here
         together(
             [
-                lambda one=one: one.receive(bucket, self._version, self._deadline, handles)
-                for one in self._engine.servers
+                lambda one=one, own=own: one.receive(bucket, self._version, self._deadline, own)
+                for one, own in zip(servers, handles)
             ]
         )
 

@@ -14,7 +14,8 @@ from typing import Any
 from megalith.errors import TrainingError
 from megalith.generation.requests import Sampling
 from megalith.launch.meeting import hold_store
-from megalith.rl.engines.json_http import Deadline, RequestRefused
+from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
 from megalith.rl.engines.server_engine import EngineServer
 from megalith.rl.engines.transfer_group import TorchGroup

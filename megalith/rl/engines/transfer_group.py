@@ -12,7 +12,6 @@ import pickle
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
 from megalith.errors import ConfigError, MegalithError, TrainingError
-from megalith.rl.engines.json_http import Deadline
+from megalith.rl.engines.deadline import Deadline, InThread
 
 
 class BroadcastGroup(Protocol):
@@ -29,34 +28,6 @@ class BroadcastGroup(Protocol):
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor by itself, in order; over once the workers have them."""
-
-
-class InThread:
-    """What a daemon thread does while its caller does something else."""
-
-    def __init__(self, act: Callable[[], Any]):
-        self._act = act
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._given = self._act()
-        except BaseException as error:
-            self._error = error
-
-    def is_over(self, seconds: float) -> bool:
-        """Whether it ends within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> Any:
-        """Waits for what it gives, or raises."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._given
 
 
 class Background:
@@ -137,8 +108,11 @@ class VllmNcclGroup:
 
 
 def memory_handles(tensors: Sequence[Tensor]) -> str:
-    """What opens the memory of a GPU's tensors in another process on it, while they stay: for each the GPU's UUID and
-    the arguments of torch's `rebuild_cuda_tensor`, pickled and in base64, which is how vLLM takes them over HTTP."""
+    """What opens the memory of a GPU's tensors in one other process on it: for each the GPU's UUID and the arguments of
+    torch's `rebuild_cuda_tensor`, pickled and in base64, which is how vLLM takes them over HTTP.
+
+    Their memory is used again once that process has let go of it: vLLM keeps what it was given of a layer until it has
+    the whole layer, over the ends of buckets. Each process needs handles of its own, for they count to one."""
     device = torch.cuda.get_device_properties(tensors[0].device)
     opened = [{str(device.uuid): reduce_tensor(tensor)[1]} for tensor in tensors]
     return base64.b64encode(pickle.dumps(opened)).decode()

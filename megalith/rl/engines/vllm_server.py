@@ -1,22 +1,23 @@
-"""vLLM's server: OpenAI's completions with token ids, and its native transfer of weights (vLLM 0.20 and newer).
+"""vLLM's server: OpenAI's completions with token ids, and its native transfer of weights (vLLM 0.21 and newer).
 
 It has to be started as docs/engines.md says: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and with
---weight-transfer-config for a group. The transfer has two shapes: up to 0.27 an update says how its tensors are packed,
-from 0.28 on the group does, and the weights have a version.
+--weight-transfer-config for a group. Up to 0.27 an update says whether its tensors are packed, from 0.28 on the group
+does (`ipc`: from 0.27 on), and each refuses the other's word. Tensors are not packed where nothing is said, so nothing
+is said. From 0.27 on the weights have a version.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import TrainingError
+from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.launch.meeting import hold_store
-from megalith.rl.engines.json_http import Deadline, RequestRefused
+from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
 from megalith.rl.engines.server_engine import EngineServer
 from megalith.rl.engines.transfer_group import TorchGroup, VllmNcclGroup, free_port
@@ -30,8 +31,6 @@ class VllmServer(EngineServer):
     name = "vLLM"
 
     def check(self, deadline: Deadline) -> dict[str, Any]:
-        said = self.http.get("/version", deadline)
-        release = str(said.get("version")) if isinstance(said, dict) else str(said)
         model = at_path(self.http.get("/v1/models", deadline), "data", 0, "id")
         if not isinstance(model, str):
             raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
@@ -43,9 +42,8 @@ class VllmServer(EngineServer):
             )
         workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
-            raise TrainingError(f"{self.http} says a world size of {workers!r}; is it vLLM 0.20 or newer?")
+            raise TrainingError(f"{self.http} says a world size of {workers!r}; is it a vLLM server?")
         return {
-            "release": release,
             "model": model,
             "workers": workers,
             "version": self._says_version(deadline),
@@ -57,12 +55,6 @@ class VllmServer(EngineServer):
         except RequestRefused:
             return False
         return True
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether its transfer has the shape from 0.28 on."""
-        numbers = re.match(r"(\d+)\.(\d+)", self.facts["release"])
-        return numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
 
     def _logprobs_modes(self, deadline: Deadline) -> list[str]:
         """Whether its log-probabilities are processed, as it says; empty where it fails to say, which it does on some
@@ -82,8 +74,8 @@ class VllmServer(EngineServer):
         except RequestRefused as error:
             if error.status in (404, 405):
                 raise TrainingError(
-                    f"{self.http} has no {path.partition('?')[0]}: it is not in developers' "
-                    f"mode, or older than 0.20; start it with: {START}"
+                    f"{self.http} has no {path.partition('?')[0]}: it is not in developers' mode, or older than 0.21 "
+                    f"(0.20 by rl.weight_sync_method checkpoint); start it with: {START}"
                 ) from None
             raise
 
@@ -110,7 +102,10 @@ class VllmServer(EngineServer):
                 f"{self.http} ended a completion for {at_path(aborted[0], 'finish_reason')!r}: somebody else paused or "
                 "aborted it; one run has it for itself"
             )
-        order = sorted(choices, key=lambda one: at_path(one, "index") or 0)
+        places = [at_path(one, "index") for one in choices]
+        if not all(type(place) is int for place in places):
+            raise TrainingError(f"{self.http} numbers its completions {places}; is it a vLLM server?")
+        order = sorted(choices, key=lambda one: one["index"])
         return [
             Answer(
                 at_path(one, "token_ids"),
@@ -135,35 +130,33 @@ class VllmServer(EngineServer):
         return (address, store.port), lambda: TorchGroup(backend, store, GROUP, size, timeout)
 
     def open_memory(self, deadline: Deadline) -> None:
-        info = {"packed": False} if self._is_new else {}
-        self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+        if (workers := self.facts["workers"]) > 1:
+            raise ConfigError(
+                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers, each on a GPU of its own, and "
+                "tensors are in the memory of one; start it on the trainer's GPU alone, or choose nccl"
+            )
+        self._developers("POST", "/init_weight_transfer_engine", {"init_info": {}}, deadline)
 
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
         address, port = meeting
         info = dict(master_address=address, master_port=port, rank_offset=first_rank, world_size=size)
-        if self._is_new:
-            info["packed"] = False
         self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
 
     def begin(self, deadline: Deadline) -> None:
         self._developers("POST", "/pause?mode=wait", None, deadline)
-        self._developers(
-            "POST", "/start_weight_update", {} if self._is_new else {"is_checkpoint_format": True}, deadline
-        )  # fmt: skip
+        self._developers("POST", "/start_weight_update", None, deadline)
 
     def receive(
         self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
     ) -> None:
         dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
         info = dict(names=bucket.names, dtype_names=dtypes, shapes=bucket.shapes)
-        if not self._is_new:
-            info["packed"] = False
         if handles is not None:
             info["ipc_handles_pickled"] = handles
         self._developers("POST", "/update_weights", {"update_info": info}, deadline)
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        said = {"weight_version": str(version)} if self._is_new else {}
+        said = {"weight_version": str(version)} if self.facts["version"] else {}
         self._developers("POST", "/finish_weight_update", said, deadline)
         self._resume(deadline)
 
