@@ -367,6 +367,9 @@ def test_params_divide_and_refuse_as_the_document_says(written):
     ):
         params.get_data_parallel_size(16)
     params.validate_distributed_config(64, 80, 64, 8)
+    for wrong in (oumi_params.MegatronParams(tensor_model_parallel_size=0), oumi_params.MegatronParams()):
+        with pytest.raises(ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each is 1 or more"):
+            wrong.validate_distributed_config(0, 4, 4)
     with pytest.raises(ConfigError) as raised:
         params.validate_distributed_config(48, 77, 36)
     assert len(str(raised.value).splitlines()) == 4
@@ -428,6 +431,17 @@ def test_machines_are_found_as_oumi_finds_them(who, tmp_path, monkeypatch):
     assert (found.nodes, found.rank, found.processes, found.address) == (4, 3, 2, "h")
 
 
+def test_torchruns_words_are_taken(monkeypatch):
+    monkeypatch.setattr(oumi_command, "_gpus", lambda: 8)
+    given = {"nnodes": "2", "nproc_per_node": "gpu", "rdzv_endpoint": "h:29500"}
+    assert dataclasses.astuple(machines_of({}, given, 4)) == (2, 0, 8, "h", 29500)
+    assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 8
+    monkeypatch.setattr(oumi_command, "_gpus", lambda: 0)
+    assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 4
+    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, of which this machine has none"):
+        machines_of({}, {"nproc_per_node": "gpu"}, 4)
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
@@ -470,7 +484,9 @@ def test_a_configuration_of_verls_trainer_is_migrated_with_the_difference(tmp_pa
     old.write_text(VERL)
     words = ["oumi", "migrate", str(old), "--output", str(new), "--megatron.tensor_model_parallel_size=8"]
     assert main(words) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert "a job of 8 processes has this batch" in told and "verl's own 256 prompts" in told
+    assert "megatron.optimizer_config.optimizer_cpu_offload: True has it there again" in told
     assert (
         '-  trainer_type: "VERL_GRPO"  # on Ray' in out and "+  trainer_type: MEGATRON_GRPO  # on Ray" in out
     )

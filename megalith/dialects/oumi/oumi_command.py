@@ -6,8 +6,9 @@
     migrate old.yaml [--output new.yaml] [--megatron.tensor_model_parallel_size=8 …]
 
 `distributed torchrun` takes the machines from SkyPilot, Polaris or Slurm, else this one with all of its GPUs; without a
-GPU it starts as many processes as the layout takes. torchrun's own options (--nnodes, --node_rank, --nproc_per_node,
---master_addr, --master_port) go before what was found.
+GPU it starts as many processes as the layout takes. torchrun's own options go before what was found: --nnodes,
+--node_rank, --nproc_per_node (gpu, cpu, auto too), --master_addr, --master_port, --rdzv_endpoint, --rdzv_id,
+--standalone, --max_restarts.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalith.dialects.oumi.oumi_meanings import LAYOUT, indivisible
-from megalith.dialects.oumi.oumi_settings import OumiRun, read_configuration, translate_oumi
+from megalith.dialects.oumi.oumi_settings import OumiRun, in_keys, read_configuration, translate_oumi
 from megalith.errors import ConfigError, did_you_mean, nearest_of, printable
 
 PORT = 8007  # Oumi's
+IDLE = (  # options of torchrun's that change nothing here
+    "rdzv-backend", "rdzv-conf", "monitor-interval", "local-addr", "role", "log-dir", "redirects", "tee", "start-method"
+)  # fmt: skip
 SHAPES = {  # published models' names → presets of the same shape, for who has no weights: `plan`
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
     "meta-llama/Llama-3.1-70B-Instruct": "llama3.1-70b",
@@ -102,7 +106,14 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"note: {printable(note)}", flush=True)
 
 
-def _launch(machines: Machines, command: list[str], path: str, overrides: Sequence[str]) -> int:
+def _launch(
+    machines: Machines,
+    command: list[str],
+    path: str,
+    overrides: Sequence[str],
+    rdzv_id: str | None = None,
+    max_restarts: int = 0,
+) -> int:
     """Starts the ranks of this machine, once the whole configuration is found to be right for the job."""
     from megalith.dialects.oumi.oumi_run import open_run
     from megalith.launch.launcher import launch
@@ -128,6 +139,8 @@ def _launch(machines: Machines, command: list[str], path: str, overrides: Sequen
         ["-m", "megalith", "oumi", "train", *command],
         nnodes=str(machines.nodes),
         rdzv_endpoint=f"{machines.address}:{machines.port}" if several else None,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
         check=check,
     )
 
@@ -139,8 +152,19 @@ def distributed_command(words: list[str]) -> int:
             f"megalith oumi distributed {' '.join(words[:1])}: there is torchrun, which starts the ranks here too"
         )
     parser = OumiOptions("megalith oumi distributed torchrun")
-    for name in ("nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port"):
+    names = (
+        "nnodes",
+        "node-rank",
+        "nproc-per-node",
+        "master-addr",
+        "master-port",
+        "rdzv-endpoint",
+        "rdzv-id",
+    )
+    for name in (*names, *IDLE):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", dest="module")
     _file_option(parser)
     own, rest = parser.parse_known_args(words[1:])
@@ -151,29 +175,39 @@ def distributed_command(words: list[str]) -> int:
     command = rest[1:] if own.module is not None else rest
     overrides = [word for word in command if not word.startswith("--format")]
     asked = translate_oumi(read_configuration(own.config, overrides))
-    machines = machines_of(os.environ, vars(own), asked.model_parallel)
+    given = vars(own)
+    if idle := [f"--{name}" for name in IDLE if given[name.replace("-", "_")]]:
+        _print_notes([f"{', '.join(idle)}: the ranks are started by Megalith, on which it has no effect"])
+    machines = machines_of({} if own.standalone else os.environ, given, asked.model_parallel)
     if (world := machines.nodes * machines.processes) % asked.model_parallel:
         sizes = asked.tree["parallel"]
         raise ConfigError(indivisible(world, {axis: sizes[key] for axis, key in LAYOUT.items()}))
-    return _launch(machines, ["-c", own.config, *command], own.config, overrides)
+    restarts = own.max_restarts
+    return _launch(machines, ["-c", own.config, *command], own.config, overrides, own.rdzv_id, restarts)
 
 
 def machines_of(environ: Mapping[str, str], given: Mapping[str, str | None], layout: int) -> Machines:
     """The machines of a job, as Oumi finds them; `given` are torchrun's options, `layout` the processes that a model
     takes. Raises ConfigError for an environment that contradicts itself."""
     found, hosts = _detected(environ, layout)
-    port = environ.get("MASTER_PORT", str(found.port))
+    host, _, port = (given.get("rdzv_endpoint") or "").partition(":")
+    port = port or environ.get("MASTER_PORT", str(found.port))
+    gpus = found.processes if hosts else _gpus()
+    counts = {"gpu": gpus, "auto": gpus or layout, "cpu": os.cpu_count()}
+    asked = given.get("nproc_per_node") or str(found.processes)
     numbers = {
         "nodes": given.get("nnodes") or str(found.nodes),
         "rank": given.get("node_rank") or str(found.rank),
-        "processes": given.get("nproc_per_node") or str(found.processes),
+        "processes": str(counts.get(asked, asked)),
         "port": given.get("master_port") or port,
     }
     if wrong := {name: text for name, text in numbers.items() if not text.isdigit()}:
         raise ConfigError(f"the job's numbers are {wrong}; they are whole numbers")
     read = {name: int(text) for name, text in numbers.items()}
-    machines = Machines(**read, address=given.get("master_addr") or found.address)
-    if not (machines.nodes and machines.processes and machines.rank < machines.nodes):
+    machines = Machines(**read, address=given.get("master_addr") or host or found.address)
+    if not machines.processes:
+        raise ConfigError(f"--nproc-per-node is {asked}, of which this machine has none; give a number")
+    if not machines.nodes or machines.rank >= machines.nodes:
         raise ConfigError(
             f"node rank {machines.rank} of {machines.nodes} machines cannot be; ranks count from 0"
         )
@@ -264,9 +298,10 @@ def plan_command(words: list[str]) -> int:
     from megalith.planner.search import planned
     from megalith.report.plan_text import GB, figures, layout_details
 
-    config, gpus = planned_config(asked), own.gpus or asked.model_parallel
-    _print_notes(asked.notes)
-    layout = planned(config, gpus, rates_of(own.device), 8)
+    with in_keys():
+        config, gpus = planned_config(asked), own.gpus or asked.model_parallel
+        _print_notes(asked.notes)
+        layout = planned(config, gpus, rates_of(own.device), 8)
     ms, tokens, mfu, *_ = figures(layout)
     print(
         f"{gpus} {own.device}: {'fits' if layout.fits else 'does NOT fit'}, {layout.bytes / GB:.1f} GB on the fullest"

@@ -50,14 +50,48 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
         old.splitlines(keepends=True), new.splitlines(keepends=True), str(path), "MEGATRON_GRPO"
     )
     layout = asked.model_parallel
-    processes = f"a multiple of {layout}" if layout > 1 else "any number of"
+    number = f"a multiple of {layout}" if layout > 1 else "any number of"
+    takes = f"the layout takes {number} processes"
+    if _at(yaml.safe_load(new), "training", "gradient_accumulation_steps") is not None:
+        takes = (
+            f"a job of {layout} {'process' if layout == 1 else 'processes'} has this batch; for one of N times as many "
+            "divide gradient_accumulation_steps by N, or multiply megatron.global_batch_size"
+        )
     notes = [
         f"dependencies: {install_line('hf')} in the place of verl and Ray",
-        f"the layout takes {processes} processes; `megalith oumi plan -c FILE --gpus N` prices it, and "
-        "megatron.tensor_model_parallel_size and pipeline_model_parallel_size change it",
+        f"{takes}; `megalith oumi plan -c FILE --gpus N` prices it, and megatron.tensor_model_parallel_size and "
+        "pipeline_model_parallel_size change it",
+        *_left_behind(tree, trainer),
         *asked.notes,
     ]
     return new, "".join(diff), notes
+
+
+def _left_behind(tree: dict[str, Any], trainer: str) -> list[str]:
+    """What the old trainer did, by a key or without one, that the new file does not."""
+    notes = []
+    if (
+        _at(tree, "fsdp", "cpu_offload")
+        or "cpu" in str(_at(tree, "deepspeed", "offload_optimizer", "device")).lower()
+    ):
+        notes.append(
+            "the optimizer was on the host by fsdp or deepspeed, which are off now: "
+            "megatron.optimizer_config.optimizer_cpu_offload: True has it there again"
+        )
+    if trainer == "TRL_GRPO":
+        notes.append(
+            "the batch is that of one GPU before: TRL multiplied it by the number of GPUs; "
+            "megatron.global_batch_size is of all"
+        )
+    elif (
+        _at(tree, "training", "verl_config_overrides", "actor_rollout_ref", "actor", "ppo_mini_batch_size")
+        is None
+    ):
+        notes.append(
+            "per_device_train_batch_size gave the batch, which Oumi never handed to verl: a step had verl's own 256 "
+            "prompts, of 1,024 a rollout batch; megatron.global_batch_size sets as many"
+        )
+    return notes
 
 
 def _changes(tree: dict[str, Any], trainer: str) -> dict[str, Any]:

@@ -117,7 +117,12 @@ class MegatronParams:
         product = 1
         for size in self.model_parallel_sizes.values():
             product *= size
-        if product < 1 or world_size % product:
+        if min(world_size, *self.model_parallel_sizes.values()) < 1:
+            sizes = ", ".join(f"{axis} {size}" for axis, size in self.model_parallel_sizes.items())
+            raise ConfigError(
+                f"world_size is {world_size} and model parallel sizes are {sizes}; each is 1 or more"
+            )
+        if world_size % product:
             raise ConfigError(indivisible(world_size, self.model_parallel_sizes))
         return world_size // product
 
@@ -133,6 +138,8 @@ class MegatronParams:
         try:
             self.get_data_parallel_size(world_size)
         except ConfigError as error:
+            if min(world_size, *self.model_parallel_sizes.values()) < 1:
+                raise
             problems.append(str(error))
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for name, heads in (
@@ -168,16 +175,19 @@ class MegatronParams:
 class GrpoParams:
     """The section grpo, or training.grpo: groups, sampling and the clip."""
 
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     num_generations: int | None = None
     temperature: float = 0.9
+    remove_unused_columns: bool = False
     repetition_penalty: float = 1.0
     use_vllm: bool = False
     vllm_mode: str | None = None
     vllm_gpu_memory_utilization: float = 0.9
     epsilon: float = 0.2
     log_completions: bool = False
+    rollout_function: str | None = None
 
 
 @dataclass
