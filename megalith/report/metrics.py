@@ -34,7 +34,8 @@ from megalith.config import RunConfig
 from megalith.errors import DataError
 from megalith.io import open_file
 from megalith.models.load_balance import AUX, DROPPED, Z
-from megalith.remote import StorePath, place
+from megalith.progress import Progress
+from megalith.remote import StorePath, place, size_of
 from megalith.report.trackers import Sink
 
 METRICS_FILE = "metrics.jsonl"
@@ -217,25 +218,36 @@ def _dated(record: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False)
 
 
-def read_records(path: str | Path | StorePath) -> list[dict[str, Any]]:
+def metrics_bytes(folders: Sequence[str | Path]) -> int:
+    """What the metrics of these runs take."""
+    paths = [place(folder) / METRICS_FILE for folder in folders]
+    return sum(size_of(path) for path in paths if path.is_file())
+
+
+def read_records(path: str | Path | StorePath, progress: Progress | None = None) -> list[dict[str, Any]]:
     """The objects of a metrics or evaluations file, also of a store; none when there is no file.
 
-    A last line that a crash tore is left out; any other line that is not one is a DataError naming it.
+    A last line that a crash tore is left out; any other line that is not one is a DataError naming it. `progress`
+    counts the bytes.
     """
     path = place(path)
     if not path.is_file():
         return []
     lines = path.read_bytes().decode(errors="replace").split("\n")
     torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
-    records = [_parse(line) for line in lines]
-    for number, record in enumerate(records, start=1):
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
         if record is None:
             raise DataError(
                 f"{path}, line {number} is not a JSON object with a step; correct or remove that line"
             )
+        records.append(record)
+        if progress is not None:
+            progress.add(len(line) + 1)
     if torn and (record := _parse(torn)) is not None:
         records.append(record)
-    return [record for record in records if record is not None]
+    return records
 
 
 def last_step(path: str | Path) -> int:

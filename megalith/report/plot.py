@@ -15,18 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.errors import DataError
 from megalith.io import replacing
+from megalith.progress import Progress
 from megalith.remote import is_url
 from megalith.report.console import si
-from megalith.report.metrics import EVALUATIONS_FILE, EXPERTS_FILE, METRICS_FILE, read_records
+from megalith.report.metrics import (
+    EVALUATIONS_FILE,
+    EXPERTS_FILE,
+    METRICS_FILE,
+    metrics_bytes,
+    read_records,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-Points = list[tuple[int, float]]
+Points = list[tuple[float, float]]
 
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
 DASHES = (0, (4, 4))
+DRAWN = 3000  # points of a smoothed curve: twice the picture's
 SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
 ROUNDING = 1e-9  # of figures that are as good as one
 SMALLEST = 1e-300  # span that can be cut into ticks
@@ -41,7 +49,10 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     from matplotlib.figure import Figure
 
     folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
-    histories = [(folder, _steps(folder), read_records(folder / EVALUATIONS_FILE)) for folder in folders]
+    with Progress("read metrics", metrics_bytes(folders)) as progress:
+        histories = [
+            (folder, _steps(folder, progress), read_records(folder / EVALUATIONS_FILE)) for folder in folders
+        ]
 
     has_experts = any("moe_imbalance" in steps[-1] for _, steps, _ in histories)
     figure = Figure(figsize=(11, 7.5 + 2.5 * has_experts), dpi=130, layout="constrained")
@@ -67,8 +78,8 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     speed.yaxis.set_major_formatter(lambda value, _: si(value))
     trained = [_points(steps, "loss") for _, steps, _ in histories]
     validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
-    smoothed = [smooth(points, len(points) // SMOOTHED_PART) for points in trained]
-    loss.set_ylim(*(loss_limits(trained, smoothed, validated) or (None, None)))
+    curves = [smoothed(points, DRAWN) for points in trained]
+    loss.set_ylim(*(loss_limits(trained, curves, validated) or (None, None)))
     loss.legend(frameon=False, fontsize=9)
     speed.set_ylim(bottom=0)
     for axes, title in (
@@ -114,7 +125,8 @@ def draw_experts(
 
 def loss_points(run_dir: str | Path) -> Points:
     """(step, loss) of a run folder, without lost losses, for `text_curve.text_curve`."""
-    return _points(_steps(Path(run_dir)), "loss")
+    with Progress("read metrics", metrics_bytes([run_dir])) as progress:
+        return _points(_steps(Path(run_dir), progress), "loss")
 
 
 def smooth(points: Points, window: int) -> Points:
@@ -137,8 +149,21 @@ def smooth(points: Points, window: int) -> Points:
     return result
 
 
-def _steps(folder: Path) -> list[dict[str, Any]]:
-    steps = read_records(folder / METRICS_FILE)
+def means(points: Points, count: int) -> Points:
+    """The means of the points in at most `count` stretches of the list."""
+    size = -(-len(points) // count) or 1
+    groups = (points[first : first + size] for first in range(0, len(points), size))
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def smoothed(points: Points, count: int) -> Points:
+    """The curve to draw in at most `count` points."""
+    few = means(points, count)
+    return smooth(few, len(few) // SMOOTHED_PART)
+
+
+def _steps(folder: Path, progress: Progress) -> list[dict[str, Any]]:
+    steps = read_records(folder / METRICS_FILE, progress)
     if not steps:
         raise DataError(
             f"there is nothing to plot in {folder}: {METRICS_FILE} is missing or empty; "
@@ -182,9 +207,8 @@ def _draw_loss(
     style: Any = "-",
 ) -> None:
     points = _points(steps, "loss")
-    window = len(points) // SMOOTHED_PART
     axes.plot(*_xy(points), color=colour, linewidth=0.7, alpha=0.3)
-    axes.plot(*_xy(smooth(points, window)), color=colour, linestyle=style, linewidth=1.8, label=name)
+    axes.plot(*_xy(smoothed(points, DRAWN)), color=colour, linestyle=style, linewidth=1.8, label=name)
     checks = _points(evaluations, "validation_loss")
     if checks:
         axes.plot(
@@ -236,7 +260,7 @@ def _style(axes: Axes, title: str) -> None:
     axes.set_xlabel("step", fontsize=8, color="#495057")
 
 
-def _xy(points: Points) -> tuple[list[int], list[float]]:
+def _xy(points: Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 

@@ -16,6 +16,7 @@ from megalith.io import replace_file
 from megalith.parallel.pipeline.drawing import LEGEND
 from megalith.progress import Progress
 from megalith.report.console import si
+from megalith.report.metrics import metrics_bytes
 from megalith.report.page.charts import (
     COLOURS,
     Curve,
@@ -29,8 +30,8 @@ from megalith.report.page.charts import (
     table,
     text,
 )
-from megalith.report.page.run_files import Points, RunFiles, means, number, points, thinned
-from megalith.report.plot import SMOOTHED_PART, loss_limits, run_names, smooth
+from megalith.report.page.run_files import RunFiles, number, points, thinned
+from megalith.report.plot import loss_limits, run_names, smoothed
 from megalith.report.summary import size_text
 
 DRAWN = 1000  # points of a curve
@@ -94,12 +95,9 @@ OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
     """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
     names = run_names(folders)
-    with Progress("report", len(folders), "runs") as progress:
-        runs = []
-        for name, folder in zip(names, folders):
-            runs.append(RunFiles.open(name, folder))
-            progress.add()
-        page = render_page(runs)
+    with Progress("read metrics", metrics_bytes(folders)) as progress:
+        runs = [RunFiles.open(name, folder, progress) for name, folder in zip(names, folders)]
+    page = render_page(runs)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, page)
@@ -110,7 +108,11 @@ def render_page(runs: Sequence[RunFiles]) -> str:
     """The page as HTML."""
     style, script = (files(__name__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     title = ", ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
-    sections = [(heading, body) for heading, body in _sections(runs) if body]
+    sections = []
+    with Progress("draw", None, "sections") as progress:
+        for heading, body in _sections(runs):
+            sections += [(heading, body)] * bool(body)
+            progress.add()
     links = "".join(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections)
     chosen = "".join(
         f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}" aria-pressed="true">'
@@ -167,9 +169,7 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
 def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
     """The figure that each of several steps has; None where they differ, or there are fewer than two."""
     first, count = None, 0
-    for value in (number(record.get(key)) for run in runs for record in run.steps):
-        if value is None:
-            continue
+    for value in (value for run in runs for _, value in run.curve(key)):
         first, count = (value if first is None else first), count + 1
         if value != first:
             return None
@@ -212,15 +212,18 @@ def _summary(runs: Sequence[RunFiles]) -> str:
 
 
 def _summary_row(run: RunFiles) -> tuple[str, ...]:
-    losses, checks = points(run.steps, "loss"), points(run.evaluations, "validation_loss")
-    half = run.steps[len(run.steps) // 2 :]  # the first steps compile
+    losses, checks = run.curve("loss"), points(run.evaluations, "validation_loss")
+    begin = number(run.steps[len(run.steps) // 2]["step"]) or 0.0  # the first steps compile
+
+    def later(key: str) -> list[float]:
+        return [y for step, y in run.curve(key) if step >= begin]
 
     def mean(key: str, form: str) -> str:
-        values = [y for _, y in points(half, key)]
+        values = later(key)
         return format(sum(values) / len(values), form) if values else "–"
 
-    memory = [y for _, y in points(run.steps, "max_memory_gb")]
-    speed = [y for _, y in points(half, "tokens_per_second_per_device")]
+    memory = [y for _, y in run.curve("max_memory_gb")]
+    speed = later("tokens_per_second_per_device")
     least = min((y for _, y in checks), default=None)
     return (
         run.name,
@@ -231,8 +234,8 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
         mean("mfu", ".1%"),
         f"{max(memory):.1f} GB" if memory else "–",
         str(len(run.starts) or "–"),
-        f"{sum(y for _, y in points(run.steps, 'skipped')):.0f}",
-        f"{sum(y for _, y in points(run.steps, 'nan_iterations')):.0f}",
+        f"{sum(y for _, y in run.curve('skipped')):.0f}",
+        f"{sum(y for _, y in run.curve('nan_iterations')):.0f}",
     )
 
 
@@ -247,22 +250,17 @@ def _losses(runs: Sequence[RunFiles]) -> str:
 
 def _loss(title: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
     """Losses of the runs of these numbers, a smoothed curve each, evaluations, and marks of what happened."""
-    raw = {n: points(runs[n].steps, "loss") for n in which}
-    smoothed = {n: _smoothed(raw[n]) for n in which}
+    raw = {n: runs[n].curve("loss") for n in which}
+    smooth = {n: smoothed(raw[n], DRAWN // 2) for n in which}
     checks = {n: points(runs[n].evaluations, "validation_loss") for n in which}
     curves = []
     for n in which:
         curves.append(Curve(f"{runs[n].name}, each step", thinned(raw[n], DRAWN), n, "faint"))
-        curves.append(Curve(runs[n].name, smoothed[n], n))
+        curves.append(Curve(runs[n].name, smooth[n], n))
         curves.append(Curve(f"{runs[n].name}, validation", thinned(checks[n], DRAWN), n, "dots"))
     marks = [mark for n in which for mark in _marks(runs[n], n)]
-    limits = loss_limits(*(list(each.values()) for each in (raw, smoothed, checks)))
+    limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
     return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
-
-
-def _smoothed(raw: Points) -> Points:
-    few = means(raw, DRAWN // 2)
-    return smooth(few, len(few) // SMOOTHED_PART)
 
 
 def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
@@ -270,16 +268,16 @@ def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
     for event in run.events:
         if (step := number(event.get("step"))) is not None:
             yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
-    for record in run.steps:
-        if number(record.get("nan_iterations")) and (step := number(record["step"])) is not None:
-            yield Mark(step, f"{run.name}, step {record['step']}: loss lost", colour)
+    for step, lost in run.curve("nan_iterations"):
+        if lost:
+            yield Mark(step, f"{run.name}, step {step:.0f}: loss lost", colour)
     for start in run.starts[1:]:
         if (step := number(start.get("step"))) is not None:
             yield Mark(step, f"{run.name}, started again after step {step:g}", colour)
 
 
 def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
-    curves = [Curve(run.name, thinned(points(run.steps, key), DRAWN), n) for n, run in enumerate(runs)]
+    curves = [Curve(run.name, thinned(run.curve(key), DRAWN), n) for n, run in enumerate(runs)]
     for n, run in enumerate(runs):
         held_out = thinned(points(run.evaluations, f"validation_{key}"), DRAWN)
         curves.append(Curve(f"{run.name}, validation", held_out, n, "dots"))

@@ -19,6 +19,7 @@ from megalith.checkpoint.steps import list_steps
 from megalith.config.run import parse_yaml
 from megalith.errors import DataError, MegalithError
 from megalith.parallel.pipeline.timeline import Timeline, read_timeline
+from megalith.progress import Progress
 from megalith.remote import StorePath, place, size_of
 from megalith.report.metrics import (
     EVALUATIONS_FILE,
@@ -58,18 +59,25 @@ class RunFiles:
     folder: Path | StorePath
     steps: list[Record] = field(repr=False)
     """Of metrics.jsonl."""
+    _curves: dict[str, Points] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, name: str, folder: str | Path | StorePath) -> RunFiles:
-        """Raises DataError for a folder without metrics."""
+    def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
+        """Raises DataError for a folder without metrics. `progress` counts their bytes."""
         where = place(folder)
-        steps = read_records(where / METRICS_FILE)
+        steps = read_records(where / METRICS_FILE, progress)
         if not steps:
             raise DataError(
                 f"there is nothing to report in {folder}: {METRICS_FILE} is missing or empty; name the output folder "
                 "of a run that has made a step"
             )
         return cls(name, where, steps)
+
+    def curve(self, key: str) -> Points:
+        """The points of a figure of metrics.jsonl."""
+        if key not in self._curves:
+            self._curves[key] = points(self.steps, key)
+        return self._curves[key]
 
     @cached_property
     def evaluations(self) -> list[Record]:
@@ -170,13 +178,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def means(known: Points, count: int) -> Points:
-    """The means of the points in `count` stretches of the list."""
-    size = -(-len(known) // count) or 1
-    groups = (known[first : first + size] for first in range(0, len(known), size))
-    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
 def thinned(known: Points, count: int) -> Points:
