@@ -63,7 +63,7 @@ def begin_from(
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
     else:
         shards = {"model": base_shards(model)}
-        load_base(_checkpoint(path, ("model",), world, shards), model, rows, world)
+        load_base(_checkpoint(path, ("model",), world, shards), model, rows, world, world.rank == 0)
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:

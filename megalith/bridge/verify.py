@@ -100,7 +100,7 @@ def compare_logits(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
     model = fit.groups[0].model
     ours = make_model(model, device="cpu").eval()
     rows = {name: model.vocab_size for name in VOCABULARY if name in checkpoint.table("model")}
-    load_model(checkpoint, ours, rows)
+    load_model(checkpoint, ours, rows, show_progress=True)
     _round(ours, fit)
     generator = torch.Generator().manual_seed(SEED)
     shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
@@ -160,7 +160,7 @@ def without_bars() -> Iterator[None]:
 
 def _own_logits(fit: Match, ids: Tensor) -> Tensor:
     model = make_model(fit.groups[0].model, device="cpu").eval()
-    load_source(fit, model, SEED)
+    load_source(fit, model, SEED, show_progress=True)
     return model(ids)
 
 

@@ -33,6 +33,7 @@ from megalith.checkpoint.manifest import (
 from megalith.checkpoint.steps import TASK, TOKENIZER
 from megalith.errors import CheckpointError
 from megalith.parallel.shards import LocalShard
+from megalith.progress import Progress
 from megalith.remote import StorePath, size_of
 
 
@@ -77,15 +78,19 @@ class Checkpoint:
         self.fill(part, {name: LocalShard(values, extent.offset, tuple(stored.shape), owned=True)})
         return values
 
-    def fill(self, part: str, shards: Mapping[str, LocalShard]) -> None:
-        """Copies into the values of the shards, of any device, what is stored. Raises CheckpointError."""
+    def fill(self, part: str, shards: Mapping[str, LocalShard], progress: Progress | None = None) -> None:
+        """Copies into the values of the shards, of any device, what is stored. Raises CheckpointError. `progress`
+        counts the bytes."""
         for file, wanted in self._pieces_for(part, shards).items():
             stored = self._tensors_in(file)
             for name, piece, shard in wanted:
                 there = _extent(shard)
                 both = piece.extent.meet(there)
                 values = stored[piece_key(name, shard.shape, piece.extent)].read()
-                shard.values[both.slices(there)].copy_(values[both.slices(piece.extent)])
+                taken = shard.values[both.slices(there)]
+                taken.copy_(values[both.slices(piece.extent)])
+                if progress is not None:
+                    progress.add(taken.nbytes)
 
     def check_contents(self, files: Iterable[str] | None = None) -> None:
         """Raises CheckpointError where the tensors in a file (default: any) are not those that the manifest lists."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megalith.checkpoint.agree import together
-from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.files import DTYPE_CODES, byte_count
 from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
@@ -33,6 +33,7 @@ from megalith.optim.moments import Moment
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard, local_shard
+from megalith.progress import Progress
 
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
@@ -108,13 +109,14 @@ def load_model(
     model: Model,
     unpadded_rows: Mapping[str, int] | None = None,
     world: Axis = ALONE,
+    show_progress: bool = False,
 ) -> None:
     """Fills the model's parameters and buffers, in place and bitwise. All of them or, on an error, none.
 
     Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, MODEL, own_shards(model), unpadded_rows or {}, world)
+    _fill(checkpoint, MODEL, own_shards(model), unpadded_rows or {}, world, show_progress)
 
 
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
@@ -123,10 +125,14 @@ def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mappin
 
 
 def load_base(
-    checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
+    checkpoint: Checkpoint,
+    model: Model,
+    unpadded_rows: Mapping[str, int] | None = None,
+    world: Axis = ALONE,
+    show_progress: bool = False,
 ) -> None:
     """As load_model, but for adapters, from a checkpoint of a model without."""
-    _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world)
+    _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world, show_progress)
 
 
 def base_fingerprint(
@@ -142,13 +148,15 @@ def load_optimizer(
     unpadded_rows: Mapping[str, int] | None = None,
     model: Model | None = None,
     world: Axis = ALONE,
+    show_progress: bool = False,
 ) -> None:
     """Fills the optimizer's state, in place and bitwise. All of it or, on an error, nothing.
 
     `model` is needed where the optimizer steps shards of its parameters. Every rank of `world` calls it. Raises
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, OPTIMIZER, optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {}), world)
+    shards, rows = optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {})
+    _fill(checkpoint, OPTIMIZER, shards, rows, world, show_progress)
 
 
 def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, LocalShard]]:
@@ -203,23 +211,30 @@ def _fill(
     shards: Mapping[str, LocalShard],
     unpadded_rows: Mapping[str, int],
     world: Axis,
+    show_progress: bool,
 ) -> None:
     stored = _cut(shards, unpadded_rows)
     _check_fit(checkpoint, part, stored, world)
     together(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
-    together(world, lambda: _fill_shards(checkpoint, part, shards, stored))
+    total = sum(byte_count(shard.values.shape, shard.values.dtype) for shard in stored.values())
+    with Progress(f"load {part}", total, show=show_progress) as progress:
+        together(world, lambda: _fill_shards(checkpoint, part, shards, stored, progress))
 
 
 def _fill_shards(
-    checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShard], stored: Mapping[str, LocalShard]
+    checkpoint: Checkpoint,
+    part: str,
+    shards: Mapping[str, LocalShard],
+    stored: Mapping[str, LocalShard],
+    progress: Progress,
 ) -> None:
     """Fills `shards`, of which `stored` are the rows that the checkpoint has; the others become zero."""
     moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
-    checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments})
+    checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments}, progress)
     for name, shard in moments.items():
         values = shards[name].values
         wide = torch.zeros(values.shape, device=values.device)
-        checkpoint.fill(part, {name: replace(shard, values=wide[: len(shard.values)])})
+        checkpoint.fill(part, {name: replace(shard, values=wide[: len(shard.values)])}, progress)
         values.copy_(wide)
     for name in stored.keys() - moments.keys():
         if stored[name].shape != shards[name].shape:

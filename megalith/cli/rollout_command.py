@@ -84,7 +84,9 @@ def run_rollout(args: Arguments) -> int:
     }
     rl = RlConfig(**settings, reward_funcs=args.reward)
     vocabulary = model.config.vocab_size
-    opened = open_prompts(rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0)
+    opened = open_prompts(
+        rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0, show_progress=True
+    )
     for note in opened.notes():
         print(printable(f"note: {note}"))
     prompts = opened.prompts[: args.limit]

@@ -29,6 +29,7 @@ from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_range
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import MaskedLMDataset
 from megalith.errors import LINES, ConfigError, DataError, printable
+from megalith.progress import Progress
 
 BLOCK = 4096  # samples
 WARM_UP = 8  # steps for each dataset that a block starts early, so that its guess can settle
@@ -184,6 +185,7 @@ def build_datasets(
     valid_data_path: DataPath | None = None,
     test_data_path: DataPath | None = None,
     make: MakeDataset | None = None,
+    show_progress: bool = False,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test datasets for `num_samples` samples each; None where that is 0.
 
@@ -199,34 +201,42 @@ def build_datasets(
             f"data_path {data_path!r} and a data path of one split are both set; use data_path with split, "
             "or train_data_path, valid_data_path and test_data_path without it"
         )
+    make = make or partial(_gpt_samples, seq_length, seed)
     opened: dict[str, IndexedDataset] = {}
     built: list[SampleDataset | None] = []
-    for number, (name, own_path, wanted) in enumerate(zip(SPLITS, own_paths, num_samples)):
-        if wanted == 0:
-            built.append(None)
-            continue
-        path = own_path if data_path is None else data_path
-        if path is None:
-            raise ConfigError(f"{wanted} {name} samples are asked for; set {name}_data_path, or ask for none")
-        shares, share = (split, number) if data_path is not None else ("1", 0)
-        try:
-            built.append(
-                _build(path, opened, make or partial(_gpt_samples, seq_length, seed), shares, share, wanted)
-            )
-        except DataError as error:
-            raise DataError(f"{name} data (split {shares}): {error}") from error
+    with Progress("order the samples", sum(num_samples), "samples", show=show_progress) as progress:
+        for number, (name, own_path, wanted) in enumerate(zip(SPLITS, own_paths, num_samples)):
+            if wanted == 0:
+                built.append(None)
+                continue
+            path = own_path if data_path is None else data_path
+            if path is None:
+                raise ConfigError(
+                    f"{wanted} {name} samples are asked for; set {name}_data_path, or ask for none"
+                )
+            shares, share = (split, number) if data_path is not None else ("1", 0)
+            try:
+                built.append(_build(path, opened, make, shares, share, wanted, progress))
+            except DataError as error:
+                raise DataError(f"{name} data (split {shares}): {error}") from error
     return built[0], built[1], built[2]
 
 
-MakeDataset = Callable[[IndexedDataset, str, int, int], SampleDataset]
-"""(indexed, split, number of the part, samples) → the samples of that part."""
+MakeDataset = Callable[[IndexedDataset, str, int, int, Progress], SampleDataset]
+"""(indexed, split, number of the part, samples, what counts them) → the samples of that part."""
 
 
 def _gpt_samples(
-    seq_length: int, seed: int, indexed: IndexedDataset, split: str, number: int, samples: int
+    seq_length: int,
+    seed: int,
+    indexed: IndexedDataset,
+    split: str,
+    number: int,
+    samples: int,
+    progress: Progress,
 ) -> GPTDataset:
     first, last = split_ranges(split, len(indexed))[number]
-    return GPTDataset(indexed, first, last, seq_length, samples, seed)
+    return GPTDataset(indexed, first, last, seq_length, samples, seed, progress)
 
 
 def _build(
@@ -236,6 +246,7 @@ def _build(
     split: str,
     number: int,
     num_samples: int,
+    progress: Progress,
 ) -> SampleDataset:
     """Part `number` of `split` of a data path. `opened` keeps the files that an earlier split has opened."""
     prefixes, weights = parse_data_path(data_path)
@@ -244,7 +255,7 @@ def _build(
             opened[prefix] = IndexedDataset(prefix)
 
     def part(prefix: str, samples: int) -> SampleDataset:
-        return make(opened[prefix], split, number, samples)
+        return make(opened[prefix], split, number, samples, progress)
 
     if weights is None and len(prefixes) == 1:
         return part(prefixes[0], num_samples)
@@ -300,7 +311,9 @@ def show_samples(
     if num_samples < 1 or seq_length < 1:
         raise ConfigError(f"num_samples {num_samples} and seq_length {seq_length} must both be at least 1")
     wanted = tuple(num_samples if name == which else 0 for name in SPLITS)
-    dataset = build_datasets(data_path, split, seq_length, wanted, seed)[SPLITS.index(which)]
+    dataset = build_datasets(data_path, split, seq_length, wanted, seed, show_progress=True)[
+        SPLITS.index(which)
+    ]
     for i in indices:
         if not 0 <= i < num_samples:
             raise DataError(

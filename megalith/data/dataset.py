@@ -13,6 +13,7 @@ Made-up samples, for a first run or a speed test without data files.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from megalith.data.idx_format import chunks
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError, DataError
+from megalith.progress import Progress
 
 SPLITS = ("train", "valid", "test")
 BLOCK = 64  # documents between two stored cumulative sums; idx_format.CHUNK is a multiple of it
@@ -48,7 +50,7 @@ class GPTDataset:
 
     Sample i is int64 [seq_length + 1]. There are `(epochs * tokens - 1) // seq_length` samples, which is at least
     `num_samples`: `epochs` is the smallest number that suffices. A range that holds no document, or not enough
-    tokens for one sample, is a DataError.
+    tokens for one sample, is a DataError. `progress` counts `num_samples`, by the shuffles and sums that they take.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GPTDataset:
         seq_length: int,
         num_samples: int,
         seed: int,
+        progress: Progress | None = None,
     ) -> None:
         self.indexed = indexed
         self.seq_length = seq_length
@@ -80,11 +83,18 @@ class GPTDataset:
             document_cut, sample_cut = len(self._documents), samples
         else:
             document_cut, sample_cut = len(documents) * (epochs - 1), samples_before_last
+        share = num_samples / (2 * len(self._documents) + samples)
+
+        def told(entries: int) -> None:
+            if progress is not None:
+                progress.add(entries * share)
+
         for array, cut in ((self._documents, document_cut), (self._order, sample_cut)):
-            rng.shuffle(array[:cut])
-            if cut < len(array):
-                rng.shuffle(array[cut:])
-        self._block_starts = self._cumulative_sums()
+            for part in (array[:cut], array[cut:]):
+                if len(part):
+                    rng.shuffle(part)
+                    told(len(part))
+        self._block_starts = self._cumulative_sums(told)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -114,12 +124,13 @@ class GPTDataset:
         # Of the same plan it is as long.
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
-    def _cumulative_sums(self) -> np.ndarray:
-        """The tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]."""
+    def _cumulative_sums(self, told: Callable[[int], None]) -> np.ndarray:
+        """The tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]; `told` of so many more."""
         sums = [np.zeros(1, dtype=np.int64)]
         for rows in chunks(len(self._documents)):
             lengths = self.indexed.sequence_lengths[self._documents[rows]]
             sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK), dtype=np.int64))
+            told(len(lengths))
         return np.cumsum(np.concatenate(sums))[:-1]
 
     def _locate(self, token: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.sentence_index import sentence_index
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.progress import Progress
 
 GEOMETRIC = 0.2  # that a run of words ends behind each (Joshi et al. 2020)
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
@@ -109,6 +110,7 @@ class SentenceSamples(ABC):
         vocab_size: int,
         short_seq_prob: float,
         least_sentences: int,
+        progress: Progress | None = None,
     ) -> None:
         self.indexed, self.seed, self._vocab_size = indexed, seed, vocab_size
         self._index, self._epochs = sentence_index(
@@ -120,6 +122,7 @@ class SentenceSamples(ABC):
             seed,
             least_sentences,
             f"{indexed.prefix}, documents [{first_document}, {last_document}),",
+            progress,
         )
 
     @abstractmethod
@@ -167,11 +170,14 @@ class MaskedLMDataset(SentenceSamples):
         seed: int,
         words: WordPieces,
         masking: Masking,
+        progress: Progress | None = None,
     ) -> None:
         self.seq_length, self._words, self._masking = seq_length, words, masking
         least = 2 if masking.classification_head else 1
         sizes = (seq_length - SPECIAL_COUNT, num_samples, seed, words.vocab_size)
-        super().__init__(indexed, first_document, last_document, *sizes, masking.short_seq_prob, least)
+        super().__init__(
+            indexed, first_document, last_document, *sizes, masking.short_seq_prob, least, progress
+        )
 
     def make(self, sentences: list[list[int]], target: int, rng: np.random.RandomState) -> np.ndarray:
         return make_sample(sentences, target, self.seq_length, self._words, self._masking, rng)

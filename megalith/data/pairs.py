@@ -25,6 +25,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import Masking, SentenceSamples, WordPieces, mask_words
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.progress import Progress
 
 SPANS = {"masking_max_ngram": 10, "masking_use_geometric_distribution": True}  # of Megatron's pretrain_t5.py
 FIRST_SENTINEL, T5_SPECIAL = "<extra_id_0>", ("<pad>", "</s>")
@@ -125,12 +126,13 @@ class SpanDataset(SentenceSamples):
         seed: int,
         tokens: SpanTokens,
         masking: Masking,
+        progress: Progress | None = None,
     ) -> None:
         """`lengths`: the encoder's and the decoder's."""
         self._lengths, self._tokens, self._masking = lengths, tokens, masking
         self._dtype = pair_dtype(*lengths)
         sizes = (lengths[0] - 2, num_samples, seed, tokens.words.vocab_size)  # as for [BOS] and [EOS]
-        super().__init__(indexed, first_document, last_document, *sizes, masking.short_seq_prob, 1)
+        super().__init__(indexed, first_document, last_document, *sizes, masking.short_seq_prob, 1, progress)
 
     def make(self, sentences: list[list[int]], target: int, rng: np.random.RandomState) -> np.ndarray:
         tokens, special = [*chain(*sentences)][:target], self._tokens

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megalith.errors import DataError
+from megalith.progress import Progress
 
 LONG_SENTENCE = 512  # tokens
 DRAWN = 2**16  # numbers that are drawn at once
@@ -29,6 +30,7 @@ def sentence_index(
     seed: int,
     min_sentences: int,
     what: str,  # the dataset, for the error
+    progress: Progress | None = None,  # counts the samples
 ) -> tuple[np.ndarray, list[int]]:
     """int64 [samples, 3], each with its first sentence, its end and its target length; and how many there are at the
     end of each epoch. The last epoch is whole. DataError where the documents give no sample.
@@ -46,7 +48,7 @@ def sentence_index(
     epochs: list[int] = []
     while len(found) < num_samples:
         for start, end in spans:
-            target = next(targets)
+            target, before = next(targets), len(found)
             while start < end:
                 usual = target == max_length
                 stop = int(full[start] if usual else np.searchsorted(sums, sums[start] + target))
@@ -54,6 +56,8 @@ def sentence_index(
                 stop = stop if stop <= end - 2 else end  # no sentence is left alone
                 found.append((start, stop, target))
                 start, target = stop, next(targets)  # one is drawn behind the last sample too
+            if progress is not None:
+                progress.add(len(found) - before)
         epochs.append(len(found))
     index = np.array(found, dtype=np.int64)
     index[:, :2] += documents[0]

@@ -79,8 +79,8 @@ def require_source(config: RunConfig) -> None:
 def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Raises what opening the run's prompts and rewards, or rollouts, would."""
     if config.rl.prompts:
-        run_prompts(config, tokenizer)
-        held_out_prompts(config, tokenizer)
+        run_prompts(config, tokenizer, show_progress=True)
+        held_out_prompts(config, tokenizer, show_progress=True)
         for name in config.rl.rewards:
             reward_function(name)
     else:
@@ -127,8 +127,9 @@ class PolicyTask(Task):
             return RolloutData(
                 run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
             )
-        prompts, rl = run_prompts(config, run.tokenizer, self._records), config.rl
-        held_out = held_out_prompts(config, run.tokenizer, self._held_out)
+        is_first, rl = run.mesh.world.rank == 0, config.rl
+        prompts = run_prompts(config, run.tokenizer, self._records, is_first)
+        held_out = held_out_prompts(config, run.tokenizer, self._held_out, is_first)
         rewards = Rewards(
             self._reward_funcs or rl.rewards,
             [*prompts.prompts, *held_out],

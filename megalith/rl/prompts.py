@@ -28,6 +28,7 @@ from megalith.data.chat.conversations import (
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
+from megalith.progress import Progress
 
 REPEATS_SHOWN = 3
 
@@ -98,24 +99,38 @@ def policy_entries(config: RunConfig, tokenizer: Tokenizer | None) -> int:
 
 
 def run_prompts(
-    config: RunConfig, tokenizer: Tokenizer | None, records: Iterable[Mapping[str, Any]] | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    records: Iterable[Mapping[str, Any]] | None = None,
+    show_progress: bool = False,
 ) -> Prompts:
     """Those of a run, which leave room for their completions."""
     rl, room = config.rl, row_tokens(config) - config.rl.max_completion_length
     longest = min(room, rl.max_prompt_length or room)
     vocabulary, seed = policy_entries(config, tokenizer), config.train.seed
-    return open_prompts(rl, tokenizer, longest=longest, vocab_size=vocabulary, seed=seed, records=records)
+    return open_prompts(
+        rl,
+        tokenizer,
+        longest=longest,
+        vocab_size=vocabulary,
+        seed=seed,
+        records=records,
+        show_progress=show_progress,
+    )
 
 
 def held_out_prompts(
-    config: RunConfig, tokenizer: Tokenizer | None, records: Iterable[Mapping[str, Any]] | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    records: Iterable[Mapping[str, Any]] | None = None,
+    show_progress: bool = False,
 ) -> list[Prompt]:
     """Those of `rl.eval_prompts`, or of `records`, that an evaluation asks; none where there is no evaluation."""
     rl = config.rl
     if not rl.eval_prompts or not config.train.eval_iters:
         return []
     asked = config.with_settings({"rl.prompts": rl.eval_prompts})
-    return run_prompts(asked, tokenizer, records).prompts[: rl.max_eval_prompts]
+    return run_prompts(asked, tokenizer, records, show_progress).prompts[: rl.max_eval_prompts]
 
 
 def open_prompts(
@@ -126,13 +141,14 @@ def open_prompts(
     vocab_size: int,
     seed: int,
     records: Iterable[Mapping[str, Any]] | None = None,
+    show_progress: bool = False,
 ) -> Prompts:
     """The prompts that `rl.prompts` names, or of `records`, of at most `longest` tokens each. Raises DataError for one
     that cannot be used, and ConfigError for files that are not there."""
     reader = _PromptReader(rl, tokenizer, vocab_size)
     made: list[Prompt] = []
     dropped = 0
-    for number, (where, record) in enumerate(_records(rl.prompt_files, records)):
+    for number, (where, record) in enumerate(_counted(_records(rl.prompt_files, records), show_progress)):
         try:
             prompt = reader.prompt(record, where, number)
         except (ValueError, TypeError, AttributeError) as error:
@@ -167,6 +183,15 @@ def _records(
     for path in chat_files(list(paths)):
         for where, record in read_records(Path(path) if isinstance(path, str) else path):
             yield f"{path}, {where}", record
+
+
+def _counted(
+    records: Iterator[tuple[str, Mapping[str, Any]]], show_progress: bool
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with Progress("tokenize", None, "prompts", show=show_progress) as progress:
+        for record in records:
+            yield record
+            progress.add()
 
 
 class _PromptReader:

@@ -39,6 +39,7 @@ from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel, TransformerSpec
 from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.progress import Progress
 from megalith.report.report import Work
 
 RunConfig.model_rebuild()  # its validators: 0.2 s that processes forked from one which has this module need not spend
@@ -199,7 +200,10 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
 
 
 def open_datasets(
-    config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None
+    config: RunConfig,
+    samples: tuple[int, int, int],
+    tokenizer: Tokenizer | None,
+    show_progress: bool = False,
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
     data, model, seed = config.data, config.model, config.train.seed
@@ -245,6 +249,7 @@ def open_datasets(
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
         make=_sentence_samples(config, tokenizer, masking or _masking(config)) if not model.causal else None,
+        show_progress=show_progress,
     )
 
 
@@ -275,9 +280,11 @@ def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: M
         lengths = data.seq_length
         kind = partial(MaskedLMDataset, words=WordPieces.of(tokenizer, model.vocab_size), masking=masking)
 
-    def make(indexed: IndexedDataset, split: str, number: int, samples: int) -> MaskedLMDataset | SpanDataset:
+    def make(
+        indexed: IndexedDataset, split: str, number: int, samples: int, progress: Progress
+    ) -> MaskedLMDataset | SpanDataset:
         first, last = split_ranges(split, indexed.num_documents)[number]
-        return kind(indexed, first, last, lengths, samples, seed)
+        return kind(indexed, first, last, lengths, samples, seed, progress=progress)
 
     return make
 
@@ -305,6 +312,7 @@ class Data:
         total_steps: int,
         tokenizer: Tokenizer | None,
         dp: Axis,
+        show_progress: bool = False,
     ):
         """`dp`: every rank of it gets micro-batches of its own, every other rank of the mesh the same as they."""
         self._config, self._dp = config, dp
@@ -320,7 +328,7 @@ class Data:
                 split and split.filled_up(batch_sizes.global_batch_size) for split in others
             )
         else:
-            self.train, self.valid, self.test = open_datasets(config, samples, tokenizer)
+            self.train, self.valid, self.test = open_datasets(config, samples, tokenizer, show_progress)
         again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
         if again and config.data.dataloader_type == "single":
             self.notes.append(

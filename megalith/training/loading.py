@@ -49,7 +49,7 @@ def load_with_tokenizer(
     )
     if config.lora.rank is not None:
         _add_adapters(model, checkpoint, config, device)
-    load_model(checkpoint, model, vocabulary_rows(config))
+    load_model(checkpoint, model, vocabulary_rows(config), show_progress=show_progress)
     return model.eval(), saved_tokenizer(checkpoint.tokenizer_folder)
 
 

@@ -165,9 +165,10 @@ def fitting(
 def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
     """Puts the run where it stood when `checkpoint` was saved. Every rank calls it."""
     record, rows, world = checkpoint.manifest, vocabulary_rows(run.config), run.mesh.world
-    load_model(checkpoint, run.model.chunks, rows, world)
+    is_first = world.rank == 0
+    load_model(checkpoint, run.model.chunks, rows, world, is_first)
     if with_optimizer:
-        load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
+        load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world, is_first)
     load_amaxes(checkpoint, run.model.amaxes, world)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples

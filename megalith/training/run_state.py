@@ -161,7 +161,8 @@ class Task:
                 "distill.teacher and distill.logits_dir are what `megalith distill` learns from; use that, or leave "
                 "them out"
             )
-        return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
+        is_first = run.mesh.world.rank == 0
+        return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp, is_first)
 
     def figures(self, run: Run) -> Callable[[], dict[str, Any]] | None:
         """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""

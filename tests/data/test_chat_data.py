@@ -342,9 +342,9 @@ def test_samples_are_read_once_and_mapped_until_files_settings_or_template_chang
     reads, cache = [], tmp_path / "cache"
     plain = read_samples
 
-    def counted(*wanted) -> Samples:
+    def counted(*wanted, **how) -> Samples:
         reads.append(1)
-        return plain(*wanted)
+        return plain(*wanted, **how)
 
     monkeypatch.setattr(sample_files, "read_samples", counted)
     tokenizer, file = tokenizer_with(folder, PLAIN), Path("chat.jsonl")

@@ -37,6 +37,7 @@ from megalith.data.chat.conversations import (
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.io import make_subfolder, open_file, write_file
+from megalith.progress import Progress
 from megalith.remote import StorePath
 
 AT_ONCE = 1024  # samples that are encoded together
@@ -78,14 +79,16 @@ def read_samples(
     chat: ChatConfig,
     longest: int,
     vocab_size: int,
+    show_progress: bool = False,
 ) -> Samples:
     """The samples of `files`, with sequences of at most `longest` tokens, in order.
 
     DataError: the first bad sample, or no good one. ConfigError: a package is missing, or the template is none.
     """
     reader = _Reader(tokenizer, chat, longest, vocab_size)
-    for file in files:
-        reader.read(file)
+    with Progress("tokenize", None, "samples", show=show_progress) as progress:
+        for file in files:
+            reader.read(file, progress)
     return reader.samples(files)
 
 
@@ -126,7 +129,7 @@ def cached_samples(
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (found := _stored(path, vocab_size)) is not None:
             return found
-        samples = read_samples(*wanted)
+        samples = read_samples(*wanted, show_progress=True)
         with contextlib.suppress(OSError):  # nor room
             _store(samples, path)
         return _stored(path, vocab_size) or samples
@@ -215,7 +218,7 @@ class _Reader:
         self.counts: Counter[str] = Counter()
         self.first_bad = ""
 
-    def read(self, file: Path | StorePath) -> None:
+    def read(self, file: Path | StorePath, progress: Progress) -> None:
         records = enumerate(read_records(file), 1)
         parse = parse_preference if self.of_pairs else parse_record
         while several := list(islice(records, AT_ONCE)):
@@ -233,6 +236,7 @@ class _Reader:
                     self._add(place, sequences)
                 except ValueError as error:
                     self._bad(place, error)
+            progress.add(len(several))
 
     def _text_or_tokens(self, said: Said) -> Tokens | tuple[str, list[Span], bool]:
         """Tokens; or a text, the spans of it that are learned, and whether the end of document follows it."""
