@@ -24,7 +24,8 @@ from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
-from megalith.checkpoint.state import Model, own_shards
+from megalith.checkpoint.rewrite import part_bytes
+from megalith.checkpoint.state import MODEL, Model, own_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
@@ -64,7 +65,9 @@ def begin_from_peft(path: str, config: ModelConfig, model: Model) -> None:
     _fill(model, _peft(path, config).read)
 
 
-def export_adapters(run: str | Path, out: str | Path, family: str | None = None) -> Family:
+def export_adapters(
+    run: str | Path, out: str | Path, family: str | None = None, show_progress: bool = True
+) -> Family:
     """Writes the adapters of a run's newest checkpoint, or of one step, in PEFT's format; returns their family.
 
     `family` is an architecture or model type; by default that of the base, else the first that can say the model.
@@ -72,10 +75,16 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     """
     out = place(out)
     refuse_existing(out)
-    checkpoint, config = _open_run(run)
+    checkpoint, config = _open_run(run, show_progress)
     chosen = family_named(family, "--family") if family else _family(config.model)
-    read = _reader(checkpoint)
-    with new_folder(out) as folder:
+    total = part_bytes(checkpoint, MODEL)
+    with new_folder(out) as folder, Progress("export", total, show=show_progress) as progress:
+
+        def read(name: str) -> Tensor:
+            values = checkpoint.read(MODEL, name)
+            progress.add(values.nbytes)
+            return values
+
         save_peft(folder, chosen, config.model, config.lora, read, config.model.init_from)
     return chosen
 
@@ -89,7 +98,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     """
     out = place(out)
     refuse_existing(out)
-    base, adapted, trained_on = _adapted(source, base)
+    base, adapted, trained_on = _adapted(source, base, show_progress)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
     samples: Sample = {}
 
@@ -115,7 +124,9 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     return merged
 
 
-def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Checkpoint | None]:
+def _adapted(
+    source: str | Path, base: str | None, show_progress: bool
+) -> tuple[str, Transformer, Checkpoint | None]:
     """What the adapters belong to, a model that has their values, and of its own weights none; their checkpoint."""
     checkpoint = None
     if is_peft(source):
@@ -124,7 +135,7 @@ def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Ch
         folder = PeftFolder(source, _family(model, base), model)
         lora, read = folder.lora, folder.read
     else:
-        checkpoint, config = _open_run(source)
+        checkpoint, config = _open_run(source, show_progress)
         base, model, lora, read = (
             base or config.model.init_from,
             config.model,
@@ -177,8 +188,8 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: b
     return writer.folder
 
 
-def _open_run(run: str | Path) -> tuple[Checkpoint, RunConfig]:
-    checkpoint = open_existing(run)
+def _open_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, RunConfig]:
+    checkpoint = open_existing(run, show_progress=show_progress)
     config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")

@@ -311,7 +311,7 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
     folder, base = Path(config.train.output_dir) / HF_MODEL, Path(str(config.model.init_from))
     if config.lora.rank is not None and not asked.merges:
         shutil.rmtree(folder, ignore_errors=True)
-        export_adapters(checkpoint, folder)
+        export_adapters(checkpoint, folder, show_progress=False)
         for name in TOKENIZER_FILES:
             if (base / name).is_file():
                 shutil.copyfile(base / name, folder / name)
