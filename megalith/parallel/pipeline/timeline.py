@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megalith.errors import DataError
@@ -33,11 +34,11 @@ class Timeline:
     spans: list[list[Span]]
     """By rank, in order."""
 
-    @property
+    @cached_property
     def start(self) -> float:
         return min(spans[0].start for spans in self.spans)
 
-    @property
+    @cached_property
     def total(self) -> float:
         """From the first action's start to the last one's end."""
         return max(span.end for spans in self.spans for span in spans) - self.start
