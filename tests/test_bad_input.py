@@ -78,7 +78,7 @@ CONFIGURATIONS = [
     (["nowhere.yaml"], "there is no run file nowhere.yaml"),
     (["."], "cannot be read", "directory"),
     (["data.bin"], "data.bin"),
-    (["run.yaml", "--train.train_iter", "5"], "no setting train.train_iter", "did you mean 'train_iters'"),
+    (["run.yaml", "--train.train_iter", "5"], "no setting train.train_iter", "did you mean train.train_iters"),
     (["run.yaml", "--num_layers", "5"], "did you mean model.num_layers"),
     (["run.yaml", "stray"], "unexpected argument 'stray'"),
     (["run.yaml", "--train.train_iters", "many"], "train.train_iters is 'many'", "whole number"),
@@ -386,7 +386,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
 @pytest.mark.parametrize(
     ("words", "exit_code", "part"),
     [
-        (["train", "run.yaml", "--train.train_iter", "5"], CONFIG, "did you mean 'train_iters'"),
+        (["train", "run.yaml", "--train.train_iter", "5"], CONFIG, "did you mean train.train_iters"),
         (["train", "run.yaml", "--data.data_path", "nothing"], DATA, "nothing.idx"),
         (["generate", "nowhere", "--prompt", "a"], CHECKPOINT, "there is no checkpoint in nowhere"),
     ],

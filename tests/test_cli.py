@@ -218,7 +218,7 @@ def test_every_default_stands_in_the_help():
         (["generate", "run", "--tempreature", "1"], ["takes no '--tempreature 1'", "did you mean '--temperature'?"]),
         (["generate", "run", "--seed", "one"], ["--seed: invalid int value: 'one'", "`megalith generate --help`"]),
         (["plot"], ["required: run_dir", "`megalith plot --help`"]),
-        (["parity", "run.yaml", "--model.num_layer", "2"], ["no setting model.num_layer", "'num_layers'"]),
+        (["parity", "run.yaml", "--model.num_layer", "2"], ["no setting model.num_layer", "model.num_layers"]),
         (["parity", "run.yaml", "stray"], ["unexpected argument 'stray'"]),
     ],
 )  # fmt: skip

@@ -57,7 +57,8 @@ class LogConfig(Section):
     """Steps between log lines."""
 
     console: Literal["auto", "lines"] = "auto"
-    """`lines`: Megatron's log lines on a terminal too, as in a file; otherwise there is a live line."""
+    """`lines`: Megatron's log lines on a terminal too, as in a file, in the place of a live line; and at the start its
+    parameters in billions."""
 
     log_throughput: bool = True
     """The log lines name TFLOP/s a device."""

@@ -22,6 +22,7 @@ from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
+from megalith.config.other_formats import by_content, by_ending
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
@@ -145,6 +146,8 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(f"there is no run file {path}; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None
+    if sentence := by_ending(path):
+        raise ConfigError(sentence)
     try:
         content = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -154,6 +157,8 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(
             f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
         )
+    if sentence := by_content(path, content or {}):
+        raise ConfigError(sentence)
     try:
         return _sections_of(content or {})
     except ConfigError as error:
@@ -261,7 +266,8 @@ def _refuse_unknown(tree: Tree) -> None:
                 hint = (
                     _elsewhere(key)
                     or hint_of_other_name(key)
-                    or did_you_mean(key, known)
+                    or _nearest(key, [section])
+                    or _nearest(key, RunConfig.model_fields, 0.75)
                     or "; `megalith train --help` lists them all"
                 )
                 raise ConfigError(f"there is no setting {section}.{key}{hint}")
@@ -288,6 +294,13 @@ def _elsewhere(*keys: str) -> str:
     return f"; did you mean {' or '.join(homes)}?" if homes else ""
 
 
+def _nearest(name: str, sections: Iterable[str], least: float = 0.6) -> str:
+    """Of the settings of some sections those whose names are like `name`, by difflib's ratio."""
+    homes = {key: f"{section}.{key}" for section in sections for key in known_keys(section)}
+    near = difflib.get_close_matches(name, homes, cutoff=least)
+    return f"; did you mean {' or '.join(homes[key] for key in near)}?" if near else ""
+
+
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
         why = nearest_of(str(name), PRESETS)
@@ -305,19 +318,19 @@ def _sections() -> str:
 
 def _hint_for_name(name: str) -> str:
     """For a name without a section: where it is a setting, or the nearest ones of all sections."""
-    keys = dict.fromkeys(key for section in RunConfig.model_fields for key in known_keys(section))
     return (
         _elsewhere(name)
         or hint_of_other_name(name)
-        or _elsewhere(*difflib.get_close_matches(name, keys, n=2, cutoff=0.75))
+        or _nearest(name, RunConfig.model_fields, 0.75)
         or "; `megalith train --help` lists them all, by section"
     )
 
 
 def _hint_for_section(section: str, key: str = "") -> str:
+    name = (key or section).replace("-", "_")
     return (
-        _elsewhere(key or section)
-        or hint_of_other_name(key or section)
+        _elsewhere(name)
+        or hint_of_other_name(name)
         or did_you_mean(section, RunConfig.model_fields)
         or f"; sections: {_sections()}"
     )

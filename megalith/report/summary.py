@@ -1,6 +1,6 @@
 """What a run is about to do, on one screen: the model, its cost, the batch, the memory and the device.
 
-In a file or a pipe Megatron-LM's parameter lines follow, for the scripts that look for them.
+With Megatron-LM's log lines (`log.console lines`) its parameter lines follow, for the scripts that look for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = No
     if stream.isatty():
         Console(file=stream, force_terminal=True).print(table)
     else:
-        stream.write("\n".join([render(table), *megatron_parameter_lines(layout)]) + "\n")
+        stream.write(render(table) + "\n")
+    if layout.config.log.console == "lines":
+        stream.writelines(f"{line}\n" for line in megatron_parameter_lines(layout))
     stream.flush()
     return rows
 

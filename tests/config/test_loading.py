@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from megalith.config import RunConfig
 from megalith.config.aliases import OTHER_NAMES
+from megalith.config.other_formats import FORMATS
 from megalith.config.presets import PRESETS
 from megalith.config.run import known_keys
 from megalith.errors import ConfigError
@@ -193,8 +194,8 @@ def test_words_of_the_command_line(words, path, value):
 REFUSED = [
     # unknown keys, with the nearest known one
     ("modle: {num_layers: 2}", r"there is no section 'modle'; did you mean 'model'\?"),
-    ("model: {num_layer: 2}", r"there is no setting model.num_layer; did you mean 'num_layers'"),
-    ("model: {hidden_sise: 2}", r"model.hidden_sise; did you mean 'hidden_size'"),
+    ("model: {num_layer: 2}", r"there is no setting model.num_layer; did you mean model.num_layers"),
+    ("model: {hidden_sise: 2}", r"model.hidden_sise; did you mean model.hidden_size"),
     ("optim: {learning_rate: 1}", r"there is no setting optim.learning_rate; here it is optim.lr$"),
     ("train: {tp_degree: 2}", r"train.tp_degree; here it is parallel.tensor_model_parallel_size$"),
     ("train: {gradient_accumulation_steps: 2}", r"train.micro_batch_size × data parallel × accumulation$"),
@@ -295,7 +296,7 @@ def test_anchors_and_merges_of_a_sane_size_are_taken(load):
     ("words", "sentence"),
     [
         (["--train.train_iters"], "train.train_iters is True: a value is needed"),
-        (["--train.train_iter", "5"], "there is no setting train.train_iter; did you mean 'train_iters'"),
+        (["--train.train_iter", "5"], "there is no setting train.train_iter; did you mean train.train_iters"),
         (["--num_layers", "5"], r"there is no setting --num_layers; did you mean model.num_layers\?"),
         (["--lr", "5"], "did you mean optim.lr or train.lr"),
         (["--tensorboard-dir", "x"], r"there is no setting --tensorboard-dir; did you mean log.tensorboard"),
@@ -346,6 +347,40 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"log: {wandb_name: caf\xe9}")
     with pytest.raises(ConfigError, match=r"latin.yaml cannot be read: .*utf-8"):
         RunConfig.load(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        (
+            "oumi.yaml",
+            "model: {model_name: m}\ntraining: {max_steps: 2}",
+            "of Oumi; run megalith oumi train -c {file}",
+        ),
+        (
+            "accelerate.yaml",
+            "compute_environment: LOCAL_MACHINE",
+            "megalith accelerate launch --config_file {file}",
+        ),
+        ("verl.yaml", "actor_rollout_ref: {}\ndata: {}", "of verl; .* megalith grpo"),
+        ("axolotl.yaml", "base_model: m\ndatasets: []\nmicro_batch_size: 2", "of Axolotl; .* megalith sft"),
+        ("trl.yaml", "model_name_or_path: m\nmax_steps: 2", "of TRL's .* model.init_from"),
+        ("nemo.yaml", "trainer: {devices: 8}\nmodel: {}", "of NeMo; .* megalith train"),
+        ("megatron.yaml", "MODEL_ARGS: {--num-layers: 2}", "of Megatron-LM; .* megalith pretrain-gpt"),
+        ("titan.toml", "[job]", "torchtitan's configurations are"),
+        ("train.sh", "torchrun pretrain_gpt.py", "megalith megatron run {file}"),
+        ("train.py", "import torch", "megalith accelerate launch {file}"),
+    ],
+)
+def test_a_file_of_another_system_is_told_what_takes_it(tmp_path, name, text, sentence):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=sentence.replace("{file}", str(file))):
+        RunConfig.load(file)
+
+
+def test_no_run_file_is_taken_for_another_systems():
+    assert all(set(keys.split()) - RunConfig.model_fields.keys() for _, keys, _ in FORMATS)
 
 
 def test_names_of_other_systems_are_none_of_ours_and_lead_to_ours():

@@ -44,8 +44,9 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "runs/large" in text
 
 
-def test_file_gets_plain_text_within_100_columns_and_megatrons_parameter_lines():
-    text = _summary()
+def test_file_gets_plain_text_within_100_columns_and_megatrons_parameter_lines_on_request():
+    assert "in billions" not in _summary()
+    text = _summary("--log.console", "lines")
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) <= 100
     assert all(line == line.rstrip() for line in text.splitlines())
@@ -70,7 +71,7 @@ def test_the_most_loaded_shard_is_counted_by_megatrons_formula():
         ((two_stages,), block / 2 + table),
         ((two_stages, untied, "parallel.decoder_first_pipeline_num_layers=24"), block / 2 + table),
     ]:
-        last = _summary(*changes).splitlines()[-1]
+        last = _summary(*changes, "log.console=lines").splitlines()[-1]
         assert float(last.rpartition(":")[2]) == pytest.approx(parameters / 1e9, abs=1e-4)
 
 
