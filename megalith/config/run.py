@@ -16,13 +16,20 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError
 from yaml.composer import ComposerError
 
-from megalith.config.aliases import ALIASES, Rename, apply_aliases, give_way, hint_of_other_name
+from megalith.config.aliases import (
+    ALIASES,
+    Rename,
+    apply_aliases,
+    by_content,
+    by_ending,
+    give_way,
+    hint_of_other_name,
+)
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
-from megalith.config.other_formats import by_content, by_ending
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS

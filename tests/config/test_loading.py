@@ -7,8 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from megalith.config import RunConfig
-from megalith.config.aliases import OTHER_NAMES
-from megalith.config.other_formats import FORMATS
+from megalith.config.aliases import OTHER_FORMATS, OTHER_NAMES
 from megalith.config.presets import PRESETS
 from megalith.config.run import known_keys
 from megalith.errors import ConfigError
@@ -380,7 +379,7 @@ def test_a_file_of_another_system_is_told_what_takes_it(tmp_path, name, text, se
 
 
 def test_no_run_file_is_taken_for_another_systems():
-    assert all(set(keys.split()) - RunConfig.model_fields.keys() for _, keys, _ in FORMATS)
+    assert all(set(keys.split()) - RunConfig.model_fields.keys() for _, keys, _ in OTHER_FORMATS)
 
 
 def test_names_of_other_systems_are_none_of_ours_and_lead_to_ours():
