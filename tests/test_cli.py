@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import torch
 import yaml
+from forked import run
 
 import megalith
 from megalith.cli.generation import _without_nproc
@@ -337,3 +338,25 @@ def test_python_names_are_there_and_others_are_not():
     assert callable(megalith.load) and callable(megalith.train)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = megalith.trian
+
+
+BENCH = """
+import subprocess, sys
+from forked import ForkedPopen
+from megalith.cli.main import main
+
+subprocess.Popen = ForkedPopen  # the job that is measured
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+def test_bench_trains_a_workload_on_the_cpu_and_appends_its_figures(tmp_path):
+    results, small = tmp_path / "results.jsonl", ("--batch", 2, "--set", "data.seq_length=32")
+    done = run(["-c", BENCH, "bench", "tiny", "--steps", 2, "--warmup", 1, "--results", results, *small])
+    assert done.returncode == 0, done
+    figures = json.loads(results.read_text())
+    assert "there is no GPU" in done.stderr and figures["step_time_ms"] > 0
+    assert re.search(
+        r"^tiny one \| step_time_ms [\d.]+ \| tokens_per_second_per_device \d+", done.stdout, re.M
+    )
