@@ -10,6 +10,7 @@ from megalith.data import idx_format
 from megalith.data.dataset import GPTDataset, epoch_plan, parse_split, split_ranges
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.errors import ConfigError, DataError
+from megalith.progress import Progress
 
 
 def write(folder, documents, name="d"):
@@ -149,6 +150,14 @@ def test_too_few_tokens_for_one_sample_is_an_error_not_a_loop(tmp_path, first, l
     indexed = write(tmp_path, [[1, 2], [], [3] * 90])
     with pytest.raises(DataError, match=f"{documents} documents .* tokens .*seq_length \\+ 1 = 5"):
         GPTDataset(indexed, first, last, 4, 10, seed=0)
+
+
+@pytest.mark.parametrize("num_samples", [20, 118, 300])  # of one epoch, a last one alone, and all together
+def test_the_progress_of_opening_ends_at_the_samples_that_were_asked_for(tmp_path, num_samples):
+    indexed = write(tmp_path, random_documents(random.Random(5), 40, 30))
+    with Progress("order the samples", num_samples, "samples", show=False) as progress:
+        GPTDataset(indexed, 0, 40, 8, num_samples, seed=3, progress=progress)
+    assert progress.done == pytest.approx(num_samples)
 
 
 def test_an_index_outside_is_an_index_error(tmp_path):
