@@ -5,10 +5,10 @@
 The text is the standard library corpus, repeated; the tokenizer is trained on it. The bar is the library's
 `encode_batch_fast` on texts already in memory, with as many threads as there are workers, its encodings
 thrown away. Against it stands the whole of `preprocess`: starting the workers, reading, parsing, encoding,
-and writing the dataset; and Megatron-LM's way, a pool of processes that encode a document at a time, handed
-out by 25, one process writing what they return. They run in turn, each in a process of its own, and each
-ratio is the median over the turns: of the time on the clock, which needs an idle machine, and of the
-processor time, which other programs disturb less.
+and writing the dataset (neither counts loading the tokenizer); and Megatron-LM's way, a pool of processes
+that encode a document at a time, handed out by 25, one process writing what they return. They run in turn,
+each in a process of its own, and each ratio is the median over the turns: of the time on the clock, which
+needs an idle machine, and of the processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ def library_seconds(folder: Path, workers: int) -> Seconds:
 
 
 def preprocess_seconds(folder: Path, workers: int) -> Seconds:
+    tokenizer = tokenizer_of(folder)
     before = os.times()
     summary = preprocess(
         [folder / "text.jsonl"],
         folder / "out",
-        tokenizer_of(folder),
+        tokenizer,
         append_eod=True,
         workers=workers,
         overwrite=True,

@@ -2,9 +2,10 @@
 
 The main process reads blocks of whole lines and writes tokens; workers parse and encode a block each, in any
 order, and their results are written in the order of the input, so the output does not depend on their number.
-A tokenizer with threads of its own encodes in this process, where all its threads share one cache of words: two
-cores take a third less processor time than two processes. Handing token ids to Python holds its lock, some 20
-million ids a second, so many cores are many processes, as are those of a tokenizer without threads.
+Where a tokenizer encodes without Python's lock, workers are threads, which share its cache of words: two cores take
+a third less processor time than two processes. Each encodes its block alone: the library's own threads would leave
+what they allocate to another thread to free. Parsing and handing ids to Python hold the lock, some 3 % of a worker's
+time, so many cores are many processes, as are those of any other tokenizer.
 
 Turns a block of JSON Lines into token arrays: the part of preprocessing that worker processes run.
 
@@ -38,7 +39,6 @@ import numpy as np
 
 from megalith.data.indexed import IndexedWriter, best_dtype
 from megalith.data.preprocessing.jsonl import (
-    BLOCK_BYTES,
     MAX_LINE_BYTES,
     BadLine,
     LineBlock,
@@ -144,11 +144,14 @@ class BlockEncoder:
         return taken, refused
 
 
+OWN_THREADS = "TOKENIZERS_PARALLELISM"  # which the tokenizers library reads at each call
+
+
 def start_worker(encoder: BlockEncoder) -> None:
     """Make this process, started for the purpose, a worker that encodes with `encoder` on one core."""
     global _encoder
     _encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core; the library reads it at each call
+    os.environ[OWN_THREADS] = "false"  # one worker, one core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -213,10 +216,6 @@ def _ends_sentence(text: str, boundary: re.Match[str]) -> bool:
 
 BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up
 MOST_THREADS = 16  # cores that one process keeps busy
-FEEDERS = (
-    3  # blocks that a tokenizer's own threads share: while one is parsed or put together, another is encoded
-)
-FED_BYTES = 1 << 20
 BAD_LINES_KEPT = 20
 
 
@@ -293,9 +292,8 @@ def preprocess(
         ]
         read_before, total = _places(paths)
         progress = stack.enter_context(Progress("preprocess", total, show=show_progress))
-        threaded = tokenizer.has_threads and 0 < workers <= MOST_THREADS
-        size = FED_BYTES if threaded else BLOCK_BYTES
-        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes, size) for path in paths)
+        threaded = tokenizer.encodes_without_lock and 0 < workers <= MOST_THREADS
+        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes) for path in paths)
         pool = stack.enter_context(_threads(workers) if threaded else _processes(encoder, workers))
         results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, pool)))
         for block, encoded in results:
@@ -312,17 +310,15 @@ def preprocess(
 
 @contextlib.contextmanager
 def _threads(workers: int) -> Iterator[Executor]:
-    """For a tokenizer with threads of its own: `workers` of them, if this process has not started them already."""
-    wanted = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    pool = ThreadPoolExecutor(FEEDERS)
+    """One core each, with the tokenizers library's own threads off."""
+    before = os.environ.get(OWN_THREADS)
+    os.environ[OWN_THREADS] = "false"
+    pool = ThreadPoolExecutor(workers)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        os.environ.pop(OWN_THREADS) if before is None else os.environ.update({OWN_THREADS: before})
 
 
 @contextlib.contextmanager

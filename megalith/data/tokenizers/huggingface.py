@@ -11,6 +11,7 @@ arXiv:1508.07909; Radford et al. 2019]
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 class _RustTokenizer(Tokenizer):
     """The calls that both kinds share; `_tokenizer` is a tokenizers.Tokenizer."""
 
-    has_threads = True
+    encodes_without_lock = True
     _tokenizer: tokenizers.Tokenizer
 
     def _set_vocab_size(self) -> None:
@@ -66,7 +67,7 @@ class _RustTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [array("I", encoding.ids) for encoding in encodings]  # a list of Python's integers at a time
 
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]

@@ -42,8 +42,8 @@ class Tokenizer(ABC):
     optional_files: ClassVar[tuple[str, ...]] = ()
     """The names that `files` may have: nothing else is read from a saved tokenizer's folder."""
 
-    has_threads: ClassVar[bool] = False
-    """Whether `encode_batch` runs on threads of its own, as many as RAYON_NUM_THREADS says."""
+    encodes_without_lock: ClassVar[bool] = False
+    """Whether `encode_batch` lets other threads run Python meanwhile."""
 
     vocab_size: int
     eod: int | None
@@ -68,7 +68,7 @@ class Tokenizer(ABC):
         return []
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """`encode` of each text; ids may come as lists or as numpy integer arrays."""
+        """`encode` of each text; ids may come as lists or as arrays of integers."""
         return [self.encode(text) for text in texts]
 
     def encode_marked(

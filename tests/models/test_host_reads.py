@@ -1,0 +1,62 @@
+"""Nothing that a step computes is read by the host: a pass on the meta device, which has no values to read."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megalith.config import OptimConfig, RunConfig
+from megalith.models.encoders.t5 import T5
+from megalith.models.transformer import Transformer
+from megalith.ops import cross_entropy, grouped_gemm
+from megalith.optim import build_optimizer
+from megalith.optim.loss_scale import build_loss_scale
+from megalith.optim.step import optimizer_step
+
+BATCH, SEQ = 2, 16
+TINY = dict(vocab_size=64, max_position_embeddings=SEQ)
+SHAPES = {
+    "gpt": dict(TINY, preset="tiny-gpt"),
+    "llama": dict(TINY, preset="tiny-llama"),
+    "mixtral": dict(TINY, preset="tiny-mixtral"),
+    "mixtral, filled up to a capacity": dict(
+        TINY, preset="tiny-mixtral", moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True
+    ),
+    "deepseek": dict(TINY, preset="tiny-deepseek"),
+    "t5": dict(
+        TINY, preset="t5-base", num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4
+    ),
+}
+
+
+def step(shape: dict, kernel: bool = True) -> None:
+    """Loss, backward pass and update in bf16 with documents, as on a GPU: experts by one kernel."""
+    config = RunConfig.load(None, [f"model.{name}={value}" for name, value in shape.items()]).model
+    with torch.device("meta"):
+        model = (T5 if config.model_type == "t5" else Transformer)(
+            config, compute_dtype=torch.bfloat16, device="meta"
+        )
+        ids, numbers = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
+        given = dict(labels=ids, loss_mask=torch.ones(BATCH, SEQ), sample_numbers=numbers)
+        given |= dict(balance_scale=torch.ones(()), document_ends=torch.zeros(BATCH, 4, dtype=torch.int32))
+        with mock.patch.object(grouped_gemm, "has_kernel", lambda rows, width: kernel):
+            model(ids, **given).backward()
+    optim = OptimConfig(lr=0.1)
+    optimizer_step(
+        build_optimizer(model.named_parameters(), optim), build_loss_scale("fp16", optim, "meta"), 1.0
+    )
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "meta", cross_entropy.CHUNK_ELEMENTS["cuda"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_reads_nothing_of_what_it_computes(shape):
+    step(SHAPES[shape])
+
+
+def test_experts_one_by_one_are_read():
+    with pytest.raises(NotImplementedError, match="no data"):
+        step(SHAPES["mixtral"], kernel=False)
