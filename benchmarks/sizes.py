@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
+from megalith.planner.plan_answer import PlannedLayout
 from megalith.planner.rates import rates_of
-from megalith.planner.search import PlannedLayout, planned, usable_bytes
+from megalith.planner.search import planned, usable_bytes
 
 A100, H100, H200 = "A100-80GB", "H100", "H200"
 OPTIM = {"data_parallel_sharding_strategy": "optim"}

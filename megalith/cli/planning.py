@@ -115,7 +115,8 @@ def run_layouts(args: Arguments) -> int:
 
 
 def run_show(args: Arguments) -> int:
-    from megalith.planner.search import PlanAnswer, planned, usable_bytes
+    from megalith.planner.plan_answer import PlanAnswer
+    from megalith.planner.search import planned, usable_bytes
     from megalith.report.plan_text import GB, figures, layout_details, layout_json
 
     config, rates = _job(args)
@@ -244,7 +245,7 @@ def _write(answer, args: Arguments) -> None:
 
     from megalith.config.run import read_yaml
     from megalith.io import write_file
-    from megalith.planner.search import changed
+    from megalith.planner.plan_answer import changed
 
     best = answer.best[0]
     if Path(args.job).exists():

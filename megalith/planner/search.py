@@ -10,9 +10,7 @@ best few are laid out in full and their pipelines simulated, with stages as uneq
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from megalith.config import RunConfig
@@ -24,130 +22,19 @@ from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
-from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
-from megalith.planner.counts import MetaModel, Throughput, flops_per_token, layers_of, throughput
+from megalith.parallel.pipeline.stages import assign_layers, schedule_kind
+from megalith.planner.candidates import CLEAN, OFFLOADED, PARALLEL, RECOMPUTED, REDUCED, candidates
+from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
+from megalith.planner.plan_answer import PlanAnswer, PlannedLayout
 from megalith.planner.rates import Rates, peak_flops, rates_of
-from megalith.planner.step_time import StepTime, short_schedule, step_time
+from megalith.planner.step_time import short_schedule, step_time
 from megalith.progress import Progress
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
-LARGEST_MICRO_BATCH = 2**16  # tokens
 DEEP = 8  # layers of a stage from which on full recomputation takes least
-SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least
-PARALLEL = "parallel."
-CLEAN = {  # what a search decides
-    PARALLEL + name: value
-    for name, value in {
-        "tensor_model_parallel_size": 1, "sequence_parallel": False, "save_gathered_inputs": True,
-        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-        "microbatch_group_size_per_virtual_pipeline_stage": None, "pipeline_schedule": "1f1b",
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
-        "context_parallel_size": 1, "cp_comm_type": "auto", "hierarchical_context_parallel_sizes": None,
-        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
-        "data_parallel_sharding_strategy": "no_shard", "num_distributed_optimizer_instances": 1,
-        "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": 1,
-        "recompute_modules": ["core_attn"], "distribute_saved_activations": False, "cpu_offloading_num_layers": 0,
-        "tp_comm_overlap": "auto", "fsdp_unsharded_layers": "auto", "symmetric_memory_groups": "auto",
-    }.items()
-}  # fmt: skip
-# From the cheapest on.
-NO_GEMM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]}
-SHARDS = {"save_gathered_inputs": False}  # under SP
-RECOMPUTED: list[dict[str, Any]] = [
-    {},
-    NO_GEMM,
-    SHARDS,
-    NO_GEMM | SHARDS,
-    {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"], **SHARDS},
-    {"recompute_granularity": "full", "recompute_method": "uniform"},
-]
-# What is tried where nothing fits otherwise, in this order.
-OFFLOADED = {"optim.optimizer_cpu_offload": True, "optim.optimizer_offload_fraction": 1.0}
-REDUCED = [{"optim.exp_avg_dtype": dtype, "optim.exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp8")]
-
-
-@dataclass(frozen=True)
-class PlannedLayout:
-    """One layout of a job, with what it takes."""
-
-    config: RunConfig
-    settings: dict[str, Any]
-    """Of CLEAN, those that are not the defaults, with the micro-batch."""
-    world_size: int
-    memory: list[MemoryEstimate]
-    """Of a device of each pipeline rank; in a search of those that may be the fullest."""
-    time: StepTime | None = None
-    """None: not asked, since it does not fit."""
-    speed: Throughput | None = None
-    fits: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """On the fullest device."""
-        return max(each.total for each in self.memory)
-
-    @property
-    def name(self) -> str:
-        """As people write it: `TP8 PP16 DP64, micro-batch 1, optim, full recomputation`."""
-        parallel, train = self.config.parallel, self.config.train
-        sizes = {
-            "TP": parallel.tensor_model_parallel_size,
-            "PP": parallel.pipeline_model_parallel_size,
-            "VP": virtual_size(parallel),
-            "CP": parallel.context_parallel_size,
-            "EP": parallel.expert_model_parallel_size,
-        }
-        dp = data_parallel_size(parallel, self.world_size)
-        words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1] + [f"DP{dp}"]
-        found = [
-            " ".join(words),
-            f"micro-batch {train.micro_batch_size}",
-            parallel.data_parallel_sharding_strategy,
-        ]
-        if parallel.pipeline_schedule != "1f1b":
-            found.append(parallel.pipeline_schedule)
-        if granularity := parallel.recompute_granularity:
-            modules = " + ".join(parallel.recompute_modules) if granularity == "selective" else "full"
-            found.append(f"recomputed: {modules}")
-        if not parallel.save_gathered_inputs:
-            found.append("gathered again")
-        if self.config.optim.reduces_moments:
-            found.append(
-                f"moments in {self.config.optim.exp_avg_dtype} and {self.config.optim.exp_avg_sq_dtype}"
-            )
-        if self.config.optim.optimizer_cpu_offload:
-            found.append("optimizer state on the host")
-        return ", ".join(found)
-
-
-@dataclass
-class PlanAnswer:
-    """What `plan` has found."""
-
-    config: RunConfig
-    gpus: int
-    gpus_per_node: int
-    rates: Rates
-    usable: float
-    """Bytes of a device that a layout may take."""
-    best: list[PlannedLayout] = field(default_factory=list)
-    """By time."""
-    too_large: list[PlannedLayout] = field(default_factory=list)
-    """The nearest to fitting of those that do not fit."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """The trainer's sentences, and how many candidates each refused."""
-    tried: int = 0
-    fitting: int = 0
-
-    def days(self, layout: PlannedLayout, tokens: float) -> float:
-        """For so many tokens, without any interruption."""
-        return tokens / (layout.speed.tokens_per_second_per_device * self.gpus) / 86400
 
 
 def plan(
@@ -223,9 +110,9 @@ class _Search:
 
     def run(self, more: Mapping[str, Any]) -> None:
         """Tries every candidate, with these settings besides."""
-        candidates = [sizes | further for sizes in self._sizes() for further in self._further(sizes)]
-        with Progress("plan", len(candidates), "candidates", show=self.show_progress) as progress:
-            for candidate in candidates:
+        every = list(candidates(self.config, self.world, self.answer.gpus_per_node))
+        with Progress("plan", len(every), "candidates", show=self.show_progress) as progress:
+            for candidate in every:
                 gathers = candidate[PARALLEL + "sequence_parallel"]
                 ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
                 if (chosen := self._chosen(settings := candidate | more)) is not None:
@@ -351,74 +238,6 @@ class _Search:
             for chunks in assign_layers(config.model, parallel)
         ]
 
-    def _sizes(self) -> Iterator[dict[str, Any]]:
-        """Tensor, context, pipeline and expert parallelism whose product divides the job."""
-        model, seq, node = self.config.model, self.config.data.seq_length, self.answer.gpus_per_node
-        experts = model.num_experts
-        for tensor in _divisors(self.world, most=node):
-            for context in _divisors(self.world // tensor, most=max(seq // SHORTEST_SHARD, 1)):
-                if context & (context - 1) or seq % (2 * context * tensor):
-                    continue
-                for pipeline in _divisors(self.world // tensor // context, most=model.num_layers + 2):
-                    stage = self.world // pipeline
-                    for expert in [e for e in _divisors(stage) if experts % e == 0] if experts else [1]:
-                        yield {
-                            PARALLEL + "tensor_model_parallel_size": tensor,
-                            PARALLEL + "sequence_parallel": tensor > 1,
-                            PARALLEL + "context_parallel_size": context,
-                            PARALLEL + "pipeline_model_parallel_size": pipeline,
-                            PARALLEL + "expert_model_parallel_size": expert,
-                        }
-
-    def _further(self, sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Micro-batches, chunks of layers, and what is sharded."""
-        tensor, _, context, pipeline, _ = sizes.values()
-        ranks = self.world // (tensor * pipeline)
-        dp, batch = ranks // context, self.config.train.global_batch_size
-        if batch % dp:
-            return
-        longest = max(LARGEST_MICRO_BATCH * context // self.config.data.seq_length, 1)
-        micros = [2**power for power in range(7) if 2**power <= longest and batch // dp % 2**power == 0]
-        strategies = ["no_shard"] if ranks == 1 else ["optim", "no_shard"]
-        if ranks > 1 and pipeline == 1:
-            strategies += ["optim_grads", "optim_grads_params"]
-        for micro in micros:
-            for split in self._splits(pipeline, batch // dp // micro):
-                for strategy in strategies:
-                    yield {
-                        "train.micro_batch_size": micro,
-                        PARALLEL + "data_parallel_sharding_strategy": strategy,
-                        **{PARALLEL + name: value for name, value in split.items()},
-                    }
-
-    def _splits(self, pipeline: int, micro_batches: int) -> Iterator[dict[str, Any]]:
-        """How the layers are assigned, and the schedule."""
-        if pipeline == 1:
-            yield {}
-            return
-        if micro_batches < pipeline:
-            return
-        layers, found = self.config.model.num_layers, False
-        ends = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-        for counted, accounts in ((0, {}), (2, ends)):
-            if (layers + counted) % pipeline:
-                continue
-            each, found = (layers + counted) // pipeline, True
-            for virtual in _divisors(each, most=10):
-                if virtual == 1:
-                    if not counted or pipeline > 2:  # of two stages either way is the even split
-                        yield accounts
-                    if not counted:
-                        yield {"pipeline_schedule": "zero_bubble"}
-                elif micro_batches % pipeline == 0:
-                    yield accounts | {"virtual_pipeline_model_parallel_size": virtual}
-        if not found:
-            yield {"pipeline_model_parallel_layout": suggested_layout(layers, pipeline)}
-
-
-def _divisors(value: int, most: int | None = None) -> list[int]:
-    return [size for size in range(1, min(value, most or value) + 1) if value % size == 0]
-
 
 def longest_sequence(
     config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8, show_progress: bool = False
@@ -483,13 +302,3 @@ def preset_config(preset: str, gpus: int, seq_length: int | None, global_batch_s
     seq = seq_length or min(config.model.max_position_embeddings or 4096, 8192)
     batch = global_batch_size or max(64, 2 ** (max(gpus // 8, 1) - 1).bit_length())
     return with_batch(config, seq, batch)
-
-
-def changed(layout: PlannedLayout) -> dict[str, dict[str, Any]]:
-    """The settings of a layout that are not the defaults, section → key → value, for a run file."""
-    tree: dict[str, dict[str, Any]] = {}
-    for path, value in layout.settings.items():
-        section, _, name = path.partition(".")
-        if CLEAN.get(path, ...) != value:
-            tree.setdefault(section, {})[name] = value
-    return tree

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith.io import replacing
 from megalith.planner.goodput import Goodput
-from megalith.planner.search import PlanAnswer, PlannedLayout, changed
+from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
 from megalith.planner.step_time import PARTS, caution
 from megalith.report.console import render, si
 from megalith.report.layout_text import MEMORY_HEADINGS, amount, paragraph, plain_table

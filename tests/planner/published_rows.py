@@ -6,19 +6,19 @@ from collections import Counter
 from typing import NamedTuple
 
 from megalith.config import RunConfig
-from megalith.planner import step_time
+from megalith.planner import passes
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
 
-class MegatronCore(step_time._Model):
+class MegatronCore(passes.Passes):
     """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes for dense models: collectives
     of tensor parallelism go in as many steps as there are ranks, and all but the first run beside the GEMM
     (`tp_comm_overlap`); weights are cast to FP8 once a step; wgrads are added up inside their GEMMs. We do neither."""
 
     def _tensor(self, number: int) -> tuple[float, float]:
         forward, backward = super()._tensor(number)
-        exposed = 1 / self.tensor + step_time.BESIDE["copy engine"]
+        exposed = 1 / self.tensor + passes.BESIDE["copy engine"]
         return exposed * forward, exposed * backward
 
     def _weight_casts(self, *args) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def sc21_row(
     return Published(name, A100, gpus, model, (1, batch, 2048), parallel, tera, "TFLOP/s")
 
 
-class OldAttention(step_time._Model):
+class OldAttention(passes.Passes):
     """Attention as Megatron-LM had it in 2021: GEMMs a head, and the matrix of scores in memory between them. A score
     in fp16 is written, masked and normalized (read, written), dropped (read, written, a byte of mask), read: 13 bytes;
     backward 19, where dropout and softmax read their outputs too."""

@@ -19,14 +19,16 @@ from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.planner import passes as passes_module
 from megalith.planner import search as search_module
 from megalith.planner import step_time as step_time_module
 from megalith.planner.calibrate import calibrate
+from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
 from megalith.planner.counts import MetaModel
 from megalith.planner.goodput import SIZES, best_interval, goodput, training_share
 from megalith.planner.layout import build_layout
 from megalith.planner.rates import rates_of, read_rates
-from megalith.planner.search import NO_GEMM, PARALLEL, SHARDS, plan, planned, preset_config
+from megalith.planner.search import plan, planned, preset_config
 from megalith.planner.step_time import step_time
 from megalith.report.layout_text import amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run
@@ -117,8 +119,8 @@ def test_published_rows_on_h100(row, monkeypatch):
     """Within 20 %. The dense FP8 runs as Megatron-Core makes a step, which hides and leaves out what ours does not."""
     if row.name in DENSE_FP8:
         ours = told(row)
-        monkeypatch.setattr(step_time_module, "_Model", MegatronCore)
-        monkeypatch.setattr(step_time_module, "SUMMING", 0)
+        monkeypatch.setattr(step_time_module, "Passes", MegatronCore)
+        monkeypatch.setattr(passes_module, "SUMMING", 0)
         assert ours < told(row)
     assert told(row) == pytest.approx(1, abs=0.2)
 
@@ -147,7 +149,7 @@ def test_with_the_attention_of_its_time_a_decade_of_models_comes_in_the_papers_o
     since attention that is fused takes most from them."""
     ours = sc21_tflops()
     assert ours["1.7B"] > ours["310B"]
-    monkeypatch.setattr(step_time_module, "_Model", OldAttention)
+    monkeypatch.setattr(step_time_module, "Passes", OldAttention)
     found = sc21_tflops()
     published = {row[0]: row[-1] for row in SC21 if row[0] != "7.5B"}
     for slower, faster in itertools.permutations(published, 2):

@@ -1,0 +1,388 @@
+"""How long a rank's forward and backward passes over a micro-batch take, in seconds by part.
+
+A layer's passes are its GEMMs at their shapes, its attention, and the bytes that everything between them reads and
+writes; the sizes come from the model on the meta device. Collectives come on top as far as nothing hides them: those of
+tensor and context parallelism by the bytes of traffic.py, and of what runs beside GEMMs the share that it slows them
+down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the pace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megalith.config import RunConfig
+from megalith.config.rules.expert_rules import expert_data_parallel_size
+from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
+from megalith.hardware import GIGA
+from megalith.ops.delta_rule import CHUNK
+from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
+from megalith.parallel.pipeline.stages import Stage, virtual_size
+from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, makes_mask
+from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
+from megalith.planner.traffic import context_bytes, expert_bytes
+
+# Fitted on the rows of benchmarks/RESULTS.md that tests/planner/measured_rows.py marks so.
+OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
+STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
+BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
+PING_PONG = 0.8  # of the collectives' time, that is left with two halves
+MASKED = 8.6  # times as long as causal attention, where documents or a window need a mask
+WINDOW = (
+    0.3,
+    1.7,
+)  # of causal attention's time, the kernel that takes windows: at once, and by the share of pairs left
+FLASH_DIMS = (64, 128)  # head dims of which flash's kernel, which takes documents and windows, was measured
+DROPPED = 1.5  # the same with attention dropout
+RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
+GATHERED = 5  # times as long, attention of `all_gather`
+EXPERTS = 0.85  # of a dense GEMM's rate
+OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # of a layer on the host, both passes
+GATHERING, REDUCING = 12, 13  # bytes a parameter of FSDP2: casts and copies of an all-gather, of a reduction
+SUMMING = 10  # bytes a parameter that a micro-batch's gradients are added by
+ACTION = 6e-4  # seconds between two passes of a pipeline's rank: transfers begun and awaited
+
+
+class Passes:
+    """The passes of one micro-batch on a rank."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        meta: MetaModel,
+        world_size: int,
+        rates: Rates,
+        gpus_per_node: int,
+        micro_batches: int,
+    ):
+        """`micro_batches`: of a step."""
+        self.config, self.meta, self.rates, self.world = config, meta, rates, world_size
+        self.micro_batches = micro_batches
+        self.model, self.parallel, train = config.model, config.parallel, config.train
+        parallel = config.parallel
+        self.node = min(gpus_per_node, world_size)
+        self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.sequence = self.tensor if parallel.sequence_parallel else 1
+        self.dp = data_parallel_size(parallel, world_size)
+        self.tokens = config.rows_at_once * config.data.seq_length // self.context
+        self.width = COMPUTE_BYTES[train.precision]
+        self.streams = rates.memory * GIGA * STREAMS
+        self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1
+        self.frozen = config.lora.rank is not None
+        chunk = self.model.num_layers / parallel.pipeline_model_parallel_size / virtual_size(parallel)
+        frees = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+        self.freed = max(1 - parallel.unsharded_layers / chunk, 0.0) if frees else 0.0
+        """The share of the layers that FSDP2 gathers for each pass."""
+        self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
+        self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
+        self.masked = makes_mask(config)
+        self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
+
+    def link(self, size: int, stride: int) -> tuple[str, float]:
+        """Of a group of `size` ranks, `stride` apart: the slowest link on its ring, and the bytes/s a rank sends."""
+        inside = bytes_per_second(self.rates, self.rates.wiring.link)
+        if size * stride <= self.node or size == 1:
+            return self.rates.wiring.link, inside
+        near = max(self.node // stride, 1)  # of the group on one node, each with a network card
+        return NETWORK, min(near * bytes_per_second(self.rates, NETWORK), inside)
+
+    def moves(self, kind: str, size: int, stride: int, sent: float) -> float:
+        link, bandwidth = self.link(size, stride)
+        if kind == "copy" and link == NETWORK:
+            kind = "all_gather"
+        return self.rates.moves(kind, link, size, sent, bandwidth)
+
+    # One micro-batch through some layers.
+
+    def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
+        """Forward and backward, seconds by part."""
+        numbers = layers_of(self.model, [chunk])
+        kinds = self.meta.kinds(numbers)
+        key = (*kinds.items(), chunk.embedding, chunk.head)
+        if key not in self._chunks:
+            self._chunks[key] = self._chunk(chunk, numbers, kinds)
+        return self._chunks[key]
+
+    def _chunk(
+        self, chunk: Stage, numbers: Sequence[int], kinds: Counter[int]
+    ) -> tuple[Counter[str], Counter[str]]:
+        forward, backward = Counter(), Counter()
+        recomputed = self._recomputed(len(numbers))
+        there_already = {"data", "attention"} if self.parallel.saves_attention else {"data"}
+        for number, times in kinds.items():
+            there, back = self._layer(number)
+            times = times * share_of_tokens(self.config, number)
+            for name in there | back:
+                forward[name] += times * there[name]
+                again = 0.0 if name in there_already else recomputed  # the backward pass gathers by itself
+                backward[name] += times * (back[name] + again * there[name])
+        forward, backward = (
+            self._host(forward, numbers, 0.45),
+            self._host(backward, numbers, 0.55 + 0.45 * recomputed),
+        )
+        if chunk.embedding:
+            rows = self.tokens * self.model.hidden_size * self.width / self.streams
+            forward["elementwise"] += 2 * rows
+            backward["elementwise"] += 4 * rows
+        if chunk.head:
+            there = self._head()
+            for name, seconds in there.items():
+                forward[name] += seconds
+        if (chunk.embedding or chunk.head) and self.tensor > 1:
+            hidden = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
+            forward["tensor"] += self.moves("all_gather", self.tensor, 1, hidden)
+            backward["tensor"] += self.moves("reduce_scatter", self.tensor, 1, hidden)
+        return forward, backward
+
+    def _recomputed(self, layers: int) -> float:
+        """The share of the forward passes that is made again."""
+        parallel = self.parallel
+        if parallel.recompute_granularity == "full":
+            again = min(parallel.recompute_num_layers, layers) / max(layers, 1)
+            return again if parallel.recompute_method == "block" else 1.0
+        return 0.0
+
+    def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
+        """With what the host is late by."""
+        launch = self.rates.launch * 1e-6
+        experts = sum(number in self.model.expert_layers for number in numbers)
+        kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
+        host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
+        late = Counter(work)
+        late["host"] = max(host - work.total(), 0.0)
+        if self.parallel.pipeline_model_parallel_size > 1:
+            late["host"] += ACTION
+        # Experts' rows are counted on the device, and the host waits for the counts in each layer.
+        late["host"] += 2 * share * 0.5 * launch * OPERATORS["experts"] * experts
+        return late
+
+    def _layer(self, number: int) -> tuple[Counter[str], Counter[str]]:
+        if number not in self._layers:
+            there, back = Counter(), Counter()
+            self._matmuls(number, there, back)
+            self._attention(number, there, back)
+            self._elementwise(number, there, back)
+            self._communication(number, there, back)
+            self._layers[number] = there, back
+        return self._layers[number]
+
+    def _dtype(self, number: int) -> tuple[str, float]:
+        """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
+        train = self.config.train
+        if self.fp8 and is_in_fp8(number, self.config):
+            return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
+        if train.precision == "fp32":
+            peaks = [peak_flops(self.rates, name) for name in ("fp32", "bf16")]
+            return "bf16", peaks[0] / peaks[1] if all(peaks) else 0.07
+        return "bf16", OTHER_RATES.get(train.precision, 1.0)
+
+    def _matmuls(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        dtype, factor = self._dtype(number)
+        selective = self.parallel.recompute_granularity == "selective"
+        again = selective and "mlp" in self.parallel.recompute_modules
+        for rows, columns, experts, style in self.meta.matmuls(number):
+            tokens, rate = self.tokens if style else self.tokens // self.sequence, factor
+            if experts:
+                etp = self.parallel.expert_tensor_parallel_size
+                tokens, rate = self.tokens * self.model.moe_router_topk * etp // self.tensor, factor * EXPERTS
+            one = self.rates.matmul(tokens, columns, rows, dtype, rate)
+            there["GEMMs"] += one
+            back["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
+            if not self.frozen:
+                kind, rate = self._wgrad_dtype(dtype, rate, experts)
+                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, kind, rate)
+            if again and (experts or style == "column") and columns == self.model.hidden_size:
+                is_mlp = rows * self.tensor >= self.model.ffn_size or experts
+                back["GEMMs"] += one if is_mlp else 0.0
+            if dtype == "fp8":
+                self._casts(tokens, rows, columns, experts, style, there, back)
+
+    def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
+        if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
+            return "bf16", EXPERTS if experts else 1.0
+        return dtype, rate
+
+    def _casts(
+        self,
+        tokens: int,
+        rows: int,
+        columns: int,
+        experts: int,
+        style: str | None,
+        there: Counter[str],
+        back: Counter[str],
+    ) -> None:
+        """To FP8: bf16 is read, and once more for its maximum where scales are current; codes are written, and their
+        transpose for the backward pass. Under SP a rank casts its shard of what it gathers, and transposes it later;
+        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose."""
+        scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
+        both, one = (5, 5) if experts else (4 + scan, 3 + scan)
+        gathered, taken = self.sequence > 1 and style == "column", tokens * columns
+        weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
+        here = taken * one / self.sequence if gathered else taken * both
+        there["elementwise"] += (here + weight[0]) / self.streams
+        back["elementwise"] += (
+            tokens * rows * both + (2 * taken if gathered else 0) + weight[1]
+        ) / self.streams
+
+    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
+        """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
+        if casts_weights_once(self.config) and not experts:
+            return weight * both / self.micro_batches, 0
+        if saves_weight_codes(self.config) and not experts:
+            return weight * both, 0
+        return weight * one, weight * one
+
+    def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        model, parallel = self.model, self.parallel
+        seq = self.config.data.seq_length
+        if number in model.linear_attention_layers:
+            return self._delta_rule(there, back)
+        window = min(model.window(number) or seq, seq)
+        heads = model.num_attention_heads / self.tensor
+        values = model.v_head_dim if model.multi_latent_attention else model.head_dim
+        pairs = self.tokens * (2 * window - window**2 / seq) / 2  # of a query and a key, causal
+        flops = 2 * pairs * heads * (model.head_dim + values)
+        rates = self.rates.attends(seq, model.head_dim)
+        slower = DROPPED if model.attention_dropout else 1.0
+        if self.masked and (window < seq or self.config.keeps_documents_apart):
+            slower *= MASKED
+        elif window < seq:  # documents alone take as long as none: fewer pairs, in a slower kernel
+            share = 2 * window / seq - (window / seq) ** 2
+            slower *= WINDOW[0] / share + WINDOW[1]
+        exchange = parallel.cp_exchange if self.context > 1 else ""
+        if exchange == "all_gather":
+            slower *= GATHERED
+        if self.config.train.precision == "fp32":
+            slower *= 8
+        there["attention"] += slower * flops / rates[0]
+        back["attention"] += slower * 2.5 * flops / rates[1]
+        if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
+            back["attention"] += slower * flops / rates[0]
+        if "p2p" in exchange:
+            steps = self.context if exchange == "p2p" else parallel.hierarchical_context_parallel_sizes[1]
+            merged = RING_BYTES * steps / 3 * self.tokens * heads * values / self.streams
+            there["attention"] += merged
+            back["attention"] += 2 * merged
+
+    def _delta_rule(self, there: Counter[str], back: Counter[str]) -> None:
+        """By its bytes: the matmuls are small beside the chunks' matrices, in fp32 and made again for the backward."""
+        model = self.model
+        of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
+        moved = 4 * of_head * model.linear_num_value_heads / self.tensor * self.tokens / self.streams
+        there["attention"] += moved
+        back["attention"] += 3 * moved
+
+    def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        """Bytes of what stands between matmuls: norms with the residual, the activation, heads, rotations, casts."""
+        model, width, parallel = self.model, self.width, self.parallel
+        modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
+        norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
+        heads = model.num_attention_heads / self.tensor * model.head_dim
+        groups = 2 * max(model.query_groups / self.tensor, 1) * model.head_dim
+        qkv = heads + groups
+        rotated = 2 * (heads + groups / 2) if model.position_embedding_type == "rope" else 0
+        forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
+        rows = 1.0
+        for out, _, experts, style in self.meta.matmuls(number):
+            fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
+            if experts or fc1:
+                times = rows * model.moe_router_topk / self.tensor if experts else 1.0
+                into = out / 2 if model.gated else out
+                forward += times * (out + into) / (2 if experts else 1)
+                again = into if "mlp_act" in modules and not experts else 0.0
+                backward += times * (2 * out + into) / (2 if experts else 1) + again
+        if number in model.expert_layers:  # rows to their experts and back
+            moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
+            forward, backward = forward + moved, backward + moved
+        backward += norms if "layernorm" in modules else 0
+        there["elementwise"] += width * self.tokens * forward / self.streams
+        back["elementwise"] += width * self.tokens * backward / self.streams
+        here = self.meta.in_layers([number])
+        own = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
+        if not self.fsdp:
+            there["elementwise"] += (4 + width) * own * (width != 4) / self.streams
+            back["elementwise"] += (0 if self.frozen else SUMMING) * own / self.streams
+        else:
+            self._sharded(own, there, back)
+
+    def _experts_whole(self) -> bool:
+        return expert_data_parallel_size(self.parallel, self.world) == 1
+
+    def _sharded(self, own: float, there: Counter[str], back: Counter[str]) -> None:
+        """What FSDP2 copies of a layer for each micro-batch; what it does once a step is in `once`."""
+        strategy = self.parallel.data_parallel_sharding_strategy
+        if freed := self.freed * own:
+            for work in (there, back):
+                work["elementwise"] += GATHERING * freed / self.streams
+                work["data"] += self._beside("all_gather", 2 * freed)
+        if strategy == "optim":
+            back["elementwise"] += SUMMING * own / self.streams
+        else:
+            back["elementwise"] += REDUCING * own / self.streams
+            exchanged = self.parallel.exchanges_gradients
+            kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
+            back["data"] += self._beside(kind, width * own)
+
+    def _beside(self, kind: str, size: float) -> float:
+        """What a collective over the shards of so many bytes takes of the GEMMs beside it."""
+        shards = shard_size(self.parallel, self.world)
+        return BESIDE["NCCL"] * self.moves(kind, shards, self.tensor, size * (shards - 1) / shards)
+
+    def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        parallel = self.parallel
+        if self.tensor > 1:
+            forward, backward = self._tensor(number)
+            there["tensor"] += forward
+            back["tensor"] += backward
+        if self.context > 1:
+            sent = context_bytes(self.config)
+            kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
+            kind = kind if "a2a" in parallel.cp_exchange else "all_gather"
+            whole = self.moves(kind, self.context, self.tensor, sent)
+            hidden = PING_PONG if parallel.overlaps else 1.0
+            if parallel.cp_exchange == "p2p":
+                hidden = BESIDE["NCCL"]
+            there["context"] += hidden * whole / 3
+            back["context"] += hidden * whole * 2 / 3
+        ep = parallel.expert_model_parallel_size
+        if ep > 1 and number in self.model.expert_layers:
+            whole = self.moves(
+                "all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config)
+            )
+            there["expert"] += whole / 2
+            back["expert"] += whole / 2
+
+    def _tensor(self, number: int) -> tuple[float, float]:
+        """What is waited for of a layer's collectives of tensor parallelism, forward and backward."""
+        parallel = self.parallel
+        part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
+        kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
+        one = self.moves(kind, self.tensor, 1, part)
+        if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
+            gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
+            again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
+            forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
+        else:
+            forward, exposed, beside = 4, 0, 4
+        if parallel.overlaps:
+            return PING_PONG * forward * one, PING_PONG * (exposed + beside) * one
+        return forward * one, (exposed + BESIDE["NCCL"] * beside) * one
+
+    def _head(self) -> Counter[str]:
+        """The output matrix with the loss, which makes its gradients in the forward pass, and the last norm."""
+        model, rows = self.model, -(-self.model.padded_vocab_size // self.tensor)
+        dtype, rate = ("bf16", OTHER_RATES.get(self.config.train.precision, 1.0))
+        if self.config.train.precision == "fp32":
+            rate = self._dtype(0)[1]
+        hidden, work = model.hidden_size, Counter()
+        work["GEMMs"] = self.rates.matmul(self.tokens, hidden, rows, dtype, rate)
+        work["GEMMs"] += self.rates.matmul(self.tokens, rows, hidden, dtype, rate)
+        if not self.frozen:
+            work["GEMMs"] += self.rates.matmul(rows, self.tokens, hidden, dtype, rate)
+        sizes = 2.5 * self.tokens * rows * self.width + 8 * self.tokens * hidden * self.width / self.sequence
+        work["elementwise"] = (sizes + 8 * rows * hidden) / self.streams
+        more = 1 + len(model.further_layers)
+        return Counter({name: more * seconds for name, seconds in work.items()})
