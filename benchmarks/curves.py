@@ -6,6 +6,8 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
     split       the plain path in micro-batches of half the size: the same sums in another order
     compiled, recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of train.py, compiled
+    recomputed  the plain path with every layer computed again in the backward pass
+    bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
     fp8-delayed, …  compiled, with matmuls in FP8; these, plain, fp32 and split from `--seeds` seeds
 
@@ -61,6 +63,16 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "split": {**PLAIN, "micro": 0.5},
     "compiled": {},
     "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
+    "recomputed": {**PLAIN, "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+    "bf16-gradients": {
+        **PLAIN,
+        "processes": 2,
+        "micro": 0.5,
+        "parallel": {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "reduce_scatter_with_fp32_accumulation": True,
+        },
+    },
     "moments-bf16": {**PLAIN, "optim": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "moments-fp8": {**PLAIN, "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}},
     "fp8-delayed": {"train": {"fp8_format": "hybrid"}},
@@ -79,8 +91,8 @@ def main() -> None:
         "--paths",
         nargs="+",
         choices=PATHS,
-        default=[name for name in PATHS if not name.startswith(("moments", "fp8"))],
-        help="of one GPU (plain, fp32 and split always run; moments and fp8 where they are named)",
+        default=["compiled", "recomputing", "fp16"],
+        help="(plain, fp32 and split always run)",
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=12)
