@@ -1,9 +1,9 @@
 """FP8 beside bf16 on one GPU: the matmuls and casts of a layer, alone and in a row: `megalith bench fp8`.
 
 Each matmul of a Llama-3-8B layer is timed in bf16 and as the recipes compute it, with its share of the device's peak;
-the casts of ops/fp8.py in several shapes of tile, in GB/s of what they read and write. Then a layer's linears, each as
-ops/gemm.py's `linear` runs it, forward and backward, casts included. Medians of 5; operands are not zero. The last
-table has both by recipe.
+the casts of ops/fp8/codes.py in several shapes of tile, in GB/s of what they read and write. Then a layer's linears,
+each as ops/gemm.py's `linear` runs it, forward and backward, casts included. Medians of 5; operands are not zero. The
+last table has both by recipe.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megalith.hardware import device_kind
-from megalith.ops import fp8
-from megalith.ops.fp8 import E4M3, E5M2, AmaxTable, BlockGemm, CurrentScaling, DelayedScaling, Fp8Gemm
+from megalith.ops.fp8 import codes as fp8
+from megalith.ops.fp8.codes import E4M3, E5M2
+from megalith.ops.fp8.recipes import AmaxTable, BlockGemm, CurrentScaling, DelayedScaling, Fp8Gemm
 from megalith.ops.gemm import GEMM, Gemm, linear
 from megalith.ops.kernels import fp8_kernels
 

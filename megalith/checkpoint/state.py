@@ -28,7 +28,7 @@ from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
-from megalith.ops.fp8 import AmaxTable
+from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE

@@ -7,7 +7,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, layers_of
-from megalith.ops.fp8 import AmaxTable
+from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.expert.expert_parallel import apply_expert

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.comm.collectives import Axis, gather_json
-from megalith.ops.fp8 import GRADIENT, INPUT, WEIGHT
+from megalith.ops.fp8.codes import GRADIENT, INPUT, WEIGHT
 from megalith.ops.gemm import Gemm, Operand
 
 KINDS = ("input", "weight", "gradient")  # by INPUT, WEIGHT, GRADIENT

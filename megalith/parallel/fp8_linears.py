@@ -17,7 +17,7 @@ from megalith.config import RunConfig
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import Transformer, layers_of
-from megalith.ops.fp8 import (
+from megalith.ops.fp8.recipes import (
     AmaxTable,
     BlockGemm,
     CurrentScaling,

@@ -28,7 +28,7 @@ from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import run_eagerly
-from megalith.ops.fp8 import AmaxTable
+from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.optimizer import Placement
 from megalith.parallel.apply import apply
 from megalith.parallel.context.context_parallel import shard_batch, unshard_alike

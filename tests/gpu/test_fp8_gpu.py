@@ -7,10 +7,9 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.ops import fp8
-from megalith.ops.fp8 import (
-    E4M3,
-    E5M2,
+from megalith.ops.fp8 import codes as fp8
+from megalith.ops.fp8.codes import E4M3, E5M2
+from megalith.ops.fp8.recipes import (
     AmaxTable,
     BlockGemm,
     CurrentScaling,

@@ -13,19 +13,9 @@ from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.ops import fp8
-from megalith.ops.fp8 import (
-    E4M3,
-    E5M2,
-    GRADIENT,
-    INPUT,
-    WEIGHT,
-    AmaxTable,
-    BlockGemm,
-    CurrentScaling,
-    DelayedScaling,
-    Fp8Gemm,
-)
+from megalith.ops.fp8 import codes as fp8
+from megalith.ops.fp8.codes import E4M3, E5M2, GRADIENT, INPUT, WEIGHT
+from megalith.ops.fp8.recipes import AmaxTable, BlockGemm, CurrentScaling, DelayedScaling, Fp8Gemm
 from megalith.ops.gemm import GEMM, Gemm, linear
 from megalith.parallel.seams import plug
 

@@ -10,7 +10,7 @@ from parity_cases import LATENT, run_config
 from torch import Tensor
 
 from megalith.config import RunConfig
-from megalith.ops.fp8 import AmaxTable
+from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.fp8_counts import KINDS
 from megalith.parity.job import Outcome, run_job, start
 

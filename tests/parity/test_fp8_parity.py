@@ -23,8 +23,9 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
-from megalith.ops import fp8
-from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
+from megalith.ops.fp8 import recipes
+from megalith.ops.fp8.codes import E4M3, WEIGHT, codes_of
+from megalith.ops.fp8.recipes import AmaxTable, CurrentScaling, DelayedScaling
 from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules, step_codes
 from megalith.parallel.memory import activation_offload
@@ -245,10 +246,12 @@ def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind, monkeypatch
 
         return count
 
-    monkeypatch.setattr(fp8, "cast_blocks", counted(fp8.cast_blocks, lambda x, row, column, tiles: tiles))
-    for scaling in (fp8.CurrentScaling, fp8.DelayedScaling):
+    monkeypatch.setattr(
+        recipes, "cast_blocks", counted(recipes.cast_blocks, lambda x, row, column, tiles: tiles)
+    )
+    for scaling in (CurrentScaling, DelayedScaling):
         monkeypatch.setattr(
-            scaling, "codes", counted(scaling.codes, lambda self, kind, *rest: kind == fp8.WEIGHT)
+            scaling, "codes", counted(scaling.codes, lambda self, kind, *rest: kind == WEIGHT)
         )
     found = {}
     for once in (True, False):

@@ -137,7 +137,7 @@ _launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
 def cast(
     x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """As ops.fp8.cast: codes of x [m, n] and their transpose [n, m], |x|'s maximum added to `seen`."""
+    """As ops.fp8.codes.cast: codes of x [m, n] and their transpose [n, m], |x|'s maximum added to `seen`."""
     if by_column and x.dtype == torch.float32:
         codes, none = cast(x, scale, seen, dtype, True, False)
         return codes if by_row else none, transpose(codes)
@@ -187,7 +187,7 @@ def transpose(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ops.fp8.cast_blocks; rows that fill no block are taken where there are codes by row alone."""
+    """As ops.fp8.codes.cast_blocks; rows that fill no block are taken where there are codes by row alone."""
     dtype, (rows, columns), size = torch.float8_e4m3fn, x.shape, BLOCK.value
     if rows % size:
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % size))

@@ -17,9 +17,6 @@ otherwise move all codes of the tensor; so it moves none, but where it crosses a
 
 A clamp hides infinities, so an amax that is not finite becomes a scale of NaN (tensorwise, blockwise), or makes the
 step one that is skipped (delayed), which records nothing.
-
-A CPU has no FP8 matmul of use: there codes are multiplied in fp64, where sums of products of two e4m3 numbers are exact
-in any order up to 2¹⁷ terms. It is the reference of what a GPU computes.
 """
 
 from __future__ import annotations
@@ -28,207 +25,28 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad
-from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
+from megalith.ops.fp8.codes import (
+    E4M3,
+    FORMATS,
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    amax,
+    block_matmul,
+    cast,
+    cast_blocks,
+    codes_of,
+    inverse_of,
+    power_of_two,
+    scale_of,
+    scaled_matmul,
+    transposed,
+)
 from megalith.ops.gemm import Gemm, Operand
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}  # of inputs, weights and gradients
-INPUT, WEIGHT, GRADIENT = 0, 1, 2
-BLOCK = 128
-LARGEST_SCALE = torch.finfo(torch.float32).max
-EXPONENT_BITS = 0x7F800000  # of a float32
-
-
-def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """largest / amax / 2^margin in fp32, divided once: 1 for an amax of 0, NaN for one that is not finite."""
-    scale = (LARGEST[dtype] / amax.double() / 2**margin).clamp(max=LARGEST_SCALE).float()
-    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
-
-
-def power_of_two(scale: Tensor) -> Tensor:
-    """A positive scale in fp32 that is not subnormal, rounded down to a power of two; NaN stays."""
-    power = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
-    return torch.where(scale.isfinite(), power, scale)
-
-
-def inverse_of(scale: Tensor) -> Tensor:
-    return (1 / scale.double()).float()
-
-
-def codes_of(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """round(x · scale) in an FP8 dtype, clamped first: casts of torch differ on what is too large."""
-    largest = LARGEST[dtype]
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
-
-
-def scaled_matmul(
-    a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, fast: bool = False
-) -> Tensor:
-    """a · bᵀ + bias of codes a [m, k] and b [n, k] with their inverses, contiguous along k → [m, n].
-
-    On a CPU computed in fp64. `fast`: Hopper adds up with about 14 bits all the way, and not only 128 numbers long.
-    """
-    (left, left_inverse), (right, right_inverse) = a, b
-    if left.is_cuda:
-        inside = bias if dtype != torch.float32 else None
-        y = torch._scaled_mm(
-            left, right.t(), left_inverse, right_inverse, bias=inside, out_dtype=dtype, use_fast_accum=fast
-        )
-        bias = None if inside is not None else bias
-    else:
-        y = (left.double() @ right.double().T * (left_inverse.double() * right_inverse.double())).to(dtype)
-    return y if bias is None else y + bias
-
-
-def transposed(operand: Operand) -> Operand:
-    """Codes [m, n] → [n, m], contiguous; without a copy where they were written by column."""
-    codes, *inverse = operand
-    return codes.t() if codes.t().is_contiguous() else transpose(codes), *inverse
-
-
-@torch.library.custom_op("megalith::fp8_cast", mutates_args=())
-def cast(
-    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
-) -> tuple[Tensor, Tensor]:
-    """codes_of(x, scale) [m, n] and their transpose, contiguous [n, m], each empty unless asked for; |x|'s maximum is
-    added to `seen`, float32 scalar.
-
-    autograd is not told that `seen` changes: it is no part of what it computes, and a maximum that is taken twice, as
-    where a layer is recomputed, is the same.
-    """
-    if seen is not None:
-        with torch.autograd._unsafe_preserve_version_counter(seen):
-            seen.copy_(torch.maximum(seen, x.abs().amax().float()))
-    codes, none = codes_of(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
-    return (codes if by_row else none), (_turned(codes) if by_column else none.clone())
-
-
-def _turned(x: Tensor) -> Tensor:
-    """x [m, n] → [n, m] in memory of its own, which an operator's results must have even where m or n is 1."""
-    return x.t().clone(memory_format=torch.contiguous_format)
-
-
-@cast.register_fake
-def _(x: Tensor, scale: Tensor, seen, dtype, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    shapes = x.shape if by_row else (0,), x.shape[::-1] if by_column else (0,)
-    return tuple(x.new_empty(shape, dtype=dtype) for shape in shapes)
-
-
-@torch.library.custom_op("megalith::fp8_amax", mutates_args=())
-def amax(x: Tensor) -> Tensor:
-    """The maximum of |x|: float32 scalar."""
-    return x.abs().amax().float()
-
-
-@amax.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-@torch.library.custom_op("megalith::fp8_transpose", mutates_args=())
-def transpose(codes: Tensor) -> Tensor:
-    """Codes [m, n] → [n, m], contiguous."""
-    return _turned(codes)
-
-
-@transpose.register_fake
-def _(codes: Tensor) -> Tensor:
-    return codes.new_empty(codes.shape[::-1])
-
-
-@torch.library.custom_op("megalith::fp8_cast_blocks", mutates_args=())
-def cast_blocks(
-    x: Tensor, by_row: bool, by_column: bool, tiles: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """e4m3 codes of x [m, n] and of its transpose [n, m], each with its inverses, and each empty unless asked for.
-
-    Blocks are 1 × 128 and 128 × 1, whose inverses are [n / 128, m] and [m / 128, n]; or `tiles` of 128 × 128, with one
-    [m / 128, n / 128] for both.
-    """
-    none = x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
-    if tiles:
-        codes, inverse = _block_codes(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
-        codes = codes.flatten(2).flatten(0, 1)
-        return codes, inverse, _turned(codes) if by_column else none[0], none[1]
-    found = []
-    for asked, dim in ((by_row, 1), (by_column, 0)):
-        codes, inverse = _block_codes(x.unflatten(dim, (-1, BLOCK)), (dim + 1,)) if asked else none
-        if asked:
-            codes = codes.flatten(dim, dim + 1)
-            codes, inverse = (codes, inverse.t()) if dim == 1 else (codes.t(), inverse)
-        found += [codes.contiguous(), inverse.contiguous()]
-    return tuple(each.clone() if not each.numel() else each for each in found)
-
-
-@cast_blocks.register_fake
-def _(x: Tensor, by_row: bool, by_column: bool, tiles: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, n), none = x.shape, (0,)
-    codes = [
-        x.new_empty(shape, dtype=E4M3)
-        for shape in ((m, n) if by_row else none, (n, m) if by_column else none)
-    ]
-    if tiles:
-        shapes = (m // BLOCK, n // BLOCK), none
-    else:
-        shapes = (n // BLOCK, m) if by_row else none, (m // BLOCK, n) if by_column else none
-    inverses = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    return codes[0], inverses[0], codes[1], inverses[1]
-
-
-@torch.library.custom_op("megalith::fp8_block_matmul", mutates_args=())
-def block_matmul(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
-) -> Tensor:
-    """a · bᵀ of e4m3 codes a [m, k] and b [n, k], contiguous along k → [m, n]. Inverses are [m, k / 128] and
-    [n, k / 128], or of `tiles` of b [n / 128, k / 128]."""
-    over = b_inverse.double().repeat_interleave(BLOCK, 0) if tiles else b_inverse.double()
-    a, b = (
-        codes.double().unflatten(1, (-1, BLOCK)) * inverse.double()[..., None]
-        for codes, inverse in ((a, a_inverse), (b, over))
-    )
-    return (a.flatten(1) @ b.flatten(1).T).to(dtype)
-
-
-@block_matmul.register_fake
-def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype) -> Tensor:
-    return a.new_empty(len(a), len(b), dtype=dtype)
-
-
-@block_matmul.register_kernel("cuda")
-def block_matmul_on_gpu(
-    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
-) -> Tensor:
-    """As block_matmul, with scales where cuBLAS looks for them."""
-    blocks, rows = F.ScalingType, len(a)
-    if tiles:  # in memory the blocks along k are a multiple of 4
-        b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()
-        kind = blocks.BlockWise128x128
-    else:
-        b_inverse, kind = _first_fastest(b_inverse), blocks.BlockWise1x128
-    if rows % BLOCK:  # of a prompt, not of training
-        more = (0, 0, 0, -rows % BLOCK)
-        a, a_inverse = F.pad(a.view(torch.uint8), more).view(a.dtype), F.pad(a_inverse, more)
-    a_inverse = _first_fastest(a_inverse)
-    y = F.scaled_mm(a, b.t(), a_inverse, blocks.BlockWise1x128, b_inverse, kind, output_dtype=dtype)
-    return y[:rows]
-
-
-def _first_fastest(x: Tensor) -> Tensor:
-    """The same numbers [m, n], dimension 0 contiguous in memory."""
-    return x.t().contiguous().t()
-
-
-if kernels.AVAILABLE:
-    cast.register_kernel("cuda")(kernels.fp8_kernels.cast)
-    amax.register_kernel("cuda")(kernels.fp8_kernels.amax)
-    transpose.register_kernel("cuda")(kernels.fp8_kernels.transpose)
-    cast_blocks.register_kernel("cuda")(kernels.fp8_kernels.cast_blocks)
 
 
 class AmaxTable:
@@ -470,13 +288,6 @@ def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
     tokens × 1, which are the rows that travel together: codes [tokens, k], inverses [tokens / 128, k]."""
     codes, inverse, codes_t, inverse_t = cast_blocks(x, True, by_column, False)
     return (codes, inverse.t()), (codes_t.t(), inverse_t) if by_column else ()
-
-
-def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
-    """Codes of blocks along `dims`, and their inverses."""
-    scale = scale_of(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
-    scale = power_of_two(scale)
-    return codes_of(blocks, scale, E4M3), inverse_of(scale).squeeze(dims)
 
 
 class Fp8GroupedGemm(GroupedGemm):

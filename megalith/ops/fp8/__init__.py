@@ -1,0 +1,1 @@
+"""FP8 matmuls, and what they are made of."""
