@@ -39,7 +39,7 @@ from megalith.models.transformer import TransformerLayer
 from megalith.models.transformer import layers_of as layers_in
 from megalith.parallel.expert.expert_parallel import CUTS
 from megalith.parallel.pipeline.stages import Stage, split_stages
-from megalith.parallel.tensor.tensor_parallel import role_of
+from megalith.parallel.tensor.roles import role_of
 
 FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
 MULTIPLY_ADD = 2  # FLOPs

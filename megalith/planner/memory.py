@@ -38,7 +38,7 @@ from megalith.ops.cross_entropy import tokens_at_once
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
-from megalith.parallel.tensor.tensor_parallel import role_of
+from megalith.parallel.tensor.roles import role_of
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 
 MASTER_BYTES = 4  # fp32 weights

@@ -19,15 +19,8 @@ from megalith.models.linear import Linear
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.parallel.seams import plug, replace_parameter
-from megalith.parallel.tensor.tensor_parallel import (
-    COLUMNS,
-    ROWS,
-    WHOLE,
-    Role,
-    TensorParallel,
-    VocabParallel,
-    place,
-)
+from megalith.parallel.tensor.roles import COLUMNS, ROWS, WHOLE, Role
+from megalith.parallel.tensor.tensor_parallel import TensorParallel, VocabParallel, place
 
 
 class _ShardedLinear(Linear):

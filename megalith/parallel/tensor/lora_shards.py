@@ -20,7 +20,8 @@ from megalith.models.adapters import QKVAdapter, adapters
 from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
-from megalith.parallel.tensor.tensor_parallel import ROLES, TensorParallel
+from megalith.parallel.tensor.roles import ROLES
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 class SharedRows:
