@@ -328,6 +328,7 @@ OF_SGLANG = {
         "failed at POST .*: no group",
     ),
     "no sizes": (sets(sizes={"tp_size": "two"}), "says sizes of .*is it an SGLang server"),
+    "stages": (sets(sizes={"pp_size": 2}), "has pp_size 2 and dp_size 1, but SGLang numbers its workers"),
 }
 SYNCS = [("vllm 0.24", fault) for fault in BAD_SYNCS | OF_VLLM]
 SYNCS += [

@@ -87,14 +87,17 @@ def train_command(words: list[str]) -> int:
         return _launch(Machines(1, 0, own.nproc), command, own.config, overrides)
     from megalith.dialects.oumi.oumi_run import open_run, train_run, with_bin
     from megalith.launch.launcher import this_process
-    from megalith.launch.stops import exit_code
+    from megalith.launch.stops import EXIT_CODES, exit_code
 
     process = this_process()
     asked = translate_oumi(read_configuration(own.config, overrides), process.world_size)
     opened = open_run(asked, process.world_size)
     if process.is_first:
         _print_notes(opened.notes)
-    return exit_code(train_run(with_bin(opened) if own.format == "bin" else opened).ended)
+    ended = train_run(with_bin(opened) if own.format == "bin" else opened).ended
+    if process.is_first and EXIT_CODES[ended]:
+        _print_notes(["the same command with --training.try_resume_from_last_checkpoint=True goes on"])
+    return exit_code(ended)
 
 
 def _file_option(parser: OumiOptions) -> None:

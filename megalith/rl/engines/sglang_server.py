@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import TrainingError
+from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.launch.meeting import hold_store
 from megalith.rl.engines.deadline import Deadline
@@ -33,7 +33,7 @@ class SglangServer(EngineServer):
             sizes[2] = 1  # its replicas are ranks of the tensor-parallel axis
         if not all(type(size) is int for size in sizes):
             raise TrainingError(f"{self.http} says sizes of {sizes} at /server_info; is it an SGLang server?")
-        return {"workers": sizes[0] * sizes[1] * sizes[2]}
+        return {"workers": sizes[0] * sizes[1] * sizes[2], "sizes": sizes}
 
     def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
         """The first of these that the server has."""
@@ -97,6 +97,13 @@ class SglangServer(EngineServer):
         return meeting, lambda: TorchGroup(backend, store, name, size, timeout)
 
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
+        _, pp, dp = self.facts["sizes"]
+        if pp > 1 or dp > 1:
+            raise ConfigError(
+                f"{self.http} has pp_size {pp} and dp_size {dp}, but SGLang numbers its workers in a group of weights "
+                "by the tensor-parallel rank alone; start one server a replica, without pipeline stages "
+                "(rl.engine_url takes several), or set rl.weight_sync_method to checkpoint"
+            )
         address, port, backend, self._group = meeting
         body = {
             "master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size,
