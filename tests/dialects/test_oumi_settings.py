@@ -289,6 +289,8 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
     assert all(isinstance(row, Assigns | Read | Idle | Only) for row in ALL.values())
     assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_objective.KNOWN_REWARDS
     assert said_in_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
+    said = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
+    assert said_in_keys("set rl.engine own, or rl.engine_url") == said
 
 
 BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default is ours where it is left out

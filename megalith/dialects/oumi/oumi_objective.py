@@ -95,6 +95,8 @@ KEY_OF = {  # settings that are decided here → the key that a reader of their 
     "rl.max_completion_length": "training.grpo.max_completion_length",
     "rl.beta": "megatron.grpo_config.kl_beta",
     "rl.packing": "megatron.enable_sequence_packing",
+    "rl.engine": "training.trainer_kwargs.engine",
+    "rl.max_staleness": "training.trainer_kwargs.max_staleness (megatron.vllm_weight_sync_interval - 1)",
     "lora.targets": "peft.lora_target_modules",
     "lora.rank": "peft.lora_r",
 }

@@ -399,9 +399,11 @@ NAME = re.compile(
 
 def said_in_keys(text: str) -> str:
     """`text` with keys of Oumi's in the place of the settings that they set."""
+    kwargs = oumi_objective.KWARGS["grpo"].items()
     names = (
-        oumi_objective.KEY_OF
+        {path: f"training.trainer_kwargs.{name}" for name, path in kwargs if path}
         | ENGINE_KEYS
+        | oumi_objective.KEY_OF
         | {row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Assigns)}
     )
     names |= {path.partition(".")[2]: key for path, key in names.items() if "_" in path.partition(".")[2]}
