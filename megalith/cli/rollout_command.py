@@ -157,6 +157,7 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     import torch
 
     from megalith.generation.static_cache import empty_cache
+    from megalith.report.summary import size_text
     from megalith.rl.engines.rollout_engine import engine_sizes
     from megalith.training.build import COMPUTE_DTYPES
 
@@ -166,8 +167,8 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     cache = empty_cache(config.model, rows, tokens, groups, torch.device("meta"), dtype).nbytes
     weights = sum(stage.parameters for stage in layout.stages) * dtype.itemsize / tp
     return (
-        f"{rows:,} rows of {tokens:,} tokens on a rank: {cache / 1e9:.4f} GB of keys and values while it generates, "
-        f"{weights / 1e9:.4f} GB of weights"
+        f"{rows:,} rows of {tokens:,} tokens on a rank: {size_text(cache)} of keys and values while it generates, "
+        f"{size_text(weights)} of weights"
     )
 
 

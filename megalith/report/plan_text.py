@@ -13,7 +13,7 @@ from megalith.planner.goodput import Goodput
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
 from megalith.planner.step_time import PARTS, caution
 from megalith.report.console import render, si
-from megalith.report.layout_text import MEMORY_HEADINGS, amount, paragraph, plain_table
+from megalith.report.layout_text import MEMORY_HEADINGS, amount, memory_unit, paragraph, plain_table
 
 GB = 1e9
 COLOURS = (
@@ -85,12 +85,13 @@ def figures(layout: PlannedLayout) -> list[str]:
 
 def layout_details(layout: PlannedLayout) -> str:
     """Where a layout's time and memory go."""
-    memory = plain_table("stage", *MEMORY_HEADINGS.values(), "total GB", left=1)
+    unit, size = memory_unit(stage.total for stage in layout.memory)
+    memory = plain_table("stage", *MEMORY_HEADINGS.values(), f"total {unit}", left=1)
     for number, stage in enumerate(layout.memory):
         memory.add_row(
             str(number),
-            *(amount(getattr(stage, part), GB) for part in MEMORY_HEADINGS),
-            amount(stage.total, GB),
+            *(amount(getattr(stage, part), size) for part in MEMORY_HEADINGS),
+            amount(stage.total, size),
         )
     shares = ", ".join(
         f"{name} {layout.time.parts[name] / layout.time.seconds:.1%}"
