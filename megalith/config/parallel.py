@@ -67,7 +67,8 @@ class ParallelConfig(Section):
         Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
     ] = "auto"
     """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels; auto: a2a
-    among the devices of one host where its heads divide, a ring else and between hosts."""
+    among the devices of one host where its heads divide, a ring else and between hosts; of an encoder-decoder a2a, its
+    one way."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,

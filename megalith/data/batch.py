@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -41,6 +41,8 @@ class Batch:
 
     of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids")
     """Those with a value for each token, [batch, seq]: what context parallelism cuts."""
+    of_encoder_tokens: ClassVar[Sequence[str]] = ()
+    """The same of another sequence, which an encoder reads; then there is a field `encoder_places`."""
 
     input_ids: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token
@@ -63,8 +65,8 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> Batch:
-        values = (getattr(self, field.name) for field in fields(self))
-        return type(self)(*(None if value is None else change(value) for value in values))
+        values = {field.name: self[field.name] for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
 
 
 def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:

@@ -13,8 +13,9 @@ tensors of them. The decoder reads its labels one place later, behind a token th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, takewhile
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ BEGIN = 0  # what the mock decoder's sequences begin with, and what fills up
 class T5Batch(Batch):
     """One micro-batch of an encoder-decoder: `input_ids`, `labels` and `loss_mask` are the decoder's, [batch, seq]."""
 
+    of_encoder_tokens: ClassVar[Sequence[str]] = ("encoder_input_ids",)
+
     encoder_input_ids: Tensor  # int64 [batch, encoder seq]
     encoder_padding_mask: (
         Tensor | None
@@ -47,6 +50,9 @@ class T5Batch(Batch):
     encoder_document_ends: (
         Tensor | None
     )  # int32 [batch, 2]: where what is real ends, and what fills up behind it; None: nothing does
+    encoder_places: Tensor | None = field(
+        default=None, kw_only=True
+    )  # int64 [encoder seq]: each token's in the whole sequence; None: 0, 1, …
 
 
 def pair_dtype(encoder_length: int, length: int) -> np.dtype:

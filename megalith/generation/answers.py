@@ -122,5 +122,5 @@ def _hidden(model: T5, tokens: Tensor, place: int, encoded: Encoded, cache: Grow
         context.rotary = rotary_tables(model.config, position_ids, place + 1)
     if model.relative_attention_bias is not None:
         before = torch.arange(place + 1, device=tokens.device)
-        context.bias = model.relative_attention_bias(before)[:, :, -1:]
+        context.bias = model.relative_attention_bias(before, context.layout)[:, :, -1:]
     return Stack.forward(model, model.embed(tokens[:, None], context), context)

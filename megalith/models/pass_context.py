@@ -45,10 +45,10 @@ class Context:
     rotary: Tables | None = None
     rotary_local: Tables | None = None  # of layers with a window, where they have a base of their own
     mask: Tensor | None = (
-        None  # bool [batch, 1, queries, keys], True where a query may look; None: as `causal` says
+        None  # bool [batch, 1, queries, keys], True where a query may look, of whole sequences; None: as `causal` says
     )
     bias: Tensor | None = (
-        None  # float32 [1, heads here, queries, keys], added to self-attention's scores: relative positions
+        None  # float32 [1, heads, queries, keys] of the scores here, added to self-attention's: relative positions
     )
     documents: Tensor | None = (
         None  # int32 [batch, documents] (ops/documents.py), of whole sequences everywhere

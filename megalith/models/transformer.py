@@ -213,7 +213,8 @@ class Stack(nn.Module):
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         document_ends: Tensor
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
-        padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
+        padding_mask: Tensor
+        | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
     ) -> Context:
         """What the layers need to know of these tokens.
@@ -233,15 +234,16 @@ class Stack(nn.Module):
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
         if self.relative_attention_bias is not None and self.layers:  # a pipeline stage may have none
-            context.bias = self.relative_attention_bias(places)
+            context.bias = self.relative_attention_bias(places, layout)
         if self.config.num_experts:
             numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
             context.numbers = self.shard_tokens(numbers, layout).flatten()
         if padding_mask is not None:
-            numbers = (
-                torch.zeros_like(input_ids) if document_ends is None else document_ids(document_ends, seq)
-            )
-            numbers = numbers.masked_fill(~padding_mask, PADDING)
+            numbers = padding_mask.long() - 1  # PADDING, and document 0
+            if document_ends is not None:
+                numbers = document_ids(document_ends, padding_mask.shape[1]).masked_fill(
+                    ~padding_mask, PADDING
+                )
             context.mask = mask_of_ids(numbers, numbers, self.causal)
         elif document_ends is not None:
             context.documents = prepared(document_ends)
@@ -343,7 +345,8 @@ class Transformer(Stack):
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         document_ends: Tensor
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
-        padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
+        padding_mask: Tensor
+        | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
         balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none

@@ -16,7 +16,7 @@ from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
 from megalith.models.encoders.bert import Bert
 from megalith.models.linear import MLP, Linear
-from megalith.models.mixers.attention import Attention
+from megalith.models.mixers.attention import Attention, RelativeBias
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
@@ -71,6 +71,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "core": "attention of queries over keys and values, as ops.attention_core.attention",
         "heads": "which query heads are here: Heads",
     },
+    RelativeBias: {"scores": "of which heads and places: (weight [buckets, heads], places, layout) → both"},
     LatentAttention: {"gather": "what every rank's heads use alike, of all tokens: (x, context) → x"},
     HeadsNorm: {"total": "the sum over the ranks' heads: (squares) → squares"},
     Runnable: {"runner": "how a part of a layer is run: (method, *args) → its result"},

@@ -314,15 +314,15 @@ def saved_activations(
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
-    if parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange:
-        attention += query  # and the output as the all-to-all gives it to the next matrix
+    exchanged = query if parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange else 0
+    attention += exchanged  # and the output as the all-to-all gives it to the next matrix
     if code is not None:
         attention += code * query
     if number in model.linear_attention_layers:
         attention = _of_delta_net(model) / tensor
     if saved_of_encoded(meta, number):  # cross-attention's norm, queries and output
         norm_inputs, norm_outputs = 1.5 * norm_inputs, 1.5 * norm_outputs
-        attention += 2 * query
+        attention += 2 * query + exchanged
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:

@@ -338,7 +338,7 @@ class Passes:
             there["tensor"] += forward
             back["tensor"] += backward
         if self.context > 1:
-            sent = context_bytes(self.config)
+            sent = context_bytes(self.config, number) / share_of_tokens(self.config, number)
             kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
             kind = kind if "a2a" in parallel.cp_exchange else "all_gather"
             whole = self.moves(kind, self.context, self.tensor, sent)

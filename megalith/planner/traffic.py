@@ -48,8 +48,8 @@ def transfers(
         sent = max(tensor_bytes(config, chunks) for chunks in stages) * micro_batches
         found.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
     if (size := parallel.context_parallel_size) > 1:
-        layers = max(sum(len(chunk.layers) for chunk in chunks) for chunks in stages)
-        sent = layers * micro_batches * context_bytes(config)
+        held = [[number for chunk in chunks for number in chunk.layers] for chunks in stages]
+        sent = micro_batches * max(sum(context_bytes(config, number) for number in layers) for layers in held)
         found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.cp_exchange]))
     if (size := parallel.pipeline_model_parallel_size) > 1:
         most = max(_neighbours(chunks, last=size * len(chunks) - 1, ranks=size) for chunks in stages)
@@ -101,8 +101,9 @@ def _exchanges(config: RunConfig, number: int) -> float:
     return 1.25 * share + 0.25 if 0 < config.model.encoder_layers <= number else share
 
 
-def context_bytes(config: RunConfig) -> int:
-    """Sent by a rank for a layer and a micro-batch, forward and backward."""
+def context_bytes(config: RunConfig, number: int) -> int:
+    """Sent by a rank for layer `number` and a micro-batch, forward and backward. Cross-attention has queries of the
+    decoder's tokens, and keys and values of the encoder's."""
     model, parallel = config.model, config.parallel
     size, kind = parallel.context_parallel_size, parallel.cp_exchange
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
@@ -113,7 +114,10 @@ def context_bytes(config: RunConfig) -> int:
         kind, (1, size)
     )
     groups = math.lcm(groups, exchange) if exchange > 1 else groups
-    exchanged = 2 * (exchange - 1) * 2 * head * (heads + groups) * width // exchange  # forward and backward
+    share, crosses = share_of_tokens(config, number), 0 < model.encoder_layers <= number
+    queried, kept = share * (1 + crosses), share + crosses  # queries with outputs, keys with values
+    sent = 2 * head * (heads * queried + groups * kept)
+    exchanged = int(2 * (exchange - 1) * sent * width) // exchange  # forward and backward
     return exchanged + (ring - 1) * 2 * head * groups * (2 * width + FP32)
 
 

@@ -4,8 +4,10 @@ import re
 
 import pytest
 
-from megalith.config import ModelConfig, ParallelConfig
+from megalith.config import ModelConfig, ParallelConfig, RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.parallel_rules import check_context
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=1, hidden_size=48, num_attention_heads=12, num_query_groups=2)
@@ -49,6 +51,33 @@ def test_heads_that_cannot_be_exchanged():
     assert "among 8 ranks" in message and "1, 2, 3, 4, 6, 12" in message
     message = refusal(context_parallel_size=4, cp_comm_type="a2a", tensor_model_parallel_size=2)
     assert "do not divide the 6" in message and "tensor_model_parallel_size 2" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"parallel.cp_comm_type": "p2p"}, "cp_comm_type p2p is for a sequence that .* set it to a2a"),
+        (
+            {"data.decoder_seq_length": 10},
+            "decoder_seq_length 10 cannot be cut .* 8 or 12, or a context size of 1",
+        ),
+        ({"model.num_attention_heads": 3}, r"do not divide the 3 .* choose among 1, 3$"),
+        ({}, ""),
+        ({"parallel.cp_comm_type": "a2a"}, ""),
+    ],
+)
+def test_an_encoder_decoder_exchanges_heads_and_both_of_its_sequences_are_cut(settings, words):
+    model = dict(model_type="t5", num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=50)
+    tree = {"model": model, "data": {"mock": True, "seq_length": 16, "decoder_seq_length": 12},
+            "train": {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 1}, "optim": {"lr": 1e-3},
+            "parallel": {"context_parallel_size": 2}}  # fmt: skip
+    config = RunConfig.from_tree(tree).with_settings(settings)
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            check_training(config, 2)
+    else:
+        check_training(config, 2)
+        assert with_fastest(config, Machine(ranks_per_host=1))[0].parallel.cp_comm_type == "a2a"
 
 
 @pytest.mark.parametrize("sizes", [None, [2, 2], [8, 2]])

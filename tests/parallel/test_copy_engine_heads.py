@@ -71,10 +71,11 @@ def test_every_head_of_every_token_comes_to_its_place(case, size, to_heads, devi
 
 def there_and_back(case: tuple, axis: Axis, backend: str | None) -> list[torch.Tensor]:
     """Of both exchanges one after the other, and the gradient of what they start from."""
-    heads, head_dim, batch, seq = case
+    heads, head_dim, batch, seq, queries = case
 
     def function(qkv):
-        query, key, value = heads_from_tokens(*split_heads(qkv, heads[0] // heads[2], head_dim), axis)
+        query, *both = split_heads(qkv, heads[0] // heads[2], head_dim)
+        query, key, value = heads_from_tokens(query[:, :queries], *both, axis)
         return tokens_from_heads(-query.transpose(1, 2).contiguous().transpose(1, 2), axis), -key, -value
 
     torch.manual_seed(axis.rank)
@@ -95,17 +96,18 @@ def unlike(size: int, case: tuple, backend: str | None) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "heads", "backend"),
+    ("size", "heads", "queries", "backend"),
     [
-        (4, [8, 8, 8], None),
-        (4, [16, 8, 8], None),
-        (4, [8, 2, 2], None),  # keys and values are repeated
-        pytest.param(2, [8, 1, 1], "aot_eager", marks=pytest.mark.full),
-        (2, [8, 4, 4], "aot_eager"),
+        (4, [8, 8, 8], 6, None),
+        (4, [16, 8, 8], 6, None),
+        (4, [8, 2, 2], 6, None),  # keys and values are repeated
+        (4, [8, 8, 8], 4, None),  # of another sequence
+        pytest.param(2, [8, 1, 1], 6, "aot_eager", marks=pytest.mark.full),
+        (2, [8, 4, 4], 6, "aot_eager"),
     ],
 )
-def test_values_and_gradients_equal_those_of_an_all_to_all(pool, size, heads, backend):
-    assert pool.run(unlike, size, (heads, 16, 2, 6), backend, size=size) == [[]] * size
+def test_values_and_gradients_equal_those_of_an_all_to_all(pool, size, heads, queries, backend):
+    assert pool.run(unlike, size, (heads, 16, 2, 6, queries), backend, size=size) == [[]] * size
 
 
 @pytest.mark.parametrize("name", ["heads_from_tokens", "tokens_from_heads"])

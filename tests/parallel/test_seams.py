@@ -36,6 +36,7 @@ MODELS = {
         qk_layernorm=True, qk_layernorm_full_width=True, norm_placement="post", normalization="RMSNorm"
     ),
     "bert": dict(model_type="bert"),
+    "t5": dict(model_type="t5", position_embedding_type="relative"),
 }
 RECORDS = {"partial_gradients", "replicated"}  # which a plain module does not have
 
@@ -71,7 +72,7 @@ def test_axes_change_nothing_in_a_module_but_its_seams(name):
         config = RunConfig.from_tree({"model": SIZES, "parallel": parallel}).parallel
         tensor = apply_tensor(model, axis, sequence_parallel=True)
         cut_adapters(model, tensor)
-        apply_context(model, axis, "p2p")
+        apply_context(model, axis, "a2a" if name == "t5" else "p2p")
         halved = config.model_copy(update=dict(tp_comm_overlap=True, cpu_offloading_num_layers=1))
         for ping_pong in (tensor, None):
             apply_ping_pong(model, halved, ping_pong)

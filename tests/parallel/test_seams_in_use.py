@@ -42,6 +42,7 @@ T5_RELATIVE = dict(model_type="t5", encoder_num_layers=1, position_embedding_typ
 TP, PP = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
 CHUNKS = PP | dict(virtual_pipeline_model_parallel_size=2)
+CP = dict(context_parallel_size=2, cp_comm_type="a2a")
 ZERO3 = dict(data_parallel_sharding_strategy="optim_grads_params")
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 PARTS = dict(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])
@@ -75,6 +76,7 @@ CASES = [
     ("t5", SP | PP),  # cut inside of the decoder
     ("t5", {"pipeline_model_parallel_size": 4} | PARTS),  # no stage has layers of both stacks
     ("t5", PP | ZERO3 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    ("t5", PP | CP),
     ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
 ]
@@ -82,6 +84,8 @@ MORE = [
     ("t5", {"data_parallel_sharding_strategy": "no_shard"} | PP | {"pipeline_schedule": "zero_bubble"}),
     ("t5", SP | {"tensor_model_parallel_size": 4} | FULL),
     ("t5", ZERO3 | FULL),
+    ("t5", TP | CP | PARTS),
+    ("t5, learned positions", CP | ZERO3 | FULL),
     ("t5, learned positions", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("t5, learned positions", TP | PP | {"pipeline_schedule": "zero_bubble"}),
     ("encoder-decoder", SP | {"tensor_model_parallel_size": 4} | FULL),
@@ -195,7 +199,7 @@ def refused(parallel: dict, **kinds) -> None:
         (
             {"context_parallel_size": 2},
             {"cross": True},
-            "the model has CrossAttention; set context_parallel_size",
+            "the model has CrossAttention, which reads whole ones; set context_parallel_size",
         ),
         ({"context_parallel_size": 2}, {"mixer": CausalConvolution}, "the model has CausalConvolution"),
         (

@@ -71,6 +71,7 @@ CASES = [
     ("experts", "tp2-etp2", 5e-6, 1e-4),
     ("bert delayed", "cp2", 1e-6, 1e-6),
     ("t5 recompute delayed", "tp2-sp-pp2", 1e-6, 1e-6),
+    ("t5 recompute delayed", "cp2-a2a", 1e-6, 1e-6),
 ]
 MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("delayed", "cp2", 1e-4, 1e-4),
@@ -84,6 +85,7 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     *((f"bert {recipe}", "pp2-zero_bubble", 1e-6, 1e-6) for recipe in RECIPES),
     *((f"{name} {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for name in ("bert", "t5") for recipe in RECIPES),
     *((f"t5 {recipe}", "tp2-sp-pp2", 1e-6, 1e-5) for recipe in RECIPES),
+    *((f"t5 {recipe}", "cp2-a2a", 1e-6, 1e-6) for recipe in ("delayed", "tensorwise")),
     *((f"latent {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for recipe in RECIPES),
     ("latent tensorwise", "cp2", 1e-4, 1e-4),
     ("latent blockwise", "pp2-zero_bubble", 1e-7, 1e-5),

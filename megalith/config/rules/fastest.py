@@ -65,8 +65,12 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
 
 
 def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """All-to-alls within a host, a ring between hosts and where heads do not divide."""
+    """All-to-alls within a host, a ring between hosts and where heads do not divide; where a decoder attends to an
+    encoder, all-to-alls."""
     parallel = config.parallel
+    if config.model.encoder_layers:
+        chosen = config.with_settings({"parallel.cp_comm_type": "a2a"})
+        return chosen, "the one that takes cross-attention"
     size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tensor
     near = [d for d in range(1, size + 1) if size % d == 0 and machine.ranks_per_host % (d * tensor) == 0]

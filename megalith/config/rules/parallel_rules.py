@@ -35,11 +35,13 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
 
 def _check_decoder_tokens(config: RunConfig) -> None:
     parallel, length = config.parallel, config.data.decoder_length
-    size = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and length % size:
+    size, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    _check_chunks("decoder_seq_length", length, context)
+    if parallel.sequence_parallel and length // context % size:
         raise ConfigError(
-            f"parallel.sequence_parallel cuts the {length} tokens of the decoder's sequence (data.decoder_seq_length) "
-            f"over tensor_model_parallel_size {size} ranks, which does not divide them; choose a multiple"
+            f"parallel.sequence_parallel cuts the {length // context} tokens of the decoder's sequence "
+            f"(data.decoder_seq_length {length} / context_parallel_size {context}) over tensor_model_parallel_size "
+            f"{size} ranks, which does not divide them; choose a multiple"
         )
 
 
@@ -155,20 +157,14 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
             "(model.experimental_attention_variant) reads them from their beginning; set it to 1 and use tensor or "
             "sequence parallelism"
         )
-    if model.encoder_layers:
+    if model.encoder_layers and parallel.cp_comm_type == "auto":
+        kind = "a2a"
+    if model.encoder_layers and kind != "a2a":
         raise ConfigError(
-            f"parallel.context_parallel_size {size} cuts self-attention alone, and with model.model_type "
-            f"{model.model_type} the decoder attends to the encoder; set it to 1 and use tensor or sequence parallelism"
+            f"parallel.cp_comm_type {kind} is for a sequence that attends to itself, and with model.model_type "
+            f"{model.model_type} the decoder attends to the encoder; set it to a2a, or leave it out"
         )
-    if seq_length % (2 * size):
-        lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
-        shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size
-        lengths = f"{shorter} or {longer}" if shorter else str(longer)
-        raise ConfigError(
-            f"data.seq_length {seq_length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
-            "chunks, an early and a late one for each rank; choose a length of "
-            f"{lengths}, or a context size of {lower}"
-        )
+    _check_chunks("seq_length", seq_length, size)
     if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
         inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
         raise ConfigError(
@@ -182,8 +178,20 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         raise ConfigError(
             f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
             f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
-            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {divisors(heads)}, or "
-            "cp_comm_type p2p, which cuts no heads"
+            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {divisors(heads)}"
+            f"{'' if model.encoder_layers else ', or cp_comm_type p2p, which cuts no heads'}"
+        )
+
+
+def _check_chunks(name: str, length: int, size: int) -> None:
+    if length % (2 * size) and size > 1:
+        lower = max(s for s in range(1, size) if s == 1 or length % (2 * s) == 0)
+        shorter, longer = length // (2 * size) * 2 * size, -(-length // (2 * size)) * 2 * size
+        lengths = f"{shorter} or {longer}" if shorter else str(longer)
+        raise ConfigError(
+            f"data.{name} {length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
+            "chunks, an early and a late one for each rank; choose a length of "
+            f"{lengths}, or a context size of {lower}"
         )
 
 

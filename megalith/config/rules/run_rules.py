@@ -434,9 +434,9 @@ def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
             yield f"tokens of half a micro-batch{where}", tokens
         if parallel.sequence_parallel:
             yield f"tokens under sequence_parallel{where}", tokens // parallel.tensor_model_parallel_size
-    if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
-        # else a block would have other tokens than in one process
-        yield "tokens of a rank's chunk", data.seq_length // (2 * parallel.context_parallel_size)
+        if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
+            # else a block would have other tokens than in one process
+            yield f"tokens of a rank's chunk{where}", length // (2 * parallel.context_parallel_size)
 
 
 def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:

@@ -25,7 +25,7 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
-from megalith.models.pass_context import Context, Runnable, runnable
+from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
 from megalith.models.rope import rotate
 from megalith.ops.attention_core import attention, split_qkv
 
@@ -155,7 +155,8 @@ class CrossAttention(Attention):
         keys_values = self.linear_kv(encoded.hidden, encoded.context)
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
-        mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
+        queries = query.shape[1] * context.layout.sequence_parts
+        mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, queries, -1)
         apart = replace(
             context,
             causal=False,
@@ -186,6 +187,12 @@ class SoftmaxOffset(nn.Module):
         return local(self.weight).float()
 
 
+def every_score(weight: Tensor, places: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+    """The biases of the heads whose scores are computed here, and the places of their tokens: context parallelism has
+    all places of some heads."""
+    return weight, places
+
+
 class RelativeBias(nn.Module):
     """The biases of a stack's heads by distance; weight float32 [buckets, heads]."""
 
@@ -194,12 +201,14 @@ class RelativeBias(nn.Module):
         self.causal, self.farthest = causal, config.relative_attention_max_distance
         self.buckets = config.relative_attention_num_buckets
         self.weight = nn.Parameter(torch.empty(self.buckets, config.num_attention_heads, device=device))
+        self.scores = every_score  # a seam
 
-    def forward(self, places: Tensor) -> Tensor:
+    def forward(self, places: Tensor, layout: PassLayout) -> Tensor:
         """float32 [1, heads here, seq, seq] for the tokens at these places, int64 [seq]."""
+        weight, places = self.scores(local(self.weight), places, layout)
         distances = places[None] - places[:, None]  # [queries, keys]
         buckets = distance_buckets(distances, self.causal, self.buckets, self.farthest)
-        return nn.functional.embedding(buckets, local(self.weight)).permute(2, 0, 1)[None]
+        return nn.functional.embedding(buckets, weight).permute(2, 0, 1)[None]
 
 
 def distance_buckets(distances: Tensor, causal: bool, buckets: int, farthest: int) -> Tensor:

@@ -10,6 +10,9 @@ each token's global position, so the model runs on them unchanged. Attention nee
                 (Jacobs et al. 2023)
     a2a+p2p     a2a among adjacent ranks, a ring among the groups of them
 
+Cross-attention (T5) goes by a2a: its queries and its keys are cut each by the length of their own sequence, and after
+the exchange a rank has whole sequences of both. Relative positions' biases are then made of this rank's heads alone.
+
 All are one algorithm on two levels: an all-to-all over `inner`, which may have size 1, within a ring or all-gather over
 `outer`, which may have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into
 the two chunks that zigzag gives to the group in the ring of groups.
@@ -36,7 +39,7 @@ from megalith.comm.collectives import Axis, all_gather, all_gather_replicated, a
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
-from megalith.models.transformer import Stack, Transformer, stacks_of
+from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.attention_core import attention, split_heads
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.zigzag import natural, spans, zigzag
@@ -59,11 +62,11 @@ def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
     copies = math.lcm(groups, axis.size) // groups
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
-    if axis.by_copy_engine(query):
-        return _HeadsFromTokens.apply(query, key, value, axis)
-    shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
-    widths = [share.shape[3] for share in shares]
-    return _exchanged(torch.cat(shares, dim=3), axis).split(widths, dim=2)
+    if query.shape[1] == key.shape[1]:
+        return _exchanged([query, key, value], axis)
+    (query,) = _exchanged([query], axis)  # cross-attention's, over a sequence of another length
+    (both,) = _exchanged([torch.cat([key, value], dim=-1)], axis)
+    return query, *both.chunk(2, dim=-1)
 
 
 def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
@@ -75,23 +78,30 @@ def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
     return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
 
 
-def _exchanged(shares: Tensor, axis: Axis) -> Tensor:
-    """[batch, seq, size, ·, head_dim] → [batch, size · seq, ·, head_dim]"""
-    return natural(all_to_all(shares.movedim(2, 0), axis), dim=1)
+def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """One exchange for one tensor, or for queries, keys and values, [batch, seq, ·, head_dim] each."""
+    if axis.by_copy_engine(xs[0]):
+        return _HeadsFromTokens.apply(axis, *xs)
+    shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
+    exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
+    return natural(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
 
 
 class _HeadsFromTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-        ctx.axis, xs = axis, [query, key, value]
-        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(xs, axis.size, axis.name))
+    def forward(ctx, axis: Axis, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(list(xs), axis.size, axis.name))
         return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        axis, (query, key, _) = ctx.axis, grads
+        axis = ctx.axis
         tokens = wait(torch.ops.megalith_copy_engine.tokens_from_heads(list(grads), axis.size, axis.name))
-        return *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3]), None
+        if len(grads) == 1:
+            return None, tokens
+        query, key, _ = grads
+        return None, *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3])
 
 
 class _TokensFromHeads(torch.autograd.Function):
@@ -113,28 +123,40 @@ def apply_context(
     """Lets `model`, in place, attend over sequences that are cut over `axis` as shard_batch cuts them.
 
     `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
-    Raises ConfigError for what is not self-attention.
+    Raises ConfigError for mixers that are no attention, and for cross-attention but with a2a in a model that reads
+    encoder_places: where its other sequence's tokens stand.
     """
     if axis.size == 1:
         return
-    stacks = stacks_of(model)
-    _check_cut(stacks, axis)
+    mixers = [mixer for layer in layers_of(model).values() for mixer in layer.mixers]
+    crosses = any(isinstance(mixer, CrossAttention) for mixer in mixers)
+    others = [m for m in mixers if not isinstance(m, Attention)]
+    if crosses and "encoder_places" not in model.reads:
+        others += [m for m in mixers if isinstance(m, CrossAttention)]
+    if others:
+        raise ConfigError(
+            f"context_parallel_size {axis.size} cuts sequences, and the model has {type(others[0]).__name__}, which "
+            "reads whole ones; set context_parallel_size to 1 and use tensor or sequence parallelism"
+        )
+    if crosses and cp_comm_type != "a2a":
+        raise ConfigError(
+            f"cp_comm_type {cp_comm_type} is for a sequence that attends to itself, and the model has CrossAttention; "
+            "set it to a2a"
+        )
     core = context_core(axis, cp_comm_type, hierarchical_sizes)
-    for stack in stacks:
-        for layer in stack.layers.values():
-            plug(layer.self_attention, "core", core)
+    for mixer in mixers:
+        plug(mixer, "core", core)
+    for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout, axis.size))
+        if stack.relative_attention_bias is not None:
+            plug(stack.relative_attention_bias, "scores", partial(_scores_of_heads, axis))
 
 
-def _check_cut(stacks: Sequence[Stack], axis: Axis) -> None:
-    for stack in stacks:
-        mixers = [mixer for layer in stack.layers.values() for mixer in layer.mixers]
-        others = [m for m in mixers if isinstance(m, CrossAttention) or not isinstance(m, Attention)]
-        if others:
-            raise ConfigError(
-                f"context_parallel_size {axis.size} cuts sequences for self-attention alone, and the model has "
-                f"{type(others[0]).__name__}; set context_parallel_size to 1 and use tensor or sequence parallelism"
-            )
+def _scores_of_heads(axis: Axis, weight: Tensor, places: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+    """Relative positions' biases of this rank's share of the heads, and all places of the sequence."""
+    if layout.whole_sequences:
+        return weight, places
+    return weight.chunk(axis.size, 1)[axis.rank], torch.arange(len(places) * axis.size, device=places.device)
 
 
 def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None) -> Callable:
@@ -156,17 +178,27 @@ def _pass_layout(
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     """This rank's part of `batch` along seq, and where its tokens stand in the whole sequence: int64 [seq / size].
-    Documents' ends stay those of the whole sequence.
+    Of a sequence that an encoder reads the batch has the places. Documents' ends and padding masks stay those of the
+    whole sequences.
 
     The places are those of `Transformer.forward(places=...)`. seq is a multiple of 2 · size (rules.check_context).
     """
-    seq = batch.input_ids.shape[1]
     if axis.size == 1:
-        return batch, torch.arange(seq, device=batch.input_ids.device)
+        return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    places = _places(batch.input_ids, axis)
+    cut = {name: batch[name][:, places] for name in batch.of_tokens}
+    for name in batch.of_encoder_tokens:
+        cut["encoder_places"] = _places(batch[name], axis)
+        cut[name] = batch[name][:, cut["encoder_places"]]
+    return replace(batch, **cut), places
+
+
+def _places(tokens: Tensor, axis: Axis) -> Tensor:
+    """Of this rank's among tokens [batch, seq]."""
+    seq = tokens.shape[1]
     assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
     places = torch.cat([torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)])
-    places = places.to(batch.input_ids.device)
-    return replace(batch, **{name: batch[name][:, places] for name in batch.of_tokens}), places
+    return places.to(tokens.device)
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
@@ -191,7 +223,7 @@ def context_attention(
     outer: Axis,
     gather: bool,
     causal: bool = True,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None,  # bool [batch, 1, queries, keys], of the whole sequences; with a2a alone
     documents: Tensor | None = None,  # int32 [batch, documents], of the whole sequences
     window: int | None = None,
     softcap: float | None = None,
@@ -201,10 +233,11 @@ def context_attention(
     first_head: int = 0,
     alibi: int | None = None,
     saved: bool = False,
+    bias: Tensor | None = None,  # [1, heads after the exchange, queries, keys]; with a2a alone
     sink: Tensor | None = None,  # float32 [heads]
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
-    assert mask is None, "context parallelism takes documents, and no mask"
+    assert outer.size == 1 or (mask is None and bias is None), "a ring takes documents, and no mask or bias"
     query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
@@ -223,7 +256,7 @@ def context_attention(
     if sink is not None and inner.size > 1:  # that of the heads that are here now
         settings["sink"] = sink.narrow(0, inner.rank * query.shape[2], query.shape[2])
     if outer.size == 1:
-        out = attention(query, key, value, saved=saved, **settings)
+        out = attention(query, key, value, mask=mask, bias=bias, saved=saved, **settings)
     else:  # a ring has nothing saved
         ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
         out = ring_attention(query, key, value, **ring, **settings)
