@@ -1,7 +1,8 @@
 """Answers of an encoder-decoder: the encoder reads a prompt once, and the decoder writes a token at a time.
 
 The decoder begins with BEGIN, as T5's do. Its keys and values are kept from token to token; those of the encoder's
-tokens are made anew in each pass. One process has the whole model.
+tokens are made anew in each pass. Of a model over a tensor-parallel axis every rank has its heads and samples from the
+logits of all.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megalith.comm.collectives import Axis
 from megalith.data.pairs import BEGIN
 from megalith.errors import ConfigError
-from megalith.generation.engine import OnToken
-from megalith.generation.requests import MOST_GENERATIONS, Completion, RowSequence, Sampling, sequences_of
+from megalith.generation.engine import OnToken, named_shards
+from megalith.generation.requests import (
+    MOST_GENERATIONS,
+    Completion,
+    RowSequence,
+    Sampling,
+    check_keys,
+    sequences_of,
+)
 from megalith.models.encoders.t5 import T5
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import rotary_tables
 from megalith.models.transformer import Stack
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
+from megalith.parallel.shards import to_local_parameters
+from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 MOST_ROWS = 64  # sequences under way at a time
 
@@ -50,11 +61,12 @@ def answers(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
+    keys: Sequence[int] | None = None,
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
     """As Engine.generate: `num_generations` answers to each prompt, ordered by prompt, then generation. A row's choices
-    follow from the seed and its number alone. The model is in evaluation mode.
+    follow from the seed, its prompt's key and its number alone. The model is in evaluation mode.
 
     Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has learned
     positions, or settings out of range.
@@ -70,16 +82,37 @@ def answers(
         update={"max_position_embeddings": room}
     )  # prompt and answer have each their own
     sequences = sequences_of(prompts, sampling, num_generations, apart, room)
+    keys = range(len(prompts)) if keys is None else keys
+    check_keys(keys, len(prompts), num_generations)
     for first in range(0, len(sequences), MOST_ROWS):
-        _answer(model, sequences[first : first + MOST_ROWS], sampling, on_token)
+        _answer(model, sequences[first : first + MOST_ROWS], keys, sampling, on_token)
     return [Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped) for s in sequences]
 
 
-def _answer(model: T5, rows: Sequence[RowSequence], sampling: Sampling, on_token: OnToken | None) -> None:
+def rank_copy(model: T5, tp: Axis, device: torch.device) -> T5:
+    """A tensor-parallel rank's part of a model that every process has whole, on `device`, in evaluation mode."""
+    part = T5(model.config, compute_dtype=model.compute_dtype, device="meta")
+    apply_tensor(part, tp, sequence_parallel=False)
+    part.to_empty(device=device)
+    to_local_parameters(part)
+    part.requires_grad_(False)
+    whole = model.state_dict()
+    for name, shard in named_shards([part]).items():
+        shard.values.copy_(shard.cut_from(whole[name]))
+    return part.eval()
+
+
+def _answer(
+    model: T5,
+    rows: Sequence[RowSequence],
+    keys: Sequence[int],
+    sampling: Sampling,
+    on_token: OnToken | None,
+) -> None:
     """Fills these sequences, all at once."""
     device, vocabulary = model.device, model.config.vocab_size
     encoded = _encoded(model, [row.prompt for row in rows])
-    numbers = torch.tensor([row.prompt_index * MOST_GENERATIONS + row.generation for row in rows])
+    numbers = torch.tensor([keys[row.prompt_index] * MOST_GENERATIONS + row.generation for row in rows])
     noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].to(device)
     limit = max(row.limit for row in rows)
     places, cache = column_keys(limit, device), GrowingCache()

@@ -104,7 +104,7 @@ class Engine:
         if config.model_type == "t5":
             raise ConfigError(
                 "model.model_type is t5, whose decoder answers another sequence, which an engine does not take: "
-                "generate from the model in one process (megalith.load, megalith.generate)"
+                "generate from the model (megalith.load, megalith.generate), or by `megalith generate`"
             )
         if not config.causal:
             raise ConfigError(

@@ -7,12 +7,13 @@ not, it gets a copy of the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
-from megalith.generation.answers import MOST_ROWS, answers
+from megalith.generation.answers import MOST_ROWS, answers, rank_copy
 from megalith.generation.engine import Engine, OnToken
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import engine_for
@@ -103,12 +104,16 @@ def complete_in_shares(
         )
     replica = mesh.dp.rank
     own = range(replica, len(prompts), mesh.dp.size)
-    room = max(map(len, prompts)) + sampling.max_new_tokens
-    rows = max(1, min(len(own) * num_generations, MOST_ROWS))
-    options = dict(max_rows=rows, max_tokens=room, tp=mesh.tp, compile=False)
-    engine = Engine(model.config, device, model.compute_dtype, **options)
-    engine.load(model.state_dict().items())
-    done = engine.generate(
+    if isinstance(model, T5):
+        completes = partial(answers, rank_copy(model, mesh.tp, device))
+    else:
+        room = max(map(len, prompts)) + sampling.max_new_tokens
+        rows = max(1, min(len(own) * num_generations, MOST_ROWS))
+        options = dict(max_rows=rows, max_tokens=room, tp=mesh.tp, compile=False)
+        engine = Engine(model.config, device, model.compute_dtype, **options)
+        engine.load(model.state_dict().items())
+        completes = engine.generate
+    done = completes(
         [prompts[number] for number in own],
         sampling,
         keys=own,

@@ -11,7 +11,7 @@ from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete_in_shares
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
-from megalith.models.transformer import Transformer
+from megalith.models.model_types import make_model
 from megalith.parallel.mesh import build_mesh
 from megalith.training.own_loop import parallelize
 
@@ -36,7 +36,7 @@ def in_shares(
     config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling, tp: int
 ) -> list:
     """What `megalith generate --nproc` does: tensor-parallel replicas share out the prompts."""
-    model = Transformer(config)
+    model = make_model(config)
     model.load_state_dict(weights)
     size = torch.distributed.get_world_size()
     mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")

@@ -12,6 +12,7 @@ from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 
 GEMMA = dict(
@@ -177,6 +178,26 @@ def test_replicas_share_out_prompts_and_the_first_rank_has_all(pool, trained):
     assert [(e.prompt, e.generation, e.ids, e.truncated) for e in first] == [
         (e.prompt, e.generation, e.ids, e.truncated) for e in alone
     ]
+    assert others == [[]] * 3
+
+
+def test_an_encoder_decoder_answers_over_tensor_ranks_as_one_process(pool):
+    config = ModelConfig(
+        model_type="t5", num_layers=3, encoder_num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=97,
+        make_vocab_size_divisible_by=1, position_embedding_type="relative", normalization="RMSNorm",
+        add_bias_linear=False, query_pre_attn_scalar=1, scale_decoder_outputs=True, init_method_std=0.3,
+    )  # fmt: skip
+    model = make_model(config)
+    initialize(model, config, seed=1)
+    sampling = Sampling(max_new_tokens=9, temperature=0.8, top_p=0.95, seed=2)
+    alone = complete(model, CHAINS[:5], sampling, num_generations=2)
+    assert len({tuple(each.ids) for each in alone}) == len(alone)
+    first, *others = pool.run(in_shares, config, dict(model.state_dict()), CHAINS[:5], sampling, 2, size=4)
+    assert [(e.prompt, e.generation, e.ids) for e in first] == [
+        (e.prompt, e.generation, e.ids) for e in alone
+    ]
+    for each, other in zip(first, alone):
+        assert each.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert others == [[]] * 3
 
 
