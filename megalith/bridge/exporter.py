@@ -27,7 +27,14 @@ from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
 from megalith.bridge.partial import partial_folder
-from megalith.bridge.quantized import SUFFIX, Form, quantization_config, quantized_names, with_scales
+from megalith.bridge.quantized import (
+    SUFFIX,
+    Form,
+    notes_on_blocks,
+    quantization_config,
+    quantized_names,
+    with_scales,
+)
 from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, differences
 from megalith.bridge.transfer import Scratch, to_theirs
@@ -211,7 +218,8 @@ def export_hf(
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
-    codes = quantized_names(groups, quantize) if quantize else set()
+    codes = quantized_names(groups, quantize, chosen.whole_in_fp8) if quantize else set()
+    notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
     with (

@@ -142,6 +142,9 @@ class Family:
     """Whether an output matrix in the files that is not the embedding's is the model's own, whatever config.json says
     of it."""
 
+    whole_in_fp8: str = ""
+    """What the names of matrices end with that transformers reads no FP8 codes of: they are exported as they are."""
+
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megalith.bridge.family import Group
+from megalith.bridge.family import LAYER, Group
 from megalith.checkpoint.files import Layout, Stored
 from megalith.errors import CheckpointError, ConfigError
 
@@ -36,9 +36,9 @@ SUFFIX = {"fp8": "_scale_inv", "int8": "_scale"}
 LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
 
 
-def quantized_names(groups: Iterable[Group], form: Form) -> set[str]:
-    """Their tensors that become codes. Raises ConfigError where a family stores them in a form that has none, and for
-    experts in int8, which transformers could not read."""
+def quantized_names(groups: Iterable[Group], form: Form, whole_in_fp8: str = "") -> set[str]:
+    """Their tensors that become codes, but in fp8 for names that end in `whole_in_fp8`. Raises ConfigError where a
+    family stores them in a form that has none, and for experts in int8, which transformers could not read."""
     found = set()
     for group in groups:
         if not _is_linear(group.name):
@@ -55,13 +55,15 @@ def quantized_names(groups: Iterable[Group], form: Form) -> set[str]:
                 "compressed-tensors' form; choose --quantize fp8"
             )
         found |= group.sources.keys()
+    if form == "fp8" and whole_in_fp8:
+        return {name for name in found if not name.endswith(whole_in_fp8)}
     return found
 
 
 def _is_linear(name: str) -> bool:
     """Whether a parameter of ours is the matrix of a layer's linear."""
     *_, module, kind = name.split(".")
-    return name.startswith("layers.") and module.startswith("linear_") and kind == "weight"
+    return LAYER.match(name) is not None and module.startswith("linear_") and kind == "weight"
 
 
 def with_scales(
@@ -78,6 +80,17 @@ def with_scales(
 
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
     return tuple(math.ceil(size / BLOCK) for size in shape) if form == "fp8" else (shape[0], 1)
+
+
+def notes_on_blocks(tensors: Layout, names: set[str], form: Form) -> list[str]:
+    """What to tell of `names` in fp8 whose last blocks are not whole."""
+    for name, (_, shape) in dict(tensors).items():
+        if form == "fp8" and name in names and any(size > BLOCK and size % BLOCK for size in shape):
+            return [
+                f"{name} is {list(shape)}, which {BLOCK} does not divide: transformers, where it has no FP8 and "
+                "dequantises, takes blocks of equal sizes and so reads other weights; there take --quantize int8"
+            ]
+    return []
 
 
 def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:

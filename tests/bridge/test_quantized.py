@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
-from megalith.bridge.quantized import LARGEST, SUFFIX, quantize
+from megalith.bridge.quantized import LARGEST, SUFFIX, notes_on_blocks, quantize
 from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 
@@ -89,6 +89,36 @@ def test_an_output_matrix_that_is_the_embedding_is_told_as_not_quantized(form, t
     expected = whole(ids).logits
     found = found if form == "int8" else found.float()
     assert (found(ids).logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(("form", "activation"), [("fp8", "gated-gelu"), ("int8", "relu")])
+def test_both_stacks_of_an_encoder_decoder_become_codes(form, activation, tmp_path):
+    config = transformers.T5Config(
+        vocab_size=97, d_model=64, d_kv=16, d_ff=256, num_layers=1, num_decoder_layers=2, num_heads=4,
+        feed_forward_proj=activation, decoder_start_token_id=0,
+    )  # fmt: skip
+    whole = transformers.T5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    import_hf(tmp_path / "whole", tmp_path / "run", show_progress=False)
+    export_hf(tmp_path / "run", tmp_path / "small", quantize=form, show_progress=False)
+    meant, before = dequantized(tmp_path / "small"), load_file(tmp_path / "whole" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(meant[name], before[name])}
+    linears = {f"{name}.weight" for name, one in whole.named_modules() if isinstance(one, torch.nn.Linear)}
+    kept = {name for name in linears if form == "fp8" and name.endswith(".wo.weight")}  # on a GPU, see T5
+    assert changed == linears - kept - {"lm_head.weight"}
+    found = type(whole).from_pretrained(tmp_path / "small", dtype=torch.float32)
+    found = found if form == "int8" else found.float()
+    whole.load_state_dict(meant, strict=False)
+    read, written = torch.arange(40)[None] % 97, torch.arange(50, 80)[None]
+    logits = [model(input_ids=read, decoder_input_ids=written).logits for model in (found, whole)]
+    assert (logits[0] - logits[1]).norm() < (1e-5 if form == "fp8" else 2e-2) * logits[1].norm()
+
+
+def test_a_note_tells_of_blocks_that_transformers_takes_for_others():
+    tensors = {"a": (torch.float32, (96, 256)), "b": (torch.float32, (160, 64))}
+    (note,) = notes_on_blocks(tensors, {"a", "b"}, "fp8")
+    assert note.startswith("b is [160, 64], which 128 does not divide")
+    assert not notes_on_blocks(tensors, {"a"}, "fp8") and not notes_on_blocks(tensors, {"a", "b"}, "int8")
 
 
 def test_what_cannot_be_is_refused(tmp_path):

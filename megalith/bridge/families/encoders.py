@@ -368,6 +368,7 @@ T5 = T5Family(
     tensors=T5_OUTSIDE | T5_ENCODER | T5_DECODER,
     settings=T5_SETTINGS,
     tied="lm_head.weight",
+    whole_in_fp8=".wo.weight",  # transformers makes no FP8 linear of it, and gives it inputs of the weight's type
     unties=True,  # transformers 5 says tie_word_embeddings of every T5 that it saves
     ignored=(
         r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
