@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -212,7 +212,7 @@ def export_hf(
             f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "
             "base first: megalith lora merge"
         )
-    origin = read_origin(_origin_folder(opened, config.model))
+    origin = _origin(opened, config.model)
     chosen, notes = export_family(config.model, origin, family)
     groups = chosen.groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)
@@ -283,13 +283,21 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
         ) from error
 
 
-def _origin_folder(checkpoint: Checkpoint, model: ModelConfig) -> Path | None:
-    """Where the small files stand: in the checkpoint, else in the Hugging Face folder that training began from."""
-    kept = checkpoint.tokenizer_folder
-    began = model.init_from
-    if (kept is None or not (kept / CONFIG).is_file()) and began and is_model_folder(began):
-        return Path(began)
-    return kept
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
+    """The small files of the checkpoint, else of the Hugging Face folder that training began from; the tokenizer's are
+    the checkpoint's where the run had another vocabulary than that folder has."""
+    kept, began = read_origin(checkpoint.tokenizer_folder), model.init_from
+    if kept.config is not None or not began or not is_model_folder(began):
+        return kept
+    theirs = read_origin(Path(began))
+    contents = {file.name: file.read_bytes() for file in theirs.files}
+    vocabularies = [file for file in kept.files if file.name in VOCABULARY_FILES]
+    if any(contents.get(file.name) != file.read_bytes() for file in vocabularies):
+        return replace(theirs, files=kept.files)
+    return theirs
 
 
 def export_family(model: ModelConfig, origin: Origin, asked: str | None = None) -> tuple[Family, list[str]]:

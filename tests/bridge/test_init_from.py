@@ -9,8 +9,11 @@ import torch
 from init_from_job import base_of, begin, export_from, hashed, reads
 from models.reference import CASES, VOCAB, random_reference
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import megalith
+from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.bridge.load import tokenizer_notes, with_init_from
 from megalith.bridge.verify import same_bits
@@ -220,6 +223,27 @@ def test_a_tokenizer_that_is_not_that_of_the_weights_is_told(hf_folder, run, cap
     null = dict(data_path=None, mock=True, tokenizer_type="NullTokenizer")
     run("null", model=dict(init_from=begun), train=dict(train_iters=1), data=null)
     assert f"is not that of the weights in {begun}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_export_has_the_tokenizer_of_the_run_where_its_weights_came_with_another_or_none(
+    hf_folder, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder("llama"), tmp_path / "hf")
+    own = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"to": 0, "be": 1, "<unk>": 2}, unk_token="<unk>")).save(str(own))
+    config = run_config(folder, tmp_path / "run").with_settings(
+        {
+            "data.tokenizer_type": "HuggingFaceTokenizer",
+            "data.tokenizer_model": str(own),
+            "train.train_iters": 1,
+        }
+    )
+    run = megalith.train(config)
+    for number, before in enumerate((None, "{}")):
+        if before is not None:
+            (folder / "tokenizer.json").write_text(before)
+        export_hf(run.checkpoint, tmp_path / str(number), show_progress=False)
+        assert (tmp_path / str(number) / "tokenizer.json").read_bytes() == own.read_bytes()
 
 
 def test_a_model_without_a_family_is_refused_before_training_when_a_folder_is_asked_for(
