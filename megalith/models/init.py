@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local, local_shape_and_offset
 from megalith.config import ModelConfig
+from megalith.progress import Progress
 
 BLOCK = 2**20  # elements that one generator fills
 DRAWN_TOGETHER = 16  # normal values of torch's CPU generator: such a count depends on no later one
 
 
-def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: bool = False) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
     stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0. Adapters
     begin with B = 0 and A at N(0, 1 / (3 · in)), the variance that PEFT begins with, as a convolution's taps do. A
@@ -31,10 +32,12 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """
-    with torch.no_grad():
+    total = sum(local(parameter).nbytes for parameter in model.parameters())
+    with torch.no_grad(), Progress("initial weights", total, show=show_progress) as progress:
         for name, parameter in model.named_parameters():
-            shape, first = local_shape_and_offset(parameter)
-            local(parameter).copy_(initial_value(name, parameter.shape, config, seed, shape, first))
+            (shape, first), values = local_shape_and_offset(parameter), local(parameter)
+            values.copy_(initial_value(name, parameter.shape, config, seed, shape, first))
+            progress.add(values.nbytes)
         for buffer in model.buffers():
             buffer.zero_()
 

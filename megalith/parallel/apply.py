@@ -64,7 +64,7 @@ def apply(
     for chunk in chunks:
         chunk.to_empty(device=device)
         if device.type != "meta":  # which has shapes alone: a dry run
-            initialize(chunk, config.model, config.train.seed)
+            initialize(chunk, config.model, config.train.seed, show_progress=mesh.world.rank == 0)
         to_local_parameters(chunk)
     return chunks
 
