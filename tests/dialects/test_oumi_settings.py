@@ -176,6 +176,8 @@ REFUSED = {  # overrides of the quick start: what is said
     "--megatron.tensor_modl_parallel_size=2": r"there is no key megatron\.tensor_modl_parallel_size.*did you mean "
     "'tensor_model_parallel_size'",
     "--megatrn.x=1": "there is no section 'megatrn'.*did you mean 'megatron'",
+    f"--{IN_VERL}actor_rollout_ref.model.external_lib=x": "external_lib in Oumi's configurations; docs/from_oumi",
+    "--training.tensor_modl_parallel_size=2": "did you mean megatron.tensor_model_parallel_size",
     "--training.tensor_model_parallel_size=2": "did you mean megatron.tensor_model_parallel_size",
     "--megatron.global_batch_size=8": r"global_batch_size is 8, but micro_batch_size \(1\) × "
     r"training.gradient_accumulation_steps \(4\) × data parallel \(1\) = 4",

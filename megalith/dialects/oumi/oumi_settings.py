@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,9 @@ def _nearest(key: str) -> str:
         return f"; did you mean {elsewhere[0]}?"
     if hint := did_you_mean(name, beside, 1):
         return hint
-    return did_you_mean(key, ALL, 1) or "; docs/from_oumi.md says which there are"
+    last = {other.rpartition(".")[2]: other for other in reversed(ALL)}
+    near = get_close_matches(name, last, 1, 0.7)
+    return f"; did you mean {last[near[0]]}?" if near else "; docs/from_oumi.md says which there are"
 
 
 def _typed(asked: Asked, key: str, row: Read, value: Any) -> Any:
