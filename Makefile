@@ -7,7 +7,7 @@
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
-#   make sizes   writes docs/sizes.md, from the planner; make pictures  draws docs/images/
+#   make sizes   writes docs/sizes.md, from the planner; make accuracy  docs/plan_accuracy.md; make pictures  draws docs/images/
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-lo
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-quick test-all test-site test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes pictures lint clean
+.PHONY: setup train test test-quick test-all test-site test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
 
 setup: $(READY)
 
@@ -55,6 +55,9 @@ lint: $(READY)
 
 sizes: $(READY)
 	$(BIN)/python -m benchmarks.sizes > docs/sizes.md
+
+accuracy: $(READY)
+	$(BIN)/python -m benchmarks.plan_accuracy
 
 pictures: $(READY)
 	PYTHONPATH=site $(BIN)/python -m pictures

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from megalith.cli.parser import Arguments, Parser
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 
 
 def run_calibrate(args: Arguments) -> int:
@@ -91,6 +91,7 @@ def run_layouts(args: Arguments) -> int:
     from megalith.planner.search import longest_sequence, plan
     from megalith.report.plan_text import plan_json, plan_text
 
+    _refuse_nonsense(args, "top")
     config, rates = _job(args)
     if args.longest:
         answer = longest_sequence(config, args.gpus, rates, args.gpus_per_node, show_progress=True)
@@ -117,6 +118,8 @@ def run_layouts(args: Arguments) -> int:
 def run_show(args: Arguments) -> int:
     from megalith.planner.plan_answer import PlanAnswer
     from megalith.planner.search import planned, usable_bytes
+    from megalith.report.console import si
+    from megalith.report.layout_text import paragraph
     from megalith.report.plan_text import GB, figures, layout_details, layout_json
 
     config, rates = _job(args)
@@ -130,9 +133,12 @@ def run_show(args: Arguments) -> int:
         print(
             f"{args.gpus} {rates.device}: {'fits' if layout.fits else 'does NOT fit'}, {room} on the fullest GPU"
         )
-        print(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}")
+        print(paragraph(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"))
         if args.tokens:
-            print(f"{answer.days(layout, args.tokens):.1f} days for {args.tokens:.3g} tokens")
+            days = answer.days(layout, args.tokens)
+            price = args.price_per_gpu_hour
+            cost = f", {si(days * 24 * args.gpus * price)} at {price:g} a GPU hour" if price else ""
+            print(f"{days:,.1f} days for {args.tokens:.3g} tokens{cost}")
         print(layout_details(layout))
     if args.png:
         _draw(answer, args.png)
@@ -173,7 +179,8 @@ def run_goodput(args: Arguments) -> int:
     from megalith.planner.goodput import SIZES, Costs, goodput
     from megalith.report.plan_text import goodput_table
 
-    _refuse_nonsense(args, "failures_per_gpu_hour", "disk", "store")
+    _refuse_nonsense(args, "gpus", "failures_per_gpu_hour", "disk", "store")
+    _refuse_nonsense(args, "stall", "notice", "start", least=0)
     config = _config(args, 8)
     costs = Costs(args.stall, args.notice, args.start, args.disk, args.store)
     found = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
@@ -181,11 +188,15 @@ def run_goodput(args: Arguments) -> int:
     return 0
 
 
-def _refuse_nonsense(args: Arguments, *names: str) -> None:
+def _refuse_nonsense(args: Arguments, *names: str, least: float | None = None) -> None:
+    """Raises ConfigError for a number that is not above 0, or not at `least`."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is None or (0 < value < float("inf") or value == least):
+                continue
+            bound = "above 0" if least is None else f"of {least} or more"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number {bound}")
 
 
 def _job(args: Arguments):
@@ -223,7 +234,13 @@ def _config(args: Arguments, gpus: int):
     if config.model.vocab_size is None or config.model.max_position_embeddings is None:
         from megalith.training.build import build_run_tokenizer, complete
 
-        config = complete(config, build_run_tokenizer(config))
+        try:
+            tokenizer = build_run_tokenizer(config)
+        except DataError as error:  # it may be on the cluster alone
+            if config.model.vocab_size is None:
+                raise DataError(f"{error}, or give --model.vocab_size N to plan without it") from None
+            tokenizer = None
+        config = complete(config, tokenizer)
     check_model(config.model)
     return with_batch(config, seq, batch)
 
@@ -238,13 +255,15 @@ def _draw(answer, path: str) -> None:
 
 
 def _write(answer, args: Arguments) -> None:
-    """The job's run file with the best layout's settings in place of its own."""
+    """The job's run file with what the command line sets, and the best layout's settings in place of its own."""
     from pathlib import Path
 
     import yaml
 
-    from megalith.config.run import read_yaml
+    from megalith.config import ParallelConfig
+    from megalith.config.run import parse_overrides, read_yaml
     from megalith.io import write_file
+    from megalith.planner.candidates import CLEAN, OFFLOADED
     from megalith.planner.plan_answer import changed
 
     best = answer.best[0]
@@ -253,7 +272,13 @@ def _write(answer, args: Arguments) -> None:
     else:
         train = {"train_iters": 1, "precision": "bf16"}
         tree = {"model": {"preset": args.job}, "data": {"mock": True}, "optim": {"lr": 1e-4}, "train": train}
-    tree["parallel"] = {}
+    for section, name, value in parse_overrides(args.settings):
+        tree.setdefault(section, {})[name] = value
+    # Its other names for settings are of layouts too, as use_distributed_optimizer is.
+    parallel = tree.get("parallel", {}).items()
+    tree["parallel"] = {name: value for name, value in parallel if name in ParallelConfig.model_fields}
+    for section, _, name in (path.partition(".") for path in (*CLEAN, *OFFLOADED)):
+        tree.get(section, {}).pop(name, None)
     for section, values in changed(best).items():
         tree.setdefault(section, {}).update(values)
     data, train = answer.config.data, answer.config.train

@@ -162,9 +162,12 @@ class Section(BaseModel):
 
     def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
         """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
-        for name, need in self.unread(whole).items():
+        for name, needs in _conditions(type(self)):
             value = getattr(self, name)
-            if need.strict and value != type(self).model_fields[name].default:
+            if value == type(self).model_fields[name].default:
+                continue
+            need = next((each for each in needs if not each.met(self, whole)), None)
+            if need is not None and need.strict:
                 outer, found = "" if "." in need.path else f"{path}.", need.found(self, whole)
                 raise ConfigError(
                     f"{path}.{name} is {value}, but it takes {outer}{need}, which is "

@@ -56,6 +56,8 @@ class Matmul(NamedTuple):
     """So many of them, each for its own tokens; 0: one, for all tokens."""
     style: str | None
     """`column` or `row` of tensor parallelism; None: not sharded by it."""
+    of_encoded: bool = False
+    """Whether it takes the encoder's tokens: keys and values of cross-attention."""
 
 
 class MetaModel:
@@ -65,6 +67,7 @@ class MetaModel:
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
+        self._kinds: dict[tuple[int, ...], Counter[int]] = {}
         self.numbers = [*range(model.num_layers), *model.further_layers]
         special = set(model.expert_layers), set(model.further_layers), set(model.linear_attention_layers)
         kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
@@ -112,7 +115,10 @@ class MetaModel:
 
     def kinds(self, numbers: Iterable[int]) -> Counter[int]:
         """The number of the first layer of each kind, and how many of these layers are like it."""
-        return Counter(map(self._first.__getitem__, numbers))
+        key = tuple(numbers)
+        if key not in self._kinds:
+            self._kinds[key] = Counter(map(self._first.__getitem__, key))
+        return self._kinds[key]
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
         """The parameters outside of layers: of the model, or of those of a pipeline rank that has these chunks."""
@@ -148,7 +154,8 @@ class MetaModel:
                 style = (
                     None if experts else role_of(name, module, False).style if ADAPTER not in name else None
                 )
-                found.append(Matmul(rows, columns, experts[0] if experts else 0, style))
+                of_encoded = name.startswith("cross_attention.linear_kv")
+                found.append(Matmul(rows, columns, experts[0] if experts else 0, style, of_encoded))
         return found
 
     def once(self, key: tuple, count: Callable[[], Any]) -> Any:

@@ -208,12 +208,18 @@ class StageMemory:
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
         elif self.compiled and parallel.recompute_granularity is None and not self.model.num_experts:
-            saved -= (
-                max(whole - 1, 0) * (everything - stream) * (1 - self.config.runtime.activation_memory_budget)
+            saved -= max(whole - 1, 0) * self._within_budget(
+                everything, everything - mean(["mlp_act"]), stream
             )
         if self.head:
             saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
         return saved
+
+    def _within_budget(self, everything: float, activation: float, stream: int) -> float:
+        """Of what a layer saves, what a budget of activations leaves out. The compiler first recomputes what a kernel
+        makes again for nothing, the activation function's result, however little of the budget is missing."""
+        left = self.config.runtime.activation_memory_budget
+        return 0.0 if left == 1 else max((1 - left) * (everything - stream), activation)
 
     def _masked_attention(self) -> int:
         """What attention takes where it has a mask (ops/attention_blocks.py).
@@ -276,10 +282,12 @@ class StageMemory:
 def makes_mask(config: RunConfig) -> bool:
     """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
-    windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
     exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
-    lacks = config.train.precision == "fp32" or (model.attention_dropout if exchanged else windowed)
-    return bool(lacks and (config.keeps_documents_apart or windowed))
+    fp32 = config.train.precision == "fp32"
+    if exchanged and not fp32 and not model.attention_dropout:
+        return False
+    windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
+    return (windowed or config.keeps_documents_apart) if exchanged or fp32 else windowed
 
 
 def saved_activations(
@@ -297,6 +305,24 @@ def saved_activations(
     rather than gather them twice. In FP8 matrices save codes of what they take, each so many elements as `code`;
     attention saves its output beside them.
     """
+    parallel = meta.parallel
+    exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange
+    settings = (
+        compiled,
+        *sorted(recomputed),
+        code,
+        parallel.sequence_parallel,
+        parallel.save_gathered_inputs,
+        exchanged,
+    )
+    return meta.once(
+        ("saved", number, *settings), lambda: _saved_activations(meta, number, compiled, recomputed, code)
+    )
+
+
+def _saved_activations(
+    meta: MetaModel, number: int, compiled: bool, recomputed: Collection[str], code: float | None
+) -> float:
     model, parallel, layer = meta.config, meta.parallel, meta.layer(number)
     tensor = parallel.tensor_model_parallel_size
     sequence = tensor if parallel.sequence_parallel else 1

@@ -3,7 +3,9 @@
 A layer's passes are its GEMMs at their shapes, its attention, and the bytes that everything between them reads and
 writes; the sizes come from the model on the meta device. Collectives come on top as far as nothing hides them: those of
 tensor and context parallelism by the bytes of traffic.py, and of what runs beside GEMMs the share that it slows them
-down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the pace.
+down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the pace. What is recomputed is the
+forward pass again without what the backward pass has anyway: gathered weights, saved attention, and of a layer that
+recomputes itself within its graph the last matmul, whose result no gradient needs.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.delta_rule import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
+from megalith.parallel.memory.recompute import fits_a_graph
 from megalith.parallel.pipeline.stages import Stage, virtual_size
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, makes_mask
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes
 
-# Fitted on the rows of benchmarks/RESULTS.md that tests/planner/measured_rows.py marks so.
+# Fitted on the rows of benchmarks/RESULTS.md that benchmarks/measured_rows.py marks so.
 OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
 STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
 BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
@@ -35,6 +38,7 @@ WINDOW = (
 )  # of causal attention's time, the kernel that takes windows: at once, and by the share of pairs left
 FLASH_DIMS = (64, 128)  # head dims of which flash's kernel, which takes documents and windows, was measured
 DROPPED = 1.5  # the same with attention dropout
+BIASED = 4  # the same with learned relative positions, whose kernel takes a bias (docs/performance.md)
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
 EXPERTS = 0.85  # of a dense GEMM's rate
@@ -77,7 +81,8 @@ class Passes:
         self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self.masked = makes_mask(config)
-        self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        self.expert_layers = set(self.model.expert_layers)
+        self._layers: dict[int, tuple[Counter[str], Counter[str], Counter[str]]] = {}
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
 
     def link(self, size: int, stride: int) -> tuple[str, float]:
@@ -110,14 +115,12 @@ class Passes:
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(numbers))
-        there_already = {"data", "attention"} if self.parallel.saves_attention else {"data"}
         for number, times in kinds.items():
-            there, back = self._layer(number)
+            there, back, again = self._layer(number)
             times = times * share_of_tokens(self.config, number)
             for name in there | back:
                 forward[name] += times * there[name]
-                again = 0.0 if name in there_already else recomputed  # the backward pass gathers by itself
-                backward[name] += times * (back[name] + again * there[name])
+                backward[name] += times * (back[name] + recomputed * again[name])
         forward, backward = (
             self._host(forward, numbers, 0.45),
             self._host(backward, numbers, 0.55 + 0.45 * recomputed),
@@ -147,7 +150,7 @@ class Passes:
     def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
         """With what the host is late by."""
         launch = self.rates.launch * 1e-6
-        experts = sum(number in self.model.expert_layers for number in numbers)
+        experts = len(self.expert_layers.intersection(numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
         host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
         late = Counter(work)
@@ -158,15 +161,33 @@ class Passes:
         late["host"] += 2 * share * 0.5 * launch * OPERATORS["experts"] * experts
         return late
 
-    def _layer(self, number: int) -> tuple[Counter[str], Counter[str]]:
+    def _layer(self, number: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
+        """Forward, backward, and what recomputing it adds."""
         if number not in self._layers:
             there, back = Counter(), Counter()
             self._matmuls(number, there, back)
             self._attention(number, there, back)
             self._elementwise(number, there, back)
             self._communication(number, there, back)
-            self._layers[number] = there, back
+            again = self._again(number, there)
+            self._weights(number, there, back, again)
+            self._layers[number] = there, back, again
         return self._layers[number]
+
+    def _again(self, number: int, there: Counter[str]) -> Counter[str]:
+        """Of a layer's forward pass what its recomputation repeats."""
+        again, model = Counter(there), self.model
+        if self.parallel.saves_attention:
+            again["attention"] = 0.0
+        in_graph = fits_a_graph(model, self.parallel, number in self.expert_layers)
+        if in_graph and not self.eager and self.config.train.fp8_format is None:
+            rows = [each for each in self.meta.matmuls(number) if each.style == "row"]
+            for last in rows if model.parallel_attn_mlp else rows[-1:]:
+                dtype, factor = self._dtype(number)
+                again["GEMMs"] -= self.rates.matmul(self.tokens, last.columns, last.rows, dtype, factor)
+            # Nor is it added to the stream: the first norm takes the saved input.
+            again["elementwise"] -= 2 * model.hidden_size * self.width * self.tokens / self.streams
+        return again
 
     def _dtype(self, number: int) -> tuple[str, float]:
         """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
@@ -182,8 +203,10 @@ class Passes:
         dtype, factor = self._dtype(number)
         selective = self.parallel.recompute_granularity == "selective"
         again = selective and "mlp" in self.parallel.recompute_modules
-        for rows, columns, experts, style in self.meta.matmuls(number):
+        for rows, columns, experts, style, of_encoded in self.meta.matmuls(number):
             tokens, rate = self.tokens if style else self.tokens // self.sequence, factor
+            if of_encoded:
+                tokens = int(tokens / share_of_tokens(self.config, number))
             if experts:
                 etp = self.parallel.expert_tensor_parallel_size
                 tokens, rate = self.tokens * self.model.moe_router_topk * etp // self.tensor, factor * EXPERTS
@@ -243,8 +266,13 @@ class Passes:
         window = min(model.window(number) or seq, seq)
         heads = model.num_attention_heads / self.tensor
         values = model.v_head_dim if model.multi_latent_attention else model.head_dim
-        pairs = self.tokens * (2 * window - window**2 / seq) / 2  # of a query and a key, causal
-        flops = 2 * pairs * heads * (model.head_dim + values)
+        keys = (2 * window - window**2 / seq) / 2 if model.causal else seq  # of a query
+        biased = BIASED if model.position_embedding_type == "relative" else 1
+        if 0 < model.encoder_layers <= number:  # its own tokens before it, and all of the encoder's
+            keys = biased * self.config.data.decoder_length / 2 + seq
+        else:
+            keys *= biased
+        flops = 2 * self.tokens * keys * heads * (model.head_dim + values)
         rates = self.rates.attends(seq, model.head_dim)
         slower = DROPPED if model.attention_dropout else 1.0
         if self.masked and (window < seq or self.config.keeps_documents_apart):
@@ -286,7 +314,7 @@ class Passes:
         rotated = 2 * (heads + groups / 2) if model.position_embedding_type == "rope" else 0
         forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
         rows = 1.0
-        for out, _, experts, style in self.meta.matmuls(number):
+        for out, _, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
             if experts or fc1:
                 times = rows * model.moe_router_topk / self.tensor if experts else 1.0
@@ -294,16 +322,21 @@ class Passes:
                 forward += times * (out + into) / (2 if experts else 1)
                 again = into if "mlp_act" in modules and not experts else 0.0
                 backward += times * (2 * out + into) / (2 if experts else 1) + again
-        if number in model.expert_layers:  # rows to their experts and back
+        if number in self.expert_layers:  # rows to their experts and back
             moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
         backward += norms if "layernorm" in modules else 0
         there["elementwise"] += width * self.tokens * forward / self.streams
         back["elementwise"] += width * self.tokens * backward / self.streams
+
+    def _weights(self, number: int, there: Counter[str], back: Counter[str], again: Counter[str]) -> None:
+        """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition."""
         here = self.meta.in_layers([number])
         own = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
         if not self.fsdp:
-            there["elementwise"] += (4 + width) * own * (width != 4) / self.streams
+            cast = (4 + self.width) * own * (self.width != 4) / self.streams
+            there["elementwise"] += cast
+            again["elementwise"] += cast
             back["elementwise"] += (0 if self.frozen else SUMMING) * own / self.streams
         else:
             self._sharded(own, there, back)
@@ -348,7 +381,7 @@ class Passes:
             there["context"] += hidden * whole / 3
             back["context"] += hidden * whole * 2 / 3
         ep = parallel.expert_model_parallel_size
-        if ep > 1 and number in self.model.expert_layers:
+        if ep > 1 and number in self.expert_layers:
             whole = self.moves(
                 "all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config)
             )

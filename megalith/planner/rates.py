@@ -115,12 +115,7 @@ class Rates:
 
     def attends(self, seq: float, head_dim: int) -> tuple[float, float]:
         """FLOP/s forward and backward of causal attention."""
-        forward, backward = _near(
-            [(row[2], row[3]) for row in self.attention],
-            [row[4:6] for row in self.attention],
-            (seq, head_dim),
-        )
-        return forward * TERA, backward * TERA
+        return _attends(self.key, seq, head_dim)
 
     def moves(self, kind: str, link: str, ranks: int, sent: float, bandwidth: float) -> float:
         """Seconds of a collective of which each of `ranks` sends so many bytes.
@@ -130,12 +125,10 @@ class Rates:
         if ranks == 1 or sent <= 0:
             return 0.0
         hops = (ranks - 1) * HOP[link]
-        rows = sorted((r[3] * 1e6, r[4] / 1e3, r[2]) for r in self.collectives if r[:2] == [kind, link])
-        if link != self.wiring.link or not rows:
+        rows = _collectives(self.key, kind, link, ranks) if link == self.wiring.link else []
+        if not rows:
             return START + hops + sent / bandwidth
-        near = min({row[2] for row in rows}, key=lambda size: abs(math.log(size / ranks)))
-        rows = [row for row in rows if row[2] == near]
-        size, seconds, _ = min(rows, key=lambda row: abs(math.log(row[0] / sent)))
+        size, seconds = min(rows, key=lambda row: abs(math.log(row[0] / sent)))
         rate = size / max(seconds - START, 1e-9)
         return START + hops + sent / rate
 
@@ -150,6 +143,21 @@ class Rates:
 
 
 _TABLES: dict[str, Rates] = {}
+
+
+@cache
+def _attends(key: str, seq: float, head_dim: int) -> tuple[float, float]:
+    rows = _TABLES[key].attention
+    forward, backward = _near([row[2:4] for row in rows], [row[4:6] for row in rows], (seq, head_dim))
+    return forward * TERA, backward * TERA
+
+
+@cache
+def _collectives(key: str, kind: str, link: str, ranks: int) -> list[tuple[float, float]]:
+    """Bytes that a rank sends, and seconds, as measured of the number of ranks that is nearest."""
+    rows = [row for row in _TABLES[key].collectives if row[:2] == [kind, link]]
+    near = min((row[2] for row in rows), key=lambda size: abs(math.log(size / ranks)), default=0)
+    return sorted((row[3] * 1e6, row[4] / 1e3) for row in rows if row[2] == near)
 
 
 @cache

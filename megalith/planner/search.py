@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megalith.config import RunConfig
@@ -22,7 +23,7 @@ from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
-from megalith.parallel.pipeline.stages import assign_layers, schedule_kind
+from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
 from megalith.planner.candidates import CLEAN, OFFLOADED, PARALLEL, RECOMPUTED, REDUCED, candidates
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
@@ -35,6 +36,8 @@ from megalith.progress import Progress
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
 DEEP = 8  # layers of a stage from which on full recomputation takes least
+
+Assignment = list[list[Stage]]  # chunks of layers by pipeline rank
 
 
 def plan(
@@ -116,34 +119,51 @@ class _Search:
                 gathers = candidate[PARALLEL + "sequence_parallel"]
                 ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
                 if (chosen := self._chosen(settings := candidate | more)) is not None:
-                    self._recompute(chosen, settings, ways)
+                    self._recompute(*chosen, settings, ways)
                 progress.add()
 
-    def _chosen(self, settings: dict[str, Any]) -> RunConfig | None:
-        """With what is fastest for `auto`, whatever is recomputed; None where the trainer refuses it."""
+    def _chosen(self, settings: dict[str, Any]) -> tuple[RunConfig, Assignment] | None:
+        """With what is fastest for `auto`, whatever is recomputed, and its layers by rank; None where the trainer
+        refuses it."""
+        sections: dict[str, dict[str, Any]] = {}
+        for path, value in settings.items():
+            section, _, name = path.partition(".")
+            sections.setdefault(section, {})[name] = value
+        # Unchecked: the values are those of candidates.py.
+        given = {
+            name: getattr(self.clean, name).model_copy(update=values) for name, values in sections.items()
+        }
         try:
-            return with_fastest(self.clean.with_settings(settings), self.machine)[0]
+            chosen, _ = with_fastest(self.clean.model_copy(update=given), self.machine)
+            return chosen, assign_layers(chosen.model, chosen.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
             return None
 
-    def _recompute(self, chosen: RunConfig, settings: dict[str, Any], ways: list[dict[str, Any]]) -> None:
+    def _recompute(
+        self,
+        chosen: RunConfig,
+        assignment: Assignment,
+        settings: dict[str, Any],
+        ways: list[dict[str, Any]],
+    ) -> None:
         """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
         does not fit, the others need not be tried; after a layout of which none has fitted it comes first."""
         *ways, full = ways
+        attempt = partial(self._try, chosen, assignment, settings)
         layers = self.config.model.num_layers // chosen.parallel.pipeline_model_parallel_size
         ask, least = layers >= DEEP, None
         if ask and self.tight:
-            ask, least = False, self._try(chosen, settings, full)
+            ask, least = False, attempt(full)
         for way in ways:
             if least is not None and not least.fits:
                 break
-            layout = self._try(chosen, settings, way)
+            layout = attempt(way)
             if layout is not None and self._count(layout):
                 return
             if ask and layout is not None:
-                ask, least = False, self._try(chosen, settings, full)
-        least = least or self._try(chosen, settings, full)
+                ask, least = False, attempt(full)
+        least = least or attempt(full)
         self.tight = least is not None and not self._count(least)
 
     def _count(self, layout: PlannedLayout) -> bool:
@@ -153,14 +173,15 @@ class _Search:
         (self.found if layout.fits else self.too_large).append(layout)
         return layout.fits
 
-    def _try(self, chosen: RunConfig, settings: dict[str, Any], way: dict[str, Any]) -> PlannedLayout | None:
+    def _try(
+        self, chosen: RunConfig, assignment: Assignment, settings: dict[str, Any], way: dict[str, Any]
+    ) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
         try:
             parallel = chosen.parallel.model_copy(update=way)  # unchecked: the values are those of RECOMPUTED
             config = chosen.model_copy(update={"parallel": parallel})
             check_parallel(config, self.world)
             check_fp8(config)
-            assignment = assign_layers(config.model, config.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
             return None
@@ -181,7 +202,7 @@ class _Search:
         return PlannedLayout(config, settings, self.world, memory, time, speed, fits)
 
     def _gathered(
-        self, config: RunConfig, assignment: list, micro_batches: int
+        self, config: RunConfig, assignment: Assignment, micro_batches: int
     ) -> tuple[RunConfig, list[MemoryEstimate]]:
         """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
@@ -193,7 +214,7 @@ class _Search:
                 return every, memory
         return config, self._memory(config, assignment, micro_batches)
 
-    def _memory(self, config: RunConfig, assignment: list, micro_batches: int) -> list[MemoryEstimate]:
+    def _memory(self, config: RunConfig, assignment: Assignment, micro_batches: int) -> list[MemoryEstimate]:
         """Of the ranks that may be the fullest: the first, which holds most, the second, the last with the head."""
         parallel, meta = config.parallel, self.meta.on_rank(config.parallel)
         ranks, found = len(assignment), []

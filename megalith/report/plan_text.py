@@ -12,7 +12,7 @@ from megalith.io import replacing
 from megalith.planner.goodput import Goodput
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
 from megalith.planner.step_time import PARTS, caution
-from megalith.report.console import render, si
+from megalith.report.console import WIDTH, render, si
 from megalith.report.layout_text import MEMORY_HEADINGS, amount, memory_unit, paragraph, plain_table
 
 GB = 1e9
@@ -37,38 +37,44 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     batch, seq = config.train.global_batch_size, config.data.seq_length
     precision = "FP8" if config.train.fp8_format else config.train.precision
     model = config.model.preset or config.model.init_from or "the model"
-    room = f"{answer.fitting} fit in {answer.usable / GB:.0f} GB a GPU"
+    room = f"{answer.fitting:,} fit in {answer.usable / GB:.0f} GB a GPU"
+    sequences = "one sequence" if batch == 1 else f"{batch:,} sequences"
     parts = [
         paragraph(
-            f"{model} on {answer.gpus} {rates.device}, {answer.gpus_per_node} a node: "
-            f"{batch} sequences of {seq:,} tokens a step, {precision}. "
-            f"{answer.tried} layouts tried, {room}. Rates: {rates.source}."
+            f"{model} on {answer.gpus:,} {rates.device}, {answer.gpus_per_node} a node: "
+            f"{sequences} of {seq:,} tokens a step, {precision}. "
+            f"{answer.tried:,} layouts tried, {room}. Rates: {rates.source}."
         )
     ]
     if not answer.best:
         return "\n".join([*parts, *map(paragraph, _nothing_fits(answer))])
-    parts += [render(best_table(answer, tokens, price)), MFU_NOTE]
-    parts.append(layout_details(answer.best[0]))
+    parts += [best_table(answer, tokens, price), MFU_NOTE, "", layout_details(answer.best[0])]
     if explain:
-        parts += map(paragraph, explained(answer))
+        parts += ["", *map(paragraph, explained(answer))]
     return "\n".join(parts)
 
 
 MFU_NOTE = "MFU by the causal convention (attention's matrix at half); memory of the fullest GPU, estimated."
 
 
-def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) -> Any:
+def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) -> str:
+    """A line of figures for each layout, and one or two that name it."""
     headings = ["", "ms a step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
-    headings += (["days"] if tokens else []) + (["cost"] if tokens and price else []) + ["layout"]
+    headings += (["days"] if tokens else []) + (["cost"] if tokens and price else [])
     table = plain_table(*headings, left=0)
-    table.columns[-1].justify = "left"
     for number, each in enumerate(answer.best, 1):
         row = [str(number), *figures(each)]
         if tokens:
             days = answer.days(each, tokens)
-            row += [f"{days:.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
-        table.add_row(*row, each.name)
-    return table
+            row += [f"{days:,.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
+        table.add_row(*row)
+    heading, rule, *rows = render(table).splitlines()
+    indent = " " * (len(str(len(rows))) + 3)
+    names = [
+        fill(each.name, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        for each in answer.best
+    ]
+    return "\n".join([heading, rule, *(line for pair in zip(rows, names) for line in pair)])
 
 
 def figures(layout: PlannedLayout) -> list[str]:
@@ -149,6 +155,8 @@ def plan_json(answer: PlanAnswer, tokens: float | None = None, price: float | No
     return {
         "gpus": answer.gpus,
         "gpus_per_node": answer.gpus_per_node,
+        "seq_length": answer.config.data.seq_length,
+        "global_batch_size": answer.config.train.global_batch_size,
         "device": answer.rates.device,
         "rates": answer.rates.source,
         "usable_bytes": int(answer.usable),
@@ -195,10 +203,11 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
     from megalith.parallel.pipeline.drawing import COLOURS as PASSES
 
     best, timeline = answer.best[0], answer.best[0].time.timeline
-    rows = 2 + (timeline is not None)
-    figure = Figure(figsize=(12, 4.2 * rows), dpi=110, layout="constrained")
+    heights = [1 + 0.4 * len(answer.best), 1 + 0.3 * len(best.memory)]
+    heights += [1 + 0.3 * len(timeline.spans)] if timeline is not None else []
+    figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=110, layout="constrained")
     figure.suptitle(f"the best: {best.name}", fontsize=10, color="#343a40")
-    axes = list(figure.subplots(rows, 1, squeeze=False)[:, 0])
+    axes = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     bars, memory = axes[0], axes[1]
     places = range(len(answer.best))
     _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
@@ -221,6 +230,8 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
                 axes[2].broken_barh(
                     boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3
                 )
+        ranks = range(0, len(timeline.spans), -(-len(timeline.spans) // 16))
+        axes[2].set_yticks(ranks, [f"rank {number}" for number in ranks])
         axes[2].invert_yaxis()
         titles.append(
             (axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)")
@@ -240,6 +251,8 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
 def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
     start = [0.0] * len(places)
     for colour, (name, values) in zip(COLOURS, parts.items()):
+        if not any(values):
+            continue
         axes.barh(places, values, 0.75, start, color=colour, label=name)
         start = [a + b for a, b in zip(start, values)]
     axes.invert_yaxis()

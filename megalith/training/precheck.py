@@ -117,7 +117,6 @@ def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 
 DIFFERENCE = 0.02  # of bytes: a shard of few rows is padded to the longest one
-MOST_STAGES = 16  # that a rank is built of
 
 
 @dataclass(frozen=True)
@@ -146,26 +145,29 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
+    figures: dict[tuple[int, int], list[int]] = {}
     for built in ranks:
-        lines.append(
-            f"rank {built.rank}: {built.weights / 1e9:.4f} GB of weights built, {built.expected / 1e9:.4f} planned"
+        figures.setdefault((built.weights, built.expected), []).append(built.rank)
+    told = [
+        paragraph(
+            f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / 1e9:.4f} GB of weights built, "
+            f"{planned / 1e9:.4f} planned"
         )
+        for (weights, planned), alike in figures.items()
+    ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
             f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts:\n"
-            + "\n".join(lines[-len(ranks) :])
+            + "\n".join(told)
         )
-    return "\n".join([*lines, f"dry run: {world_size} processes can train this; no device was used"])
+    return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; no device was used"])
 
 
 def build_ranks(layout: Layout) -> list[BuiltRank]:
-    """The first rank, the last, and one of each pipeline stage (of at most MOST_STAGES)."""
+    """The first rank, the last, and one of each pipeline stage."""
     each = layout.world_size // len(layout.stages)
-    step = -(-len(layout.stages) // MOST_STAGES)
-    return [
-        _build(layout, rank)
-        for rank in sorted({*range(0, layout.world_size, each * step), layout.world_size - 1})
-    ]
+    chosen = sorted({*range(0, layout.world_size, each), layout.world_size - 1})
+    return [_build(layout, rank) for rank in chosen]
 
 
 def _build(layout: Layout, rank: int) -> BuiltRank:

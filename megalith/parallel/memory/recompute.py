@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, all_gather_no_grad
-from megalith.config import ParallelConfig
+from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.rules.parallel_rules import check_saved_attention
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
@@ -83,10 +83,15 @@ def apply_recompute(
 def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
     """Whether recomputation can stand inside of each compiled layer's graph. The compiler then leaves out what no
     gradient needs, as a layer's last matmul."""
-    alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
-    drawn = model.config.attention_dropout > 0 or any(x.has_experts for x in layers_of(model).values())
+    experts = any(x.has_experts for x in layers_of(model).values())
     own = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # FP8 keeps tables
-    return alone and unit_size(parallel) == 1 and not drawn and not own
+    return not own and fits_a_graph(model.config, parallel, experts)
+
+
+def fits_a_graph(config: ModelConfig, parallel: ParallelConfig, experts: bool) -> bool:
+    """Whether a compiled layer, with `experts` or without, can recompute itself, unless its linears are in FP8."""
+    alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
+    return alone and unit_size(parallel) == 1 and not config.attention_dropout and not experts
 
 
 def _plug_cores(model: Transformer, changed: Callable[[Callable], Callable]) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megalith.config import RunConfig
 
 FIT, TOLD = "fit", "told"
-OLD = "old"  # of an older version: its memory holds, its kernels were slower
+OLD = "old"  # of an older version: its memory holds, its kernels or its recomputation were slower
 
 
 class Row(NamedTuple):
@@ -34,6 +34,7 @@ class Row(NamedTuple):
             "optim": dict(lr=1e-4) | more.get("optim", {}),
             "train": train | more.get("train", {}),
             "runtime": more.get("runtime", {}),
+            "lora": more.get("lora", {}),
         }
         return RunConfig.from_tree(tree)
 
@@ -41,7 +42,10 @@ class Row(NamedTuple):
 DROPPING = dict(preset="gpt2-large", num_attention_heads=16)
 LARGE = dict(DROPPING, hidden_dropout=0.0, attention_dropout=0.0)
 LLAMA = dict(preset="llama3-8b", vocab_size=128256)
-LLAMA16 = dict(LLAMA, num_layers=16)
+LLAMA16, LLAMA8 = dict(LLAMA, num_layers=16), dict(LLAMA, num_layers=8)
+LLAMA3B, LLAMA1B = dict(LLAMA, preset="llama3.2-3b"), dict(LLAMA, preset="llama3.2-1b")
+LONGEST = dict(LLAMA, max_position_embeddings=131072)
+PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0)
 BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
 QWEN = dict(BALANCED, preset="qwen3-30b-a3b")
 DEEPSEEK = dict(BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)
@@ -51,17 +55,41 @@ PP = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipe
 CP = dict(context_parallel_size=2)
 WHOLE = dict(data_parallel_sharding_strategy="optim_grads_params")
 FULL = dict(recompute_granularity="full", recompute_saves_attention=False)
+SAVED = dict(recompute_granularity="full", recompute_saves_attention=True)
 FP16 = dict(train=dict(precision="fp16"))
+FP8 = dict(train=dict(fp8_format="hybrid"))
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+ALL = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0))
 PACKED = dict(data=dict(tokenizer_type="NullTokenizer", reset_attention_mask=True, reset_position_ids=True))
 V4 = dict(PP, pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")
 V3 = dict(PP, pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")
 ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
 
+
+def selective(*modules: str) -> dict:
+    return dict(recompute_granularity="selective", recompute_modules=list(modules))
+
+
 # fmt: off
+TRADEOFFS = [  # GPT-2-large on one GPU; without figures: not measured yet. ¹ on another machine than the others
+    Row("nothing", TOLD, 1, LARGE, ONE, {}, 321.1, 60.4),
+    Row("recomputed: `core_attn`", TOLD, 1, LARGE, ONE, selective("core_attn"), 330.6, 57.3),
+    Row("recomputed: `layernorm`", TOLD, 1, LARGE, ONE, selective("layernorm"), None, None),
+    Row("recomputed: `mlp_act`", TOLD, 1, LARGE, ONE, selective("mlp_act"), None, None),
+    Row("recomputed: `layernorm`, `mlp_act` ¹", TOLD, 1, LARGE, ONE, selective("layernorm", "mlp_act"), 329.9, 42.4),
+    Row("recomputed: `mlp`", TOLD, 1, LARGE, ONE, selective("mlp"), None, None),
+    Row("all recomputed, attention's output saved (the default where memory allows)", TOLD, 1, LARGE, ONE, SAVED,
+        367.3, 17.3),
+    Row("all recomputed (`recompute_saves_attention: false`) ¹", TOLD, 1, LARGE, ONE, FULL, 388, 14.6),
+    Row("half of the optimizer's state on the host", TOLD, 1, LARGE, ONE, {}, 407.2, 57.2, HALF),
+    Row("all of it on the host", TOLD, 1, LARGE, ONE, {}, 506.9, 54.1, ALL),
+    Row("FP8 delayed", TOLD, 1, LARGE, ONE, {}, 253.0, 52.1, FP8),
+]
 ROWS = [
     Row("one GPU", FIT, 1, LARGE, ONE, {}, 320.5, 60.7),
     Row("one GPU, 64 sequences", OLD, 1, LARGE, TWO, {}, None, 109.5),
+    Row("the same, 0.9 of the activations", TOLD, 1, LARGE, ONE, {}, 330.0, 47.1,
+        dict(runtime=dict(activation_memory_budget=0.9))),
     Row("one GPU, fp16, dropout", FIT, 1, DROPPING, ONE, {}, 353.9, 60.6, FP16),
     Row("DP2", FIT, 2, LARGE, (32, 64, 1024), {}, 332.7, 60.7),
     Row("DP2, fp16, dropout", TOLD, 2, DROPPING, (32, 64, 1024), {}, 362.1, None, FP16),
@@ -87,17 +115,24 @@ ROWS = [
         dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), 451.8, 24.0),
     Row("TP2 + SP, PP2, a slow host", OLD, 4, LARGE, (8, 64, 1024), 
         dict(SP, pipeline_model_parallel_size=2), 481.2, 11.1),
-    Row("Llama-3-8B, recomputed", FIT, 1, LLAMA, LONG, FULL, 1997, 135.1),
-    Row("the same, attention saved", TOLD, 1, LLAMA, LONG, dict(FULL, recompute_saves_attention=True), 1839, 138.3),
-    Row("Llama-3-8B, half recomputed, half on the host", FIT, 1, LLAMA, LONG,
+    Row("Llama-3-8B, recomputed outside of its graphs", OLD, 1, LLAMA, LONG, FULL, 1997, 135.1),
+    Row("Llama-3-8B, recomputed", TOLD, 1, LLAMA, LONG, FULL, 1912, 135.1),
+    Row("the same, attention saved", TOLD, 1, LLAMA, LONG, SAVED, 1839, 138.3),
+    Row("the same in FP8", TOLD, 1, LLAMA, LONG, SAVED, 1469, 135.1,
+        dict(train=dict(fp8_format="hybrid", fp8_cache_weights=False))),
+    Row("half recomputed outside of its graphs, half on the host", OLD, 1, LLAMA, LONG,
         dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
+    Row("Llama-3-8B, half recomputed, half on the host", TOLD, 1, LLAMA, LONG,
+        dict(SAVED, recompute_method="block", recompute_num_layers=16), 2741, 129.6, HALF),
     Row("Llama-3-8B, FSDP2", FIT, 2, LLAMA, (1, 4, 8192), WHOLE, 1700, 112.6),
     Row("the same, packed documents", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1685, 112.6, PACKED),
-    Row("Llama-3-8B, FSDP2, recomputed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
+    Row("FSDP2, recomputed outside of its graphs", OLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
     Row("Llama-3-8B, FSDP2, all layers gathered", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32),
         1583, 129.2),
     Row("the same, recomputed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32, **FULL),
         1934, 92.1),
+    Row("the same, attention saved", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32, **SAVED),
+        1889, 93.3),
     Row("Llama-3-8B, FSDP2, 0.7 of the activations", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1744, 101.7,
         dict(runtime=dict(activation_memory_budget=0.7))),
     Row("the same, 0.58", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1791, 99.6,
@@ -129,6 +164,26 @@ ROWS = [
         dict(expert_model_parallel_size=2, data_parallel_sharding_strategy="optim"), 179.2, 55.9),
     Row("DeepSeek-V2-Lite, 14 layers, EP2", TOLD, 2, DEEPSEEK, (2, 8, 4096),
         dict(expert_model_parallel_size=2, data_parallel_sharding_strategy="optim"), 446.9, None),
+    Row("Llama-3-8B, 8 layers", TOLD, 1, LLAMA8, LONG, {}, 458.1, 62.5),
+    Row("the same, recomputed", TOLD, 1, LLAMA8, LONG, FULL, 547.4, 49.7),
+    Row("the same, attention saved", TOLD, 1, LLAMA8, LONG, SAVED, 534.9, 50.3),
+    Row("Llama-3-8B, 8 layers, FSDP2, all gathered", TOLD, 2, LLAMA8, (1, 4, 8192),
+        dict(WHOLE, fsdp_unsharded_layers=8), 476.0, 47.5),
+    Row("131,072 tokens, CP2, recomputed but attention", TOLD, 2, LONGEST, (1, 1, 131072),
+        dict(WHOLE, **CP, **SAVED, cp_comm_type="a2a", fsdp_unsharded_layers=32), 21500, 115.2),
+    Row("the same, attention too", TOLD, 2, LONGEST, (1, 1, 131072),
+        dict(WHOLE, **CP, **FULL, cp_comm_type="a2a", fsdp_unsharded_layers=32), 25500, 98.3),
+    Row("Llama-3.2-3B", TOLD, 1, LLAMA3B, (2, 4, 8192), {}, 1399, 106.0),
+    Row("the same, FP8 delayed", TOLD, 1, LLAMA3B, (2, 4, 8192), {}, 1069, 100.8, FP8),
+    Row("Llama-3.2-1B", TOLD, 1, LLAMA1B, (2, 16, 4096), {}, 1059, 35.1),
+    Row("the same, 64 sequences", TOLD, 1, LLAMA1B, (2, 64, 4096), {}, 4207, 35.2),
+    Row("Llama-3.2-1B, DP2", TOLD, 2, LLAMA1B, (4, 32, 4096), {}, 1050, 45.8),
+    Row("Llama-3.2-1B, TP2", TOLD, 2, LLAMA1B, (4, 32, 4096), dict(tensor_model_parallel_size=2), 1186, None),
+    Row("Llama-3-8B, LoRA of rank 16", TOLD, 1, LLAMA, (1, 1, 8192), {}, 598.4, 57.2, dict(lora=dict(rank=16))),
+    Row("BERT-large", TOLD, 1, dict(PLAIN, preset="bert-large"), (64, 64, 512), {}, 147.6, 31.5),
+    Row("T5-3B", TOLD, 1, dict(PLAIN, preset="t5-3b"), (16, 16, 512), {}, 245.1, 73.2,
+        dict(data=dict(decoder_seq_length=128))),
+    *TRADEOFFS,
 ]
 # fmt: on
 # fmt: off

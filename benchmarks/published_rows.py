@@ -118,7 +118,10 @@ def sc21_row(
 class OldAttention(passes.Passes):
     """Attention as Megatron-LM had it in 2021: GEMMs a head, and the matrix of scores in memory between them. A score
     in fp16 is written, masked and normalized (read, written), dropped (read, written, a byte of mask), read: 13 bytes;
-    backward 19, where dropout and softmax read their outputs too."""
+    backward 19, where dropout and softmax read their outputs too. Layers are recomputed whole."""
+
+    def _again(self, number: int, there: Counter[str]) -> Counter[str]:
+        return Counter(there)
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         seq, heads = self.config.data.seq_length, self.model.num_attention_heads / self.tensor

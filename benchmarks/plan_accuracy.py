@@ -1,0 +1,198 @@
+"""docs/plan_accuracy.md, the plan beside every row that was measured or published, and a table of docs/tradeoffs.md.
+
+`python -m benchmarks.plan_accuracy` writes both (`make accuracy`), in a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.measured_rows import FIT, OLD, ROWS, TRADEOFFS, Row
+from benchmarks.published_rows import H100_ROWS, SC21, MegatronCore, OldAttention, Published, sc21_row
+from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.planner import passes, step_time
+from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
+from megalith.planner.counts import MetaModel
+from megalith.planner.layout import build_layout
+from megalith.planner.plan_answer import PlannedLayout
+from megalith.planner.rates import rates_of
+from megalith.planner.search import plan, planned
+
+DOCS = Path(__file__).parents[1] / "docs"
+ON_80_GB = {PARALLEL + name: value for name, value in (NO_GEMM | SHARDS).items()}  # no GEMM recomputed
+MEGATRON = ("Bridge, Llama-3-70B, FP8", "Bridge, Llama-3-405B, FP8")
+"""Rows that are held to as Megatron-Core makes a step: it hides and leaves out what Megalith does not."""
+
+
+def expected(row: Row) -> tuple[float, step_time.StepTime]:
+    """GB of the first stage's devices, and a step of a measured row."""
+    config, _ = with_fastest(row.config(), Machine(row.processes, compiled=True, nvlink=True))
+    memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
+    meta = MetaModel(config.model, config.lora)
+    return memory, step_time.step_time(config, meta, row.processes, rates_of(), 8)
+
+
+def told(row: Published) -> float:
+    """What the plan says of a published row, in its unit."""
+    speed = planned(row.config(), row.gpus, rates_of(row.device)).speed
+    return speed.tflops_per_device if row.unit == "TFLOP/s" else speed.tokens_per_second_per_device
+
+
+@contextmanager
+def as_megatron_core() -> Iterator[None]:
+    with (
+        patch.object(step_time, "Passes", MegatronCore),
+        patch.object(passes, "SUMMING", 0),
+    ):
+        yield
+
+
+@contextmanager
+def as_in_2021() -> Iterator[None]:
+    with patch.object(step_time, "Passes", OldAttention):
+        yield
+
+
+def sc21() -> dict[str, float]:
+    """Name → TFLOP/s a GPU; a recomputed forward pass counts, as in the paper."""
+    return {row[0]: 4 / 3 * told(sc21_row(*row)) for row in SC21}
+
+
+def feasible(row: Published) -> PlannedLayout:
+    """A published layout as it stands, or where that takes too much, with no GEMM recomputed and tokens gathered
+    again."""
+    whole = planned(row.config(), row.gpus, rates_of(row.device))
+    return (
+        whole if whole.fits else planned(row.config().with_settings(ON_80_GB), row.gpus, rates_of(row.device))
+    )
+
+
+def off(found: float, figure: float) -> str:
+    return f"{found / figure - 1:+.1%}".replace("-", "−").replace("%", " %")
+
+
+def measured_line(row: Row) -> str:
+    """A row of the page."""
+    memory, time = expected(row)
+    ms = 1e3 * time.seconds
+    has_time = row.ms is not None
+    use = {FIT: "fitted on", OLD: "memory alone; an older version"}.get(row.use, "")
+    cells = [row.name, str(row.processes)]
+    cells += (
+        [f"{row.gigabytes:g}", f"{memory:.1f}", off(memory, row.gigabytes)] if row.gigabytes else ["", "", ""]
+    )
+    cells += [f"{row.ms:,}", f"{ms:,.1f}", off(ms, row.ms)] if has_time else ["", "", ""]
+    return f"| {' | '.join([*cells, use])} |"
+
+
+def published_line(row: Published) -> str:
+    found, layout = told(row), feasible(row)
+    best = plan(row.config(), row.gpus, rates=rates_of(row.device), top=1).best[0]
+    gain = off(layout.time.seconds, best.time.seconds)
+    cells = [
+        row.name,
+        str(row.gpus),
+        f"{row.figure:,} {row.unit}",
+        f"{found:,.0f}",
+        off(found, row.figure),
+        "",
+    ]
+    if row.name in MEGATRON:
+        with as_megatron_core():
+            cells[-1] = f"{told(row):,.0f}, {off(told(row), row.figure)}"
+    room = f"{'fits' if layout.fits else '**no**'}, {layout.bytes / 1e9:.0f} GB"
+    return f"| {' | '.join([*cells, room, f'{gain} ({best.name})'])} |"
+
+
+def sc21_lines() -> list[str]:
+    now = sc21()
+    with as_in_2021():
+        then = sc21()
+    order = sorted(then, key=then.__getitem__)
+    lines = []
+    for name, *_, figure in SC21:
+        place = order.index(name) + 1
+        cells = [
+            name,
+            str(figure),
+            f"{now[name]:.0f}",
+            off(now[name], figure),
+            f"{then[name]:.0f}",
+            str(place),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+PAGE = """# The plan beside what was measured and published
+
+By `make accuracy`; [planning a job](plan.md) says what the model is. Bounds that the tests hold it to: memory within
+5 % of every row, time within 10 % of rows that nothing was fitted on, 20 % of the published ones.
+
+## Measured on H200
+
+Every run of [RESULTS](../benchmarks/RESULTS.md) with a memory or a time of this version's kernels, but rollouts,
+generation and samples of varying lengths. Expected is what `megalith plan show` says of the run's settings.
+
+| run | GPUs | GB | expected | off | ms a step | expected | off | |
+|---|---|---|---|---|---|---|---|---|
+{measured}
+
+## Published on H100
+
+Expected by the H200's measured rates and the ratio of the datasheets. "Feasible" is the published layout as it stands,
+or, where that takes too much, with `layernorm` and `mlp_act` recomputed and tokens gathered again, which repeat no
+GEMM. The last column is how much longer it takes than the best that the plan finds, by the same model.
+
+| run | GPUs | published | expected of Megalith | off | of Megatron-Core | feasible | beside the plan's best |
+|---|---|---|---|---|---|---|---|
+{published}
+
+## Ten models on A100, 2021
+
+TFLOP/s a GPU, with the recomputed forward pass counted (Narayanan et al., 2021, table 1). Its kernels and its
+recomputation are another decade's: by place in the order they are judged with the attention of that time.
+
+| model | published | expected | off | with attention and recomputation of 2021 | place there |
+|---|---|---|---|---|---|
+{sc21}
+"""
+
+
+TRADEOFFS_BEGIN, TRADEOFFS_END = "<!-- benchmarks.plan_accuracy writes this -->\n", "<!-- to here -->\n"
+
+
+def tradeoffs() -> str:
+    """The table of docs/tradeoffs.md."""
+    base, lines = TRADEOFFS[0], []
+    for row in TRADEOFFS:
+        memory, time = expected(row)
+        known = row.ms is not None and row.gigabytes is not None
+        cells = [row.name, *([f"{row.gigabytes:g}", f"{row.ms:g}"] if known else ["", ""])]
+        changes = (
+            [off(row.gigabytes, base.gigabytes), off(row.ms, base.ms)]
+            if known and row is not base
+            else ["", ""]
+        )
+        lines.append(f"| {' | '.join([*cells, *changes, f'{memory:.1f}', f'{1e3 * time.seconds:.0f}'])} |")
+    heading = "| | GB | ms a step | memory | time | GB expected | ms expected |"
+    return "\n".join([heading, "|---|---|---|---|---|---|---|", *lines, ""])
+
+
+def page() -> str:
+    return PAGE.format(
+        measured="\n".join(measured_line(row) for row in ROWS if row.ms or row.gigabytes),
+        published="\n".join(map(published_line, H100_ROWS)),
+        sc21="\n".join(sc21_lines()),
+    )
+
+
+if __name__ == "__main__":
+    (DOCS / "plan_accuracy.md").write_text(page(), encoding="utf-8")
+    before, _, rest = (DOCS / "tradeoffs.md").read_text(encoding="utf-8").partition(TRADEOFFS_BEGIN)
+    after = rest.partition(TRADEOFFS_END)[2]
+    text = f"{before}{TRADEOFFS_BEGIN}{tradeoffs()}{TRADEOFFS_END}{after}"
+    (DOCS / "tradeoffs.md").write_text(text, encoding="utf-8")
