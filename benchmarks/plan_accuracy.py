@@ -80,7 +80,7 @@ def measured_line(row: Row) -> str:
     ms = 1e3 * time.seconds
     has_time = row.ms is not None
     use = {FIT: "fitted on", OLD: "memory alone; an older version"}.get(row.use, "")
-    cells = [row.name, str(row.processes)]
+    cells = [f"`{row.model['preset']}`", row.name, str(row.processes)]
     cells += (
         [f"{row.gigabytes:g}", f"{memory:.1f}", off(memory, row.gigabytes)] if row.gigabytes else ["", "", ""]
     )
@@ -137,8 +137,8 @@ By `make accuracy`; [planning a job](plan.md) says what the model is. Bounds tha
 Every run of [RESULTS](../benchmarks/RESULTS.md) with a memory or a time of this version's kernels, but rollouts,
 generation and samples of varying lengths. Expected is what `megalith plan show` says of the run's settings.
 
-| run | GPUs | GB | expected | off | ms a step | expected | off | |
-|---|---|---|---|---|---|---|---|---|
+| model | run | GPUs | GB | expected | off | ms a step | expected | off | |
+|---|---|---|---|---|---|---|---|---|---|
 {measured}
 
 ## Published on H100

@@ -11,7 +11,7 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.planner.plan_answer import PlannedLayout
 from megalith.planner.rates import rates_of
-from megalith.planner.search import planned, usable_bytes
+from megalith.planner.search import plan, planned, usable_bytes
 
 A100, H100, H200 = "A100-80GB", "H100", "H200"
 OPTIM = {"data_parallel_sharding_strategy": "optim"}
@@ -62,6 +62,8 @@ ROWS = [
     SizeRow("GPT-2-large's notes", "PP2", "gpt2-large", H200, 2, 1, 2, 1, 1, 1024),
 ]
 # fmt: on
+MICRO_BATCHES = (4, 8, 16, 32, 64)
+BATCH = 512  # sequences a step, of the thresholds' table
 NEARER = [  # what is added until a row fits, from the cheapest on
     (OPTIM, {}),
     (OPTIM | FULL, {}),
@@ -73,6 +75,10 @@ NEARER = [  # what is added until a row fits, from the cheapest on
 
 def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> PlannedLayout:
     """A row as it stands, with these settings besides."""
+    return planned(config_of(row, parallel, optim), row.gpus, rates_of(row.device))
+
+
+def config_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> RunConfig:
     dp = row.gpus // (row.tp * row.pp * row.cp)
     micro = {"GPT-2-large's notes": 32 * row.tp * row.cp * row.pp}.get(row.guide, 1)
     heads = {"num_attention_heads": 16} if row.preset == "gpt2-large" else {}
@@ -82,7 +88,7 @@ def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> 
         sequence_parallel=row.tp > 1,
     )  # fmt: skip
     model["max_position_embeddings"] = max(row.seq, 2048)
-    config = RunConfig.from_tree(
+    return RunConfig.from_tree(
         {
             "model": model,
             "data": dict(mock=True, seq_length=row.seq),
@@ -92,7 +98,6 @@ def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> 
                           global_batch_size=micro * dp * row.micro_batches),
         }
     )  # fmt: skip
-    return planned(config, row.gpus, rates_of(row.device))
 
 
 def line(row: SizeRow) -> str:
@@ -137,6 +142,23 @@ def _nearest(row: SizeRow, layout: PlannedLayout) -> str:
     return "none in this layout"
 
 
+def threshold_line(row: SizeRow) -> str:
+    """What the planner finds for a row's job, beside the row with the optimizer's state sharded."""
+    config = config_of(row, OPTIM, {}).with_settings({"train.global_batch_size": BATCH})
+    found = plan(config, row.gpus, rates=rates_of(row.device), top=1).best[0]
+    own = planned(config, row.gpus, rates_of(row.device))
+    cells = [row.label, str(row.gpus), f"{row.tp} / {row.pp}", f"{1e3 * own.time.seconds:,.0f}"]
+    cells += [f"{found.name}: {found.bytes / 1e9:.1f} GB", f"{1e3 * found.time.seconds:,.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def micro_batch_line(row: SizeRow, micro_batches: int) -> str:
+    """A pipeline's bubble and speed with so many micro-batches of one sequence."""
+    layout = layout_of(row._replace(micro_batches=micro_batches), OPTIM, {})
+    speed = f"{layout.speed.tokens_per_second_per_device:,.0f}"
+    return f"| {micro_batches} | {layout.time.bubble:.1%} | {speed} | {layout.bytes / 1e9:.1f} |"
+
+
 TEXT = """# Which model on which GPUs
 
 By `make sizes`, from the planner: estimates for bf16 with AdamW and sequence parallelism wherever TP is above 1, a
@@ -157,16 +179,37 @@ What the guides leave open, and how it is read here:
 - `virtual_pipeline_model_parallel_size: 32` of 16 stages means 32 chunks in all in Oumi's guide, 2 a rank here.
 - GPUs = TP × PP × CP × DP: experts are spread over the same ranks, not over others.
 
-The guides' thresholds, as the planner judges them for your job: `megalith plan PRESET --gpus N --explain`. TP is for
-what does not fit otherwise and stays in a node; more micro-batches make a pipeline's bubble, (PP − 1) / (VP ·
-micro-batches) of the work, smaller and change no memory beyond PP of them.
+## The guides' thresholds
+
+The guides: TP 2 from 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B; 4 to 16 micro-batches.
+Accelerate's rows with `optim` and {batch} sequences a step, beside the best layout that the planner finds for them. It
+takes less tensor parallelism at 20B and from 70B on, and pipelines in chunks (VP):
+
+| row | GPUs | guide's TP/PP | ms a step | the planner's | ms a step |
+|---|---|---|---|---|---|
+{thresholds}
+
+More micro-batches make a pipeline's bubble smaller, (PP − 1) / (VP · micro-batches) of the work, and take no memory
+beyond PP of them: Accelerate's 175B, TP8 PP4 DP4, `optim`:
+
+| micro-batches | bubble | tokens/s/GPU | GB |
+|---|---|---|---|
+{micro_batches}
+
+For your own job: `megalith plan PRESET --gpus N --explain`.
 """
 
 
 def page() -> str:
     """The whole page."""
     rooms = ", ".join(f"{usable_bytes(rates_of(name)) / 1e9:.0f} GB ({name})" for name in (A100, H100, H200))
-    return TEXT.format(lines="\n".join(map(line, ROWS)), rooms=rooms)
+    return TEXT.format(
+        lines="\n".join(map(line, ROWS)),
+        rooms=rooms,
+        batch=BATCH,
+        thresholds="\n".join(map(threshold_line, ROWS[:6])),
+        micro_batches="\n".join(micro_batch_line(ROWS[5], count) for count in MICRO_BATCHES),
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def run_layouts(args: Arguments) -> int:
         print(json.dumps(plan_json(answer, args.tokens, args.price_per_gpu_hour)))
     else:
         if args.longest:
-            print(f"longest sequence: {answer.config.data.seq_length:,} tokens")
+            print(f"longest sequence: {answer.config.data.seq_length:,} tokens, to an eighth or 1,024 tokens")
         print(plan_text(answer, args.tokens, args.price_per_gpu_hour, args.explain))
     if answer.best and args.png:
         _draw(answer, args.png)
