@@ -127,14 +127,18 @@ GALLERY = {
     "moe.yaml": ("train", SMALLER, 2),
     "long_context.yaml": ("train", (*SMALL, "--data.seq_length", "512"), 2),
     "fp8.yaml": ("train", SMALLER, 1),
+    "distill/run.yaml": ("distill", SMALL, 1),
+    "grpo/arithmetic_sft.yaml": ("sft", SMALL, 1),
+    "grpo/arithmetic.yaml": ("grpo", (*SMALL, "--train.global_batch_size", "32"), 1),
 }
 
 
 def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, monkeypatch):
-    """One after the other, for three begin from the first one's run."""
+    """One after the other, for most begin from the run of one before."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["make_chat.py", "data"])
-    runpy.run_path(str(EXAMPLES / "sft" / "make_chat.py"), run_name="__main__")
+    for script, *options in (("sft/make_chat.py",), ("grpo/make_sums.py", "--count", "100")):
+        monkeypatch.setattr(sys, "argv", [script, "data", *options])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     sections = "".join(page.read_text() for page in sorted(PAGES.glob("[a-d]*.md"))).split("\n## ")
     long = (section for section in sections if len(section) > 1000)  # the last one is the validation's
     text = "".join(json.dumps({"text": section}) + "\n" for section in long)
