@@ -175,6 +175,9 @@ def add_evaluate_command(commands: argparse._SubParsersAction) -> None:
 def run_evaluate(args: Arguments) -> int:
     if args.tasks:
         return run_tasks(args)
+    given = [f"--{name.replace('_', '-')}" for name in TASK_OPTIONS if getattr(args, name) is not None]
+    if given := [*given, *["--apply-chat-template"] * args.apply_chat_template]:
+        raise ConfigError(f"{', '.join(given)} is for tasks of lm-evaluation-harness; name them by --tasks")
     from megalith.bridge.load import config_of
     from megalith.checkpoint.open import open_existing
     from megalith.config import RunConfig
@@ -219,6 +222,9 @@ LONGEST_REQUEST = 4096  # tokens, where data.seq_length is not given and the mod
 
 
 def run_tasks(args: Arguments) -> int:
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
     from megalith.bridge.folder import is_model_folder
     from megalith.bridge.load import config_of, model_of
     from megalith.bridge.origin import saved_tokenizer, tokenizer_of
@@ -260,7 +266,8 @@ def run_tasks(args: Arguments) -> int:
     }
     for section, key, value in parse_overrides(args.settings):
         tree.setdefault(section, {})[key] = value
-    tree["train"]["global_batch_size"] = int(tree["train"]["micro_batch_size"]) * process.world_size
+    size = RunConfig.from_tree(tree).train.micro_batch_size
+    tree["train"]["global_batch_size"] = size * process.world_size
     try:
         from megalith.training.task_harness import TaskRequest, evaluate_tasks
     except ImportError as error:

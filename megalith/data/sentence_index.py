@@ -40,7 +40,8 @@ def sentence_index(
     if not spans:
         raise DataError(
             f"{what} has no document of at least {min_sentences} sentences of up to {LONG_SENTENCE} tokens, which a "
-            "sample is made of; preprocess the text with --split-sentences"
+            "sample is made of; preprocess the text with --split-sentences, or give "
+            "this split more of its documents"
         )
     sums = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]], dtype=np.int64)])
     full = np.searchsorted(sums, sums[:-1] + max_length)  # where a sample of the usual target would end

@@ -210,7 +210,7 @@ def open_datasets(
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
-    masking = _masking(config)
+    masking = masking_of(config)
     if data.mock and model.encoder_layers:
         lengths = data.seq_length, data.decoder_length
         train, valid, test = (
@@ -248,16 +248,23 @@ def open_datasets(
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        make=_sentence_samples(config, tokenizer, masking or _masking(config)) if not model.causal else None,
+        make=_sentence_samples(config, tokenizer, masking or masking_of(config))
+        if not model.causal
+        else None,
         show_progress=show_progress,
     )
 
 
-def _masking(config: RunConfig) -> Masking | None:
+def masking_of(config: RunConfig) -> Masking | None:
     """How the samples of an encoder are masked; None where there is none."""
     data, model = config.data, config.model
     if model.causal:
         return None
+    if model.bert_binary_head and model.tokentypes == 1:
+        raise ConfigError(
+            "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set it to 2 or "
+            "more, or to 0 for none"
+        )
     settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
     for name, value in (SPANS if model.encoder_layers else {}).items():
         settings[name] = value if settings[name] is None else settings[name]

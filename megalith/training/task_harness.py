@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -83,27 +84,36 @@ def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) 
         )
         chat = dict(apply_chat_template=asked.apply_chat_template)
         return simple_evaluate(model=harness, tasks=asked.tasks, **options, **chat)
-    except (OSError, yaml.YAMLError) as error:
-        raise DataError(
-            f"--tasks {','.join(asked.tasks)}: a task or its data cannot be read ({' '.join(str(error).split())}); "
-            "give them to the cache of `datasets` where there is a network, or correct the task's file"
-        ) from error
     finally:
         end_distributed()
 
 
-def _tasks_of(asked: TaskRequest) -> TaskManager:
+class ReadTasks(TaskManager):
+    """The harness's tasks. DataError: a task's file or its data is not what the harness takes."""
+
+    def load(self, task_list: list[str]) -> dict[str, Any]:
+        try:
+            return super().load(task_list)
+        except (OSError, yaml.YAMLError, TemplateError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DataError(
+                f"--tasks {','.join(task_list)}: a task or its data cannot be read ({reason}); give them to the cache "
+                "of `datasets` where there is a network, or correct the task's file"
+            ) from error
+
+
+def _tasks_of(asked: TaskRequest) -> ReadTasks:
     """The user's own where they are all that is asked for: reading all others takes the harness ten seconds."""
     if asked.include_path is not None:
         if not Path(asked.include_path).is_dir():
             raise ConfigError(f"--include-path {asked.include_path} is no folder; check the path")
-        own = TaskManager(include_path=asked.include_path, include_defaults=False)
+        own = ReadTasks(include_path=asked.include_path, include_defaults=False)
         if not _unknown(asked, own):
             return own
-    return TaskManager(include_path=asked.include_path)
+    return ReadTasks(include_path=asked.include_path)
 
 
-def _unknown(asked: TaskRequest, manager: TaskManager) -> list[str]:
+def _unknown(asked: TaskRequest, manager: ReadTasks) -> list[str]:
     return [task for task in asked.tasks if not manager.match_tasks([task]) and not Path(task).is_file()]
 
 

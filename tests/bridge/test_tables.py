@@ -1,6 +1,7 @@
 """The families' tables: every row goes both ways, and configurations mean the same on both sides."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,6 +204,11 @@ def test_phi_3_as_older_versions_wrote_it_is_the_same_model() -> None:
 def test_every_other_layer_of_qwen3_moe_has_experts_the_second_being_the_first() -> None:
     theirs = their_tree("qwen3-moe, a dense layer") | {"decoder_sparse_step": 2, "mlp_only_layers": []}
     assert family_named_by("qwen3-moe, a dense layer").read_config(theirs).moe_layer_freq == [0, 1, 0]
+
+
+def test_the_documentation_lists_every_architecture() -> None:
+    table = (Path(__file__).parents[2] / "docs/hugging_face.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in table] == []
 
 
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:

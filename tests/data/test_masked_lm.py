@@ -1,5 +1,6 @@
 """Masked samples are Megatron core's (a file of them; all by `make megatron-core`), and what a batch makes of them."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from sentences import CASES, PIECES, SEED, SEQ, SPANS, ours, spans, words, write_sentences
 
+from megalith.config import RunConfig
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import Masking, MockMaskedDataset, WordPieces, make_bert_batch
 from megalith.data.sentence_index import mersenne_twister_64
 from megalith.data.tokenizers.huggingface import BertWordPieceLowerCase
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.training.build import masking_of
 
 GOLDEN = json.loads((Path(__file__).parent / "masked_lm_golden.json").read_text())
 
@@ -51,6 +54,17 @@ def test_documents_that_give_no_sample_are_refused(indexed: IndexedDataset) -> N
     short = [d for d in range(40) if np.diff(indexed.document_indices)[d] == 1]
     with pytest.raises(DataError, match="no document of at least 2 sentences of up to 512 tokens"):
         ours(indexed, "order", short[0], short[0] + 1)
+
+
+def test_two_segments_need_two_types_of_tokens_or_none() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": SEQ}
+    for types, order, fits in ((1, True, False), (1, False, True), (0, True, True), (3, True, True)):
+        model = {"model_type": "bert", "num_tokentypes": types, "bert_binary_head": order} | sizes
+        how = (
+            contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="num_tokentypes is 1, but")
+        )
+        with how:
+            assert masking_of(RunConfig.from_tree({"model": model})).classification_head == order
 
 
 def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(

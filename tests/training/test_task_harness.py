@@ -97,5 +97,13 @@ def test_a_task_of_ones_own_from_the_command_line(folder, tmp_path, capsys, monk
         0.5,
         1,
     )
-    assert main(["evaluate", str(folder), *asked[:3], str(tmp_path / "none")]) != 0
-    assert "is no folder; check the path" in capsys.readouterr().err
+    task["test_split"] = "nowhere"
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
+    for wrong, told in (
+        ([*asked[:3], str(tmp_path / "none")], "is no folder; check the path"),
+        (asked[:4], "cannot be read (KeyError: 'nowhere')"),
+        ([*asked[:4], "--limit", "0"], "--limit is 0; give 1 or more"),
+        (["--limit", "2"], "--limit is for tasks of lm-evaluation-harness; name them by --tasks"),
+    ):
+        assert main(["evaluate", str(folder), *wrong]) != 0
+        assert told in capsys.readouterr().err
