@@ -43,6 +43,7 @@ from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
+INDEX_BYTES = 8  # int64
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # with blocks as long as they may be
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
@@ -231,6 +232,8 @@ class StageMemory:
         """
         model, width, documents = self.model, self.width, self.config.keeps_documents_apart
         sequences, seq = self.config.rows_at_once, self.config.data.seq_length
+        if model.position_embedding_type == "relative":
+            return self._relative_positions()
         if not makes_mask(self.config):
             return 0
         windowed = sum((window or seq) < seq for window in model.windows)
@@ -244,6 +247,21 @@ class StageMemory:
         if model.attention_dropout:
             masked = 1 if documents else windowed / model.num_layers
             taken += int(width * masked * max(self._whole_layers()[1] - 1, 0) * (scores + repeated))
+        return taken
+
+    def _relative_positions(self) -> int:
+        """Of each stack with layers here the buckets of all distances, and the heads' biases with their gradient in
+        fp32; and what is added to an encoder layer's scores, with its mask of padding, and the gradient of that: of
+        one layer, or uncompiled of every one that is held."""
+        first, data = self.model.encoder_layers, self.config.data
+        heads = self.model.num_attention_heads // self.tensor // self.context
+        encodes = {number < first for number in self.numbers}
+        pairs = sum((data.seq_length if is_encoder else data.decoder_length) ** 2 for is_encoder in encodes)
+        taken = (INDEX_BYTES + MASTER_BYTES * heads + GRADIENT_BYTES * heads) * pairs
+        if True in encodes:
+            layers = 1 if self.compiled else max(self._whole_layers()[1], 1)
+            added = self.width * self.config.rows_at_once * heads * data.seq_length**2
+            taken += (layers + 1) * added
         return taken
 
     def _copies(self) -> int:
