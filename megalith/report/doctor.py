@@ -50,7 +50,7 @@ def worst(checks: Sequence[Check]) -> str:
 
 
 SUPPORTED = {
-    "Python": ((3, 11), (3, 14)),
+    "Python": ((3, 11), (3, 13)),
     "torch": ((2, 11), (2, 13)),
 }
 """Oldest that works, and newest that is known to."""
