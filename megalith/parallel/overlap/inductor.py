@@ -260,7 +260,12 @@ def seconds(node: Node) -> float:
     if formula is None:
         return 0.0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return formula(*args, **kwargs, out_val=node.meta["val"]) / FLOPS
+    return _known(formula(*args, **kwargs, out_val=node.meta["val"])) / FLOPS
+
+
+def _known(size: int | torch.SymInt) -> int:
+    """A size as it is in the pass that the graph is traced for: a comparison would tie the graph to it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _bytes_sent(node: Node) -> int:
@@ -279,7 +284,7 @@ def _bytes_sent(node: Node) -> int:
 
 def _bytes(given: Node | Sequence[Node]) -> int:
     if isinstance(given, Node):
-        return given.meta["val"].numel() * given.meta["val"].element_size()
+        return _known(given.meta["val"].numel()) * given.meta["val"].element_size()
     return sum(_bytes(node) for node in given)
 
 
