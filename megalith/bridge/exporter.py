@@ -36,7 +36,7 @@ from megalith.bridge.quantized import (
     with_scales,
 )
 from megalith.bridge.quantized import quantize as quantized
-from megalith.bridge.settings import Tree, differences
+from megalith.bridge.settings import Tree, differences, notes_on
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.files import Layout, PlacedTensors, byte_count
@@ -214,6 +214,7 @@ def export_hf(
         )
     origin = _origin(opened, config.model)
     chosen, notes = export_family(config.model, origin, family)
+    notes += notes_on(config.model)
     groups = chosen.groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)

@@ -7,6 +7,7 @@ the type that they came in: what `megalith.load` computes in, and what an export
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder, is_there
 from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
+from megalith.bridge.settings import notes_on
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig, TrainConfig
@@ -141,6 +143,8 @@ def open_source(source: str | Path, allow: bool = False) -> Match:
         check_model(model)
     except ConfigError as error:
         raise error.within(folder.path) from None
+    for note in notes_on(model):
+        warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     return match(folder, family, model, allow)
 
 

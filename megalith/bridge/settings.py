@@ -309,6 +309,19 @@ class WindowsByLayer:
         return {"sliding_window": max(filter(None, model.windows), default=None), "layer_types": kinds}
 
 
+LATENT_EPSILON = 1e-6  # transformers' of the norms of latents, whatever rms_norm_eps says
+
+
+def notes_on(model: ModelConfig) -> list[str]:
+    """What transformers computes otherwise although its config.json says the same."""
+    if not model.multi_latent_attention or model.layernorm_epsilon == LATENT_EPSILON:
+        return []
+    return [
+        f"norms of latents have layernorm_epsilon {model.layernorm_epsilon:g} here, as in Megatron-LM and vLLM; "
+        f"transformers takes {LATENT_EPSILON:g} for them, so its logits differ"
+    ]
+
+
 def meaning(model: ModelConfig) -> Tree:
     """What decides which function the weights are: every field of it that this model reads, resolved."""
     unread = model.unread(RunConfig(model=model))

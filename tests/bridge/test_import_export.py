@@ -68,6 +68,16 @@ def test_both_load_as_the_same_function_and_generate_the_same_text(
     assert ours == text.tolist()
 
 
+def test_another_epsilon_of_latents_than_that_of_transformers_is_told(tmp_path: Path) -> None:
+    config = CASES["deepseek-v2, as lite"][0]()
+    config.rms_norm_eps = 1e-5
+    random_reference(config).save_pretrained(tmp_path / "hf")
+    with pytest.warns(UserWarning, match="layernorm_epsilon 1e-05 here, as in Megatron-LM and vLLM"):
+        import_hf(tmp_path / "hf", tmp_path / "run")
+    notes = export_hf(tmp_path / "run", tmp_path / "out").notes
+    assert "transformers takes 1e-06" in " ".join(notes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_comes_back_bitwise_and_is_computed_in(dtype: torch.dtype, tmp_path: Path) -> None:
     model = random_reference(CASES["llama"][0]()).to(dtype)
