@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith.config import RlConfig
 from megalith.models.linear import Linear
-from megalith.ops.fp8 import CurrentScaling, Fp8Gemm
+from megalith.ops.fp8.recipes import CurrentScaling, Fp8Gemm
 from megalith.ops.gemm import Operand
 from megalith.parallel.seams import plug
 from megalith.rl.advantages import advantages

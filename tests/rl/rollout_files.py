@@ -34,7 +34,7 @@ def rollouts(groups: int = GROUPS, each: int = EACH, seed: int = 3, logprobs: bo
     return Rollouts(made, ["right", "style"])
 
 
-def configuration(folder: Path, parallel=None, model=None, lora=None, train=None, **rl) -> RunConfig:
+def configuration(folder: Path, parallel=None, model=None, lora=None, train=None, lr=1e-2, **rl) -> RunConfig:
     """A run over folder/rollouts.jsonl, which is written where it is absent."""
     path = Path(folder) / "rollouts.jsonl"
     if not path.exists():
@@ -44,7 +44,7 @@ def configuration(folder: Path, parallel=None, model=None, lora=None, train=None
             "model": MODEL | (model or {}),
             "parallel": parallel or {},
             "data": dict(seq_length=SEQ),
-            "optim": dict(lr=1e-2, lr_decay_style="constant"),
+            "optim": dict(lr=lr, lr_decay_style="constant"),
             "lora": lora or {},
             "train": dict(train_iters=3, micro_batch_size=2, global_batch_size=8, output_dir=str(Path(folder) / "run"))
             | (train or {}),

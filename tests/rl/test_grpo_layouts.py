@@ -61,7 +61,9 @@ def outcomes(configs: list[RunConfig]) -> list[dict]:
 
 
 def assert_same(found: dict, one: dict, what: object) -> None:
-    assert relative_error(found["losses"], one["losses"]) < BOUND, what
+    # a policy's loss is a sum of advantages of both signs that may come to nothing: it is held by the run's largest
+    of_losses = [abs(a - b) for a, b in zip(found["losses"], one["losses"], strict=True)]
+    assert max(of_losses) < BOUND * max(map(abs, one["losses"])), what
     assert relative_error(found["norms"], one["norms"]) < BOUND, what
     if found["gradients"] is not None:
         assert max(gradient_errors(found["gradients"], one["gradients"]).values()) < BOUND, what
@@ -86,10 +88,10 @@ DENSE = [("tp2-sp", "padded"), ("tp2-sp", "packed"), ("cp2", "packed"), ("pp2", 
 
 
 def at(folder, layout: str, kind: str, **more) -> RunConfig:
-    train = dict(train_iters=STEPS + 1)
-    return configuration(
-        folder, LAYOUTS[layout].parallel if layout else None, train=train, **RUNS[kind], **more
-    )
+    """At a tenth of the files' learning rate: from 1e-2, weights that differ by one rounding give losses and norms
+    that differ by 2e-5 after three steps of one process, from 1e-3 by 5e-7, and a third of the tokens is clipped."""
+    parallel = LAYOUTS[layout].parallel if layout else None
+    return configuration(folder, parallel, train=dict(train_iters=STEPS + 1), lr=1e-3, **RUNS[kind], **more)
 
 
 @pytest.fixture(scope="module")
