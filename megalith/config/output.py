@@ -123,8 +123,9 @@ class RuntimeConfig(Section):
     compile: Annotated[Literal["auto"] | bool, Shrinks(False)] = "auto"
     """torch.compile for each transformer block. `auto`: on GPUs."""
 
-    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs."""
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+    """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs. `auto`:
+    1, or of a run without recomputation or FP8 that is not expected to fit so the first of 0.9 to 0.6 that is."""
 
     distributed_timeout_minutes: PositiveFloat = 10
     """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named. With servers
@@ -153,3 +154,8 @@ class RuntimeConfig(Section):
 
     straggler_threshold: Annotated[float, Field(gt=1), Needs("enable_straggler_detection", True)] = 1.25
     """A rank is slow when it computes so many times as long as the median of the ranks with the same work."""
+
+    @property
+    def activation_share(self) -> float:
+        """The activation_memory_budget; an `auto` that nobody has chosen for is 1."""
+        return 1.0 if self.activation_memory_budget == "auto" else self.activation_memory_budget

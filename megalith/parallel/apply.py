@@ -43,6 +43,10 @@ def apply(
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
+    if device.type == "cuda" and compiles(config, device):
+        from megalith.parallel.overlap.inductor import keep_activations  # imports the compiler: seconds
+
+        keep_activations(config.runtime.activation_share)
     for chunk in chunks:
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:

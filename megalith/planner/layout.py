@@ -145,11 +145,13 @@ def with_auto(
     the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
+    config, budget = with_activation_budget(config, world_size, machine, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
-    return config, fastest + attention + unsharded + cached
+    return config, fastest + attention + budget + unsharded + cached
 
 
+BUDGETS = (0.9, 0.8, 0.7, 0.6)  # of activations, as measured down to 0.58 (docs/tradeoffs.md)
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
 
@@ -198,6 +200,34 @@ def with_saved_attention(
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
     return on, [f"chosen by auto, of parallel: recompute_saves_attention true ({figures})"]
+
+
+def with_activation_budget(
+    config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of activation_memory_budget, and a line where it is below 1: of a run that recomputes
+    nothing and is not expected to fit with all it would save, the largest of BUDGETS that is."""
+    if config.runtime.activation_memory_budget != "auto":
+        return config, []
+
+    def within(budget: float) -> RunConfig:
+        return config.with_settings({"runtime.activation_memory_budget": budget})
+
+    usable, every = USABLE * machine.memory, within(1.0)
+    measured = config.train.fp8_format is None and config.parallel.recompute_granularity is None
+    if not (usable and machine.compiled and measured):
+        return every, []
+    meta = meta or MetaModel(config.model, config.lora)
+    expected = fullest(every, world_size, meta)
+    if expected <= usable:
+        return every, []
+    for budget in BUDGETS:
+        if (lower := fullest(within(budget), world_size, meta)) <= usable:
+            figures = f"{lower / 1e9:.1f} GB expected on a GPU of {machine.memory / 1e9:.1f}, else {expected / 1e9:.1f}"
+            return within(budget), [
+                f"chosen by auto, of runtime: activation_memory_budget {budget} ({figures})"
+            ]
+    return every, []
 
 
 def with_cached_weights(

@@ -209,18 +209,11 @@ class StageMemory:
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
         elif self.compiled and parallel.recompute_granularity is None and not self.model.num_experts:
-            saved -= max(whole - 1, 0) * self._within_budget(
-                everything, everything - mean(["mlp_act"]), stream
-            )
+            left = self.config.runtime.activation_share
+            saved -= max(whole - 1, 0) * left_out(left, everything, everything - mean(["mlp_act"]), stream)
         if self.head:
             saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
         return saved
-
-    def _within_budget(self, everything: float, activation: float, stream: int) -> float:
-        """Of what a layer saves, what a budget of activations leaves out. The compiler first recomputes what a kernel
-        makes again for nothing, the activation function's result, however little of the budget is missing."""
-        left = self.config.runtime.activation_memory_budget
-        return 0.0 if left == 1 else max((1 - left) * (everything - stream), activation)
 
     def _masked_attention(self) -> int:
         """What attention takes where it has a mask (ops/attention_blocks.py).
@@ -295,6 +288,13 @@ class StageMemory:
     def _mean(self, in_layers: int) -> float:
         """Of a layer."""
         return in_layers / max(self.layers, 1)
+
+
+def left_out(left: float, everything: float, activation: float, stream: int) -> float:
+    """Of what a compiled layer saves, in elements of a token, what a budget of `left` leaves out. The compiler first
+    recomputes what a kernel makes again for nothing, the activation function's result, however little of the budget is
+    missing; `stream`, the layer's input, is saved in any."""
+    return 0.0 if left == 1 else max((1 - left) * (everything - stream), activation)
 
 
 def makes_mask(config: RunConfig) -> bool:

@@ -22,7 +22,7 @@ from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_w
 from megalith.parallel.memory.recompute import fits_a_graph
 from megalith.parallel.pipeline.stages import Stage, virtual_size
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
-from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, makes_mask
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, left_out, makes_mask, saved_activations
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes
 
@@ -325,9 +325,22 @@ class Passes:
         if number in self.expert_layers:  # rows to their experts and back
             moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
-        backward += norms if "layernorm" in modules else 0
+        backward += norms if "layernorm" in modules else self._within_budget(number)
         there["elementwise"] += width * self.tokens * forward / self.streams
         back["elementwise"] += width * self.tokens * backward / self.streams
+
+    def _within_budget(self, number: int) -> float:
+        """Elements of a token that are read and written to make again what a budget of activations leaves out."""
+        left = self.config.runtime.activation_share
+        if (
+            left == 1
+            or self.eager
+            or self.model.num_experts
+            or self.parallel.recompute_granularity is not None
+        ):
+            return 0.0
+        saved = [saved_activations(self.meta, number, recomputed=modules) for modules in ((), ("mlp_act",))]
+        return 2 * left_out(left, saved[0], saved[0] - saved[1], self.model.hidden_size // self.sequence)
 
     def _weights(self, number: int, there: Counter[str], back: Counter[str], again: Counter[str]) -> None:
         """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition."""

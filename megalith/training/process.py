@@ -41,7 +41,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
         if config.runtime.compile is not False:
             from megalith.parallel.overlap.inductor import prepare_compiler  # imports the compiler: seconds
 
-            prepare_compiler(config.runtime.activation_memory_budget)
+            prepare_compiler()
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS first starts
     if device.type == "cuda" or compiles(config, device):

@@ -63,7 +63,7 @@ def test_torch_weighs_recomputation_of_grouped_heads_which_2_11_refuses():
     keep = torch._functorch.config.patch(activation_memory_budget=1.0)
     query, key = torch.zeros(2, 8, 64, 16), torch.zeros(2, 2, 64, 16)
     with mock.patch.dict(flop_registry, dict.fromkeys(names, refuse)), keep:
-        inductor.prepare_compiler(1.0)
+        inductor.prepare_compiler()
         with FlopCounterMode(display=False) as counter:
             scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
     assert counter.get_total_flops() == 2 * 2 * query.numel() * 64

@@ -30,7 +30,7 @@ PRODUCT = re.compile(r"extern_kernels\.\w*mm\(|torch\.ops\.aten\._scaled_dot_pro
 
 def run_compiled(config: RunConfig) -> tuple[Outcome, list[str]]:
     """The outcome of a run, and the code of its layers' graphs that have collectives."""
-    prepare_compiler(1.0)
+    prepare_compiler()
     anew = torch._functorch.config.patch(enable_autograd_cache=False)
     with torch._inductor.config.patch(QUICK), anew, mock.patch.multiple(inductor, **RATES):
         outcome, codes = run_and_get_code(run_job, config)

@@ -3,10 +3,17 @@
 import pytest
 from layout_job import configuration, large, printed_by_run, weights_expected_and_held
 
+from megalith.config.rules.fastest import Machine
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
 from megalith.parallel.pipeline.timeline import read_timeline
-from megalith.planner.layout import alternative, build_layout, most_held, with_unsharded_layers
+from megalith.planner.layout import (
+    alternative,
+    build_layout,
+    most_held,
+    with_activation_budget,
+    with_unsharded_layers,
+)
 from megalith.report.layout_text import layout_text
 
 FIELD = "parallel.fsdp_unsharded_layers"
@@ -168,6 +175,31 @@ def test_auto_leaves_as_many_layers_gathered_as_nine_tenths_of_the_memory_hold()
     sent = [build_layout(by_hand.with_settings({FIELD: n}), 2).transfers[0].bytes for n in (0, 36)]
     layers, micro_batches = 36 * 2 * 9_840_640, 4
     assert sent[0] - sent[1] == pytest.approx((2 * micro_batches - 1) * 2 * layers / 2, rel=0.01)
+
+
+def test_auto_lowers_the_budget_of_activations_where_a_compiled_run_would_not_fit():
+    field, config = "runtime.activation_memory_budget", large(1).config
+
+    def chosen(memory: float, settings: dict | None = None, compiled: bool = True) -> float:
+        machine = Machine(compiled=compiled, memory=int(memory))
+        found, notes = with_activation_budget(config.with_settings(settings or {}), 1, machine)
+        assert len(notes) == int(field not in (settings or {}) and found.runtime.activation_memory_budget < 1)
+        return found.runtime.activation_memory_budget
+
+    totals = {
+        share: build_layout(config.with_settings({field: share}), 1).stages[0].memory.total / 0.9
+        for share in (1.0, 0.9, 0.7, 0.6)  # 0.8 is as 0.9: MLPs' activations are more than either leaves out
+    }
+    assert sorted(set(totals.values()), reverse=True) == list(totals.values())
+    for share, total in totals.items():
+        assert chosen(total + 1) == share
+    assert chosen(totals[0.9] - 1) == 0.7
+    assert chosen(totals[0.6] - 1) == chosen(0) == 1  # nothing helps; nothing is known
+    short = totals[0.9] + 1
+    assert (
+        chosen(short, compiled=False) == chosen(short, {"parallel.recompute_granularity": "selective"}) == 1
+    )
+    assert chosen(short, {field: 1.0}) == 1 and chosen(10**13, {field: 0.65}) == 0.65
 
 
 def test_alternative_that_the_trainer_refuses_is_none():

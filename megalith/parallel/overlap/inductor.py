@@ -288,10 +288,14 @@ def _bytes(given: Node | Sequence[Node]) -> int:
     return sum(_bytes(node) for node in given)
 
 
-def prepare_compiler(activation_memory_budget: float) -> None:
-    """`activation_memory_budget`: of what compiled layers would keep for the backward pass, the share they may."""
+def keep_activations(share: float) -> None:
+    """`share`: of what layers compiled from here on would keep for the backward pass what they may, 0 to 1."""
+    torch._functorch.config.activation_memory_budget = share
+
+
+def prepare_compiler() -> None:
+    """Once for the process, before a layer is compiled for GPUs."""
     V.set_choices_handler(_Choices())
-    torch._functorch.config.activation_memory_budget = activation_memory_budget
     flop_registry.update(ATTENTION_FLOPS)  # by which torch weighs what to compute again
     cache_whole_layers()
 
