@@ -341,7 +341,8 @@ def _dtypes(
 def _config_json(
     family: Family, model: ModelConfig, origin: Origin, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> Tree:
-    """The origin's, where it says the same model; else the family's, over what the origin has besides."""
+    """The origin's, where it says the same model; else the family's, over what the origin has besides, where that
+    says it."""
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:
         end = tokenizer.eod if tokenizer else None
@@ -351,20 +352,18 @@ def _config_json(
             "eos_token_id": end,
             "torch_dtype": spelled,
         }
-    tree = dict(origin.config)
+    tree, written = origin.config, family.write_config(model)
     key = "dtype" if "dtype" in tree else "torch_dtype"
-    if not _is_of(family, tree):
-        tree = {name: tree[name] for name in SPECIAL_TOKENS if name in tree} | family.write_config(model)
-    elif differences(family.read_config(tree), model):
-        tree.pop("rope_parameters", None)
-        tree |= family.write_config(model)
-    return {**tree, key: spelled}
+    besides = {name: value for name, value in tree.items() if name != "rope_parameters"}
+    tokens = {name: tree[name] for name in SPECIAL_TOKENS if name in tree}
+    said = next(each for each in (tree, besides | written, tokens | written) if _says(family, each, model))
+    return {**said, key: spelled}
 
 
-def _is_of(family: Family, tree: Tree) -> bool:
+def _says(family: Family, tree: Tree, model: ModelConfig) -> bool:
+    """Whether a config.json is of this family and says this model: one key may have several names there."""
     try:
-        family.read_config(tree)
-        return family_of(tree, "") is family
+        return family_of(tree, "") is family and not differences(family.read_config(tree), model)
     except ConfigError:
         return False
 

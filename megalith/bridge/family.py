@@ -47,7 +47,7 @@ NUMBERS = (
     "swiglu_limit", "swiglu_alpha", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
     "logits_scaling", "logit_scale",
 )
-NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj")
+NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,

@@ -11,8 +11,11 @@ with B's rows in another order. The other two cases are exact as well:
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,11 @@ from megalith.models.adapters import ADAPTER
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-ROLES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+# The weights that adapters are for: of every layer, an encoder's too.
+ADAPTED = re.compile(
+    r"(?:encoder\.)?layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])\.weight"
+)
+TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no name for the last one's
 # What in an adapter_config.json would make the adapters something else, with the one value that it may have here.
 ONLY = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False,
@@ -81,13 +88,10 @@ class AdapterTarget:
 
 
 def places(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
-    """Every linear of the model that adapters are for, layer by layer."""
-    groups = {group.name: group for group in family.groups(model)}
-    for layer in range(model.num_layers):
-        for role in ROLES:
-            name = f"layers.{layer}.{role}"
-            if f"{name}.weight" in groups:
-                yield AdapterTarget(name, groups[f"{name}.weight"])
+    """Every linear of the model that adapters are for."""
+    for group in family.groups(model):
+        if ADAPTED.fullmatch(group.name):
+            yield AdapterTarget(group.name.removesuffix(".weight"), group)
 
 
 def save_peft(
@@ -143,17 +147,12 @@ def _one_pair(place: AdapterTarget, pairs: list[Pair | None]) -> Pair:
 def _their_config(
     family: Family, model: ModelConfig, lora: LoraConfig, ranks: Mapping[str, int], base: str | None
 ) -> dict[str, Any]:
-    ends = [name.rpartition(".")[2] for place in places(family, model) for name in place.modules.values()]
-    targets = {}
-    for module, rank in ranks.items():
-        last = module.rpartition(".")[2]  # PEFT finds modules by the end of their names
-        alone = ends.count(last) == model.num_layers  # GPT-2 has c_proj twice in a layer
-        targets[last if alone else ".".join(module.split(".")[-2:])] = rank
+    targets = _ends(ranks, family, model)
     larger = {target: rank for target, rank in targets.items() if rank != lora.rank}
     return {
         **ONLY,
         "base_model_name_or_path": base,
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS[model.model_type],
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -165,6 +164,30 @@ def _their_config(
         "use_rslora": False,
         "init_lora_weights": True,
     }
+
+
+def _ends(ranks: Mapping[str, int], family: Family, model: ModelConfig) -> dict[str, int]:
+    """The shortest ends of names that mean these modules and no others of the model, each with its modules' rank: PEFT
+    finds modules by the ends of their names."""
+    every = (
+        name.removesuffix(".weight")
+        for group in family.groups(model)
+        for name in group.sources
+        if name.endswith(".weight")
+    )
+    found, wanted = Counter(chain.from_iterable(map(_tails, every))), Counter()
+    for module in ranks:
+        wanted.update(_tails(module))
+    return {
+        next(tail for tail in _tails(module) if wanted[tail] == found[tail]): rank
+        for module, rank in ranks.items()
+    }
+
+
+def _tails(name: str) -> list[str]:
+    """`c`, `b.c` and `a.b.c` of `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 class PeftFolder:

@@ -133,8 +133,10 @@ def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
     fields = {key: given[key] for key in parts if given.get(key) is not None}
     longest = theirs.get("max_position_embeddings")
     if "original_max_position_embeddings" in parts:
-        original = theirs.get("original_max_position_embeddings") if kind == "longrope" else None
-        fields.setdefault("original_max_position_embeddings", original or longest)
+        original = theirs.get("original_max_position_embeddings")  # which wins there, as in Phi-3's files
+        fields["original_max_position_embeddings"] = original or fields.get(
+            "original_max_position_embeddings", longest
+        )
     if kind == "longrope" and "factor" not in fields:  # there it follows from the two lengths
         if not longest or not fields["original_max_position_embeddings"]:
             raise ConfigError(
@@ -179,6 +181,11 @@ class Field:
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         value = theirs.get(self.theirs, theirs.get(self.other, self.default))
+        if self.other in theirs and theirs[self.other] != value:
+            raise ConfigError(
+                f"config.json has {self.theirs} {value!r} and {self.other} {theirs[self.other]!r}, which mean the "
+                "same; leave one out"
+            )
         if value is REQUIRED:
             raise ConfigError(f"config.json has no {self.theirs}, which gives model.{self.ours}; add it")
         if value is None:

@@ -76,13 +76,18 @@ class Needs:
         return value in self._values if self._values else value is not None
 
     def __str__(self) -> str:
-        values = ["true" if value is True else value for value in self._values]
+        values = [_spelled(value) for value in self._values]
         values += [
             f"{word} {each}"
             for word, each in (("above", self._above), ("but", self._but))
             if each is not None
         ]
         return f"{self.path} {' or '.join(values)}".strip()
+
+
+def _spelled(value: Any) -> str:
+    """A value as a run file has it."""
+    return "left out" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Shrinks:

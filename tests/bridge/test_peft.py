@@ -9,6 +9,8 @@ import torch
 from models.reference import CASES, VOCAB, random_reference
 from peft_formula import adapt, random_adapters, save
 from safetensors.torch import load_file
+from test_bert import reference as bert_reference
+from test_t5 import reference as t5_reference
 
 import megalith
 from megalith.bridge.adapter_folder import export_adapters, merge
@@ -247,3 +249,30 @@ def test_adapters_without_a_base_are_refused_before_anything_is_written(tmp_path
     ):
         megalith.train(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("t5", ["linear_qkv", "linear_fc1"]), ("bert", ["linear_proj"])]
+)
+def test_encoders_have_adapters_that_peft_finds_and_no_module_beside_them(
+    tmp_path: Path, kind: str, targets: list
+) -> None:
+    """T5's cross-attention has matrices of the same names as those that are adapted, BERT's MLP too."""
+    if kind == "t5":
+        model = t5_reference("v1.1", tmp_path / "base")
+    else:
+        model = bert_reference("BertForPreTraining")
+        model.save_pretrained(tmp_path / "base")
+    lora = {"rank": 2, "alpha": 3.0, "targets": targets}
+    step = megalith.train(run_config(tmp_path / "base", tmp_path / "run", lora=lora)).checkpoint
+    export_adapters(step, tmp_path / "peft")
+    lora = {"load": str(tmp_path / "peft")}
+    begun = run_config(tmp_path / "base", tmp_path / "again", lora=lora, optim={"lr": 0.0})
+    again = megalith.train(begun.with_settings({"train.train_iters": 1})).checkpoint
+    given = {"decoder_input_ids": IDS} if kind == "t5" else {}
+    with torch.no_grad():
+        before = model(IDS, **given)[0]
+        adapt(model, tmp_path / "peft")
+        theirs = model(IDS, **given)[0]
+        assert (theirs - before).abs().max() > 1e-3 * theirs.abs().max()
+        assert close(megalith.load(step)(IDS), theirs) and close(megalith.load(again)(IDS), theirs)

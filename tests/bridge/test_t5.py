@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import T5Config, T5ForConditionalGeneration
 
 import megalith
-from megalith.bridge.exporter import export_hf
+from megalith.bridge.exporter import _config_json, export_hf
 from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
+from megalith.bridge.origin import Origin
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.config import RunConfig
@@ -212,3 +213,17 @@ def test_what_an_encoder_decoder_cannot_be_or_do_is_refused(fields: dict, messag
     with pytest.raises(ConfigError, match=message):
         check_model(config.model)
         check_training(config)
+
+
+def test_the_mlp_that_files_name_twice_has_to_be_one_and_follows_a_model_that_was_changed() -> None:
+    family = FAMILIES["T5ForConditionalGeneration"]
+    theirs = json.loads(T5Config(**SIZES, feed_forward_proj="gated-gelu").to_json_string(use_diff=False))
+    theirs["architectures"] = ["T5ForConditionalGeneration"]
+    model = family.read_config(theirs)
+    assert theirs["dense_act_fn"] == "gelu_new" and model.mlp_activation == "gelu_tanh"
+    for name, value in (("dense_act_fn", "relu"), ("is_gated_act", False)):  # transformers takes these
+        with pytest.raises(ConfigError, match=f"{name} {value!r}.*which say another MLP"):
+            family.read_config(theirs | {name: value})
+    silu = model.model_copy(update={"activation": "silu"})
+    out = T5Config(**_config_json(family, silu, Origin(theirs), torch.float32, None))
+    assert (out.dense_act_fn, out.is_gated_act) == ("silu", True)

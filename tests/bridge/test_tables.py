@@ -7,7 +7,9 @@ import pytest
 import torch
 from models.reference import CASES
 
+from megalith.bridge.exporter import _config_json
 from megalith.bridge.families import FAMILIES, family_for, family_of
+from megalith.bridge.origin import Origin
 from megalith.bridge.settings import differences
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.config import ModelConfig, RunConfig
@@ -136,6 +138,17 @@ def test_a_config_json_that_asks_for_more_is_refused_by_its_key(name: str, chang
     with pytest.raises(ConfigError) as error:
         family_named_by(name).read_config(their_tree(name) | change)
     assert told in str(error.value)
+
+
+def test_two_names_of_a_key_that_disagree_are_refused_and_a_changed_model_is_exported_with_one() -> None:
+    theirs = their_tree("qwen3-moe, a dense layer")
+    model, family = model_of("qwen3-moe, a dense layer"), family_named_by("qwen3-moe, a dense layer")
+    assert "num_local_experts" in theirs
+    with pytest.raises(ConfigError, match="num_experts 6 and num_local_experts 8, which mean the same"):
+        family.read_config(theirs | {"num_experts": 6})
+    fewer = model.model_copy(update={"num_experts": 6})
+    out = _config_json(family, fewer, Origin(theirs), torch.float32, None)
+    assert type(CASES["qwen3-moe, a dense layer"][0]())(**out).num_experts == 6
 
 
 def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:

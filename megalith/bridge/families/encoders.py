@@ -296,7 +296,9 @@ class Stacks:
 
 
 class FeedForward:
-    """`feed_forward_proj`: the non-linearity, and whether it is of a gate. `gated-gelu` is the tanh approximation."""
+    """`feed_forward_proj`: the non-linearity, and whether it is of a gate. `gated-gelu` is the tanh approximation.
+
+    Files may say the same again in `dense_act_fn` and `is_gated_act`, which transformers then takes."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         name = theirs.get("feed_forward_proj", "relu")
@@ -305,6 +307,14 @@ class FeedForward:
                 f"config.json has feed_forward_proj {name!r}, which has no equal here; known: {', '.join(ACTIVATIONS)}"
             )
         kind, gated = ACTIVATIONS[name]
+        function = theirs.get("dense_act_fn") or (
+            "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        )
+        if ACTIVATIONS.get(function) != (kind, False) or theirs.get("is_gated_act", gated) != gated:
+            raise ConfigError(
+                f"config.json has feed_forward_proj {name!r}, but dense_act_fn {theirs.get('dense_act_fn')!r} and "
+                f"is_gated_act {theirs.get('is_gated_act')!r}, which say another MLP; correct them, or leave them out"
+            )
         return {"activation": kind, "gated_linear_unit": gated}
 
     def write(self, model: ModelConfig) -> Tree:

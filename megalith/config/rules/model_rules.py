@@ -47,6 +47,11 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_gate(model: ModelConfig) -> None:
+    if model.swiglu and model.activation not in ("silu", type(model).model_fields["activation"].default):
+        raise ConfigError(
+            f"model.activation is {model.activation}, but model.swiglu gates the MLP by silu; leave activation out, or "
+            "set model.gated_linear_unit in swiglu's place"
+        )
     for name, plain in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if getattr(model, name) != plain and not model.gated:
             raise ConfigError(
