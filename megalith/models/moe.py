@@ -34,7 +34,7 @@ from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
 from megalith.models.router import Router, Routing
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, Prepared, RowGroups, add_bias, grouped_linear, prepared
-from megalith.ops.permute import Permutation, places, sorted_pairs, sum_rows, take_rows
+from megalith.ops.permute import Permutation, bounded_pairs, places, sorted_pairs, sum_rows, take_rows
 
 Cast = tuple[Tensor, Tensor | None]
 Matrix = tuple[Prepared, Prepared | None]
@@ -109,7 +109,7 @@ class Experts(nn.Module):
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
         x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
-        x = weighted_activation(x, weights, self.activation, self.gated, self.fusion, *self.cut)
+        x = weighted_activation(x, weights, self.activation, self.gated, self.fusion, *self.cut, groups.end)
         return self.linear_fc2(x, fc2, groups, weights)
 
 
@@ -157,6 +157,7 @@ class ExpertRows(NamedTuple):
     counts: Tensor  # int64 [experts]: the rows of each
     size: int | None  # of each expert, where they are filled up
     complete: bool  # whether every pair has a row, and there are no others
+    bounded: bool = False  # whether `pair` has as many rows as there may be, the last ones without a pair
 
 
 class Dispatch:
@@ -165,6 +166,7 @@ class Dispatch:
     def __init__(self, config: ModelConfig):
         self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
+        self.bounded = False  # whether rows are as many as there may be, so that nobody needs their number
         self.fusion = config.moe_permute_fusion
 
     def plan(self, routing: Routing, layout: PassLayout) -> ExpertRows:
@@ -183,6 +185,8 @@ class Dispatch:
         such a pair adds nothing to its token. `capacity` is the most rows of an expert."""
         if capacity is not None and self.fills_up:
             return _filled(weights, destinations, count, min(capacity, len(weights)))
+        if self.bounded and count < self.experts:
+            return bounded_rows(weights, destinations, count)
         counts, pair, row = sorted_pairs(destinations, count)
         return ExpertRows(weights, row, pair, counts, None, capacity is None and count == self.experts)
 
@@ -191,19 +195,27 @@ class Dispatch:
         sizes = None
         if plan.size is not None:
             sizes = (plan.size,) * len(plan.counts)
-        elif not plan.complete:
+        elif not plan.complete and not plan.bounded:
             sizes = tuple(plan.counts.tolist())
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
-        return sum_rows(experts(rows, row_weights, RowGroups(plan.counts, sizes)), order, self.fusion)
+        rows = experts(rows, row_weights, RowGroups(plan.counts, sizes, plan.bounded))
+        return sum_rows(rows, order, self.fusion)
 
     def take(self, x: Tensor, plan: ExpertRows, count: int | None) -> tuple[Tensor, Tensor, Permutation]:
         """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
         [rows, 1]."""
         pair = plan.pair[:count]
-        kept, hold = plan.complete, plan.size is None
-        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold)
-        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold)
+        kept, hold = plan.complete, plan.size is None and not plan.bounded
+        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold, plan.bounded)
+        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold, plan.bounded)
         return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
+
+
+def bounded_rows(weights: Tensor, destinations: Tensor, count: int) -> ExpertRows:
+    """As many rows as may have one of `count` destinations: a token names each once."""
+    tokens, topk = destinations.shape
+    counts, pair, row = bounded_pairs(destinations, count, tokens * min(topk, count))
+    return ExpertRows(weights, row, pair, counts, None, complete=False, bounded=True)
 
 
 def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:

@@ -80,13 +80,16 @@ def weighted_activation(
     fusion: bool,
     clamp: float | None = None,
     offset: float = 0.0,
+    end: Tensor | None = None,
 ) -> Tensor:
     """The non-linearity of the rows that experts' fc1 gives, gates and ups alternating where there are gates, times the
     rows' weights [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers too.
-    `clamp` and `offset` are as in `gated_activation`."""
-    if fusion:
-        return as_one_kernel(_weighted, x, weights, activation, gated, clamp, offset, rows_vary=True)
-    return _weighted(x, weights, activation, gated, clamp, offset)
+    `clamp` and `offset` are as in `gated_activation`. Rows from `end` on, int32 [1], may hold anything: they are taken
+    as zeros, and so are their gradients."""
+    args = x, weights, activation, gated, clamp, offset, end
+    if not fusion:
+        return _weighted(*args)
+    return as_one_kernel(_weighted, *args, **(dict(rows_vary=True) if end is None else dict(sizes_vary=True)))
 
 
 def _weighted(
@@ -96,7 +99,10 @@ def _weighted(
     gated: bool,
     clamp: float | None,
     offset: float,
+    end: Tensor | None,
 ) -> Tensor:
+    if end is not None:
+        x = torch.where(torch.arange(len(x), dtype=end.dtype, device=x.device)[:, None] < end, x, 0.0)
     if gated:
         gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
         return _glu(activation, gate, up, clamp, offset) * weights.to(x.dtype)

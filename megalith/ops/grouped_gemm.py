@@ -3,6 +3,9 @@
 On a GPU, in bf16, torch's grouped GEMM computes all groups in one kernel and reads their ends on the device. Groups of
 one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
 
+Rows may stand behind the last group's, in a buffer that would hold any number. No matmul reads them, and what it gives
+for them is whatever was in memory: who reads further than the groups go puts zeros there.
+
 wgrad is computed apart from dgrad, in the backward pass of what prepared the weight. Only the optimizer waits for it,
 so what comes between the two in the forward pass comes before it in the backward pass: an all-to-all that begins there
 overlaps the wgrads.
@@ -37,6 +40,8 @@ class RowGroups:
 
     counts: Tensor  # int64 [groups]
     sizes: tuple[int, ...] | None = None
+    padded: bool = False
+    """Whether rows may stand behind the last group's."""
 
     @cached_property
     def ends(self) -> Tensor:
@@ -48,10 +53,19 @@ class RowGroups:
         """The sizes; waits for the device where only that knows them."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
 
+    @property
+    def end(self) -> Tensor | None:
+        """Where the last group's rows end, int32 [1], on the device; None where no row stands behind."""
+        return self.ends[-1:] if self.padded else None
+
     def of_rows(self, rows: int) -> Tensor:
-        """The group of each of all `rows` rows: int64 [rows], without waiting for the device."""
-        numbers = torch.arange(len(self.counts), device=self.counts.device)
-        return numbers.repeat_interleave(self.counts, output_size=rows)
+        """The group of each of all `rows` rows: int64 [rows], without waiting for the device; any for those behind."""
+        numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
+        return torch.searchsorted(self.ends, numbers, right=True).clamp(max=len(self.counts) - 1)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Each group's; may wait as `on_host`."""
+        return rows[: sum(self.on_host)].split(self.on_host)
 
     @property
     def even(self) -> bool:
@@ -99,7 +113,7 @@ class GroupedGemm:
         if self._takes(grad, x.shape[1]):
             found = _grouped_mm(grad.mT, x, offs=groups.ends)
             return as_one_kernel(_without_empty, found, groups.counts, dtype)
-        pairs = zip(grad.split(groups.on_host), x.split(groups.on_host))
+        pairs = zip(groups.split(grad), groups.split(x))
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
     def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
@@ -110,7 +124,9 @@ class GroupedGemm:
             return torch.ops.aten._unsafe_view(y, (len(rows), y.shape[2]))
         if self._takes(rows, matrices.shape[2]):
             return _grouped_mm(rows, matrices, offs=groups.ends)
-        return torch.cat([rows @ matrix for rows, matrix in zip(rows.split(groups.on_host), matrices)])
+        found = [part @ matrix for part, matrix in zip(groups.split(rows), matrices)]
+        behind = len(rows) - sum(groups.on_host)
+        return torch.cat([*found, found[0].new_zeros(behind, matrices.shape[2])] if behind else found)
 
     def _takes(self, rows: Tensor, width: int) -> bool:
         return self.kernel and len(rows) > 0 and has_kernel(rows, width)

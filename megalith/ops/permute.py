@@ -5,7 +5,8 @@ experts' input. `take_rows` makes the rows, `sum_rows` gives each token the sum 
 the other, so that neither direction adds into memory and the result does not depend on an order of additions.
 
 With a capacity some pairs have no row, for they were dropped, and some rows no pair, for they fill an expert up. Both
-read zeros.
+read zeros. So do pairs whose expert is elsewhere, and the rows behind the last one in a buffer that would hold any
+number of them (`bounded_pairs`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Permutation:
     row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without one
     all_kept: bool = True  # every pair has a row
     all_hold: bool = True  # every row is of a token
+    fixed: bool = False  # there are as many rows in every pass
 
     def inverse(self) -> Permutation:
         """Of rows that are only reordered, back: rows in this order become those it was made of."""
@@ -84,6 +86,20 @@ def sorted_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     sizes, before, _ = places(destinations, count + 1)
     row = starts(sizes)[destinations] + before.gather(1, destinations)
     return sizes[:count], inverse(row.flatten(), row.numel()), row
+
+
+def bounded_pairs(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As sorted_pairs, in a buffer of so many `rows` that all pairs with a destination have one.
+
+    The sorted pairs are int64 [rows], behind the last one the number of all pairs; and a pair without a destination
+    stands at `rows`, behind all of them.
+    """
+    sizes, before, _ = places(destinations, count + 1)
+    row = starts(sizes)[destinations] + before.gather(1, destinations)
+    row = torch.where(destinations < count, row, rows)
+    pairs = torch.arange(row.numel(), dtype=torch.int32, device=row.device)
+    held = torch.full((rows + 1,), row.numel(), dtype=torch.int32, device=row.device)
+    return sizes[:count], held.scatter(0, row.flatten(), pairs)[:-1].long(), row
 
 
 def copies(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +185,8 @@ def _sums(rows: Tensor, order: Permutation, fused: bool) -> Tensor:
     if order.row.shape[1] == 1:
         return rows_at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        return as_one_kernel(sum_at, rows, order.row, order.all_kept, rows_vary=True)
+        vary = dict(sizes_vary=True) if order.fixed else dict(rows_vary=True)
+        return as_one_kernel(sum_at, rows, order.row, order.all_kept, **vary)
     return sum_at(rows, order.row, order.all_kept)
 
 

@@ -52,7 +52,9 @@ def apply(
         if tensor is not None:
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
-        apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
+        apply_expert(
+            chunk, mesh, tensor, parallel.moe_token_dispatcher_type, parallel.moe_static_dispatch is True
+        )
         apply_fp8(chunk, config, mesh, device, table)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))

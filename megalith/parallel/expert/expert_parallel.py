@@ -45,6 +45,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megalith.comm.collectives import (
     Axis,
@@ -60,7 +61,7 @@ from megalith.comm.collectives import (
 )
 from megalith.config import ModelConfig
 from megalith.models.load_balance import TokenShare, move_bias
-from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared
+from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_rows
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
 from megalith.models.transformer import Transformer, layers_of
@@ -83,6 +84,7 @@ from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 NOWHERE = 2**31 - 1  # behind all rows
+PARCEL_NUMBERS = 4  # of four bytes, of which a parcel has a multiple: 16 bytes, as much as a GPU loads at once
 
 
 class DispatchPlan(NamedTuple):
@@ -133,6 +135,51 @@ def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple
     return rows, weights, Permutation(token, row, all_kept=False)
 
 
+def spread(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
+    """The parcels of the tokens x [tokens, hidden] with weights float32 [tokens, topk], the same for each of the
+    ranks: [ranks · tokens, hidden and the weights' bits]."""
+    return _Spread.apply(x, weights, ranks, fused)
+
+
+def gathered_rows(
+    parcels: Tensor, plan: ExpertRows, hidden: int, fused: bool
+) -> tuple[Tensor, Tensor, Permutation]:
+    """As unpack, of parcels that have come from spread, with as many rows as there may be."""
+    rows, weights = _GatheredRows.apply(parcels, plan.pair, plan.row, hidden, fused)
+    order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, fixed=True)
+    return rows, weights, order
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
+        ctx.hidden, ctx.topk, ctx.ranks, ctx.fused = x.shape[1], weights.shape[1], ranks, fused
+        bits = F.pad(weights.detach(), (0, -ctx.topk % PARCEL_NUMBERS)).view(x.dtype)
+        return torch.cat([x, bits], 1).repeat(ranks, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
+        args = grad[:, : ctx.hidden], weights, ctx.ranks
+        sums = as_one_kernel(_sums_over_ranks, *args, sizes_vary=True) if ctx.fused else _sums_over_ranks(*args)
+        return *sums, None, None
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parcels: Tensor, pair: Tensor, row: Tensor, hidden: int, fused: bool):
+        x, weights = parcels[:, :hidden], parcels[:, hidden:].view(torch.float32)
+        ctx.row, ctx.width, ctx.fused = row, weights.shape[1], fused
+        args = x, weights[:, : row.shape[1]], pair
+        return as_one_kernel(_rows_of_pairs, *args, sizes_vary=True) if fused else _rows_of_pairs(*args)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, grad_weights: Tensor):
+        args = grad, grad_weights, ctx.row, ctx.width
+        x, weights = as_one_kernel(_both_taken, *args, sizes_vary=True) if ctx.fused else _both_taken(*args)
+        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
+
+
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, choices: Tensor, order: Permutation, fused: bool) -> Tensor:
@@ -162,7 +209,7 @@ class _Unpack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_weights: Tensor, *nothing):
-        args = grad, grad_weights, ctx.row
+        args = grad, grad_weights, ctx.row, 2 * ctx.row.shape[1]
         x, weights = as_one_kernel(_both_taken, *args, rows_vary=True) if ctx.fused else _both_taken(*args)
         return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
 
@@ -182,10 +229,20 @@ def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: 
     return x[token], weights.reshape(-1, 1)[pair], token, row
 
 
-def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, 2 · topk]."""
+def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, width]."""
     weights = rows_at(grad_weights, row.flatten(), False).view(row.shape)
-    return sum_at(grad, row, False), torch.cat([weights, torch.zeros_like(weights)], 1)
+    return sum_at(grad, row, False), F.pad(weights, (0, width - row.shape[1]))
+
+
+def _rows_of_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of pairs of a token and one of its weights, and those weights; zeros behind the last pair."""
+    return rows_at(x, pair // weights.shape[1], False), rows_at(weights.reshape(-1, 1), pair, False)
+
+
+def _sums_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The sums of the ranks' parts, which stand one after the other, in fp32 at least, rounded once."""
+    return tuple(part.unflatten(0, (ranks, -1)).sum(0) for part in (x, weights))
 
 
 # The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
@@ -197,8 +254,11 @@ CUTS = {
 }
 
 
-def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str) -> None:
-    """Spreads the experts of `model`, on the meta device, over the mesh, in place; `dispatcher` is how tokens travel.
+def apply_expert(
+    model: Transformer, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str, bounded: bool = False
+) -> None:
+    """Spreads the experts of `model`, on the meta device, over the mesh, in place; `dispatcher` is how tokens travel,
+    `bounded`: in buffers as large as any routing needs.
 
     `tensor` is what apply_tensor returned. The sizes divide as config.expert_rules demands.
     """
@@ -212,7 +272,7 @@ def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, 
         if mesh.experts is not None:
             _cut(layer.mlp.experts, mesh)
         if mesh.ep_etp.size > 1 or tensor is not None:
-            plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher))
+            plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher, bounded))
 
 
 class SplitTokenShare(TokenShare):
@@ -248,8 +308,16 @@ class HostCopy:
 class ExpertParallel(Dispatch):
     """The way of a rank's tokens to their experts, wherever these are, and back."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        tensor: TensorParallel | None,
+        dispatcher: str,
+        bounded: bool = False,
+    ):
         super().__init__(config)
+        self.bounded = bounded
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
         self.overlaps = config.moe_shared_expert_overlap
@@ -274,6 +342,10 @@ class ExpertParallel(Dispatch):
             return self.rows(weights, destinations, capacity, self.local_experts)
         if capacity is not None and self.fills_up:
             return self.rows(weights, destinations, capacity, self.experts)
+        if self.bounded:
+            everywhere = all_gather_no_grad(destinations.int(), self.ep).long()
+            here = _numbers_here(everywhere, self.ep.rank, self.local_experts, self.experts)
+            return bounded_rows(weights, here, self.local_experts)
         return plan_dispatch(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
@@ -287,6 +359,8 @@ class ExpertParallel(Dispatch):
         x = all_gather(self._share(x) if shares else x, self.dispatch_axis)
         if sizes is not None:
             y = self._send(x, plan, sizes, experts, beside)
+        elif self.sends and plan.bounded:
+            y = self._send_bounded(x, plan, experts, beside)
         elif self.sends:
             y = self._send_filled(x, plan, experts, beside)
         else:
@@ -336,17 +410,35 @@ class ExpertParallel(Dispatch):
         rows = experts(rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * here), matrices)
         return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
 
+    def _send_bounded(self, x: Tensor, plan: ExpertRows, experts: Experts, beside: Shared) -> Tensor:
+        """As _send, with a parcel of each token for every rank and as many rows as these may have, so that nothing is
+        read; the plan's weights are of the tokens here, its rows of those of all ranks."""
+        ranks, tokens = self.ep.size, len(x)
+        cast = experts.cast(x.dtype) if self.prepares else None
+        way = begin_all_to_all(
+            spread(x, plan.weights, ranks, self.fusion), self.ep, [tokens] * ranks, [tokens] * ranks
+        )
+        matrices = None if cast is None else experts.prepared(cast)
+        rows, row_weights, order = gathered_rows(end_all_to_all(way), plan, x.shape[1], self.fusion)
+        rows = experts(rows, row_weights, RowGroups(plan.counts, padded=True), matrices)
+        y = self._exchanged(sum_rows(rows, order, self.fusion), [tokens] * ranks, [tokens] * ranks, beside)
+        return y.unflatten(0, (ranks, tokens)).sum(0)  # in fp32, rounded once
+
     def _back(
         self, y: Tensor, sent: list[int], received: list[int], order: Permutation, beside: Shared
     ) -> Tensor:
         """The sum for each token here of what all ranks send back."""
+        return sum_rows(self._exchanged(y, sent, received, beside), order, self.fusion)
+
+    def _exchanged(self, y: Tensor, sent: list[int], received: list[int], beside: Shared) -> Tensor:
+        """What all ranks send back; `beside` is called while it is on its way."""
         way = begin_all_to_all(y, self.ep, sent, received)
         try:
             if beside is not None:
                 beside()
         finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
             y = end_all_to_all(way)
-        return sum_rows(y, order, self.fusion)
+        return y
 
 
 def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
