@@ -87,9 +87,9 @@ class ParallelConfig(Section):
     )
     """How tokens reach their experts: by all-to-all, or by all-gather and reduce-scatter."""
 
-    moe_static_dispatch: Annotated[
-        Literal["auto"] | bool, Needs("expert_model_parallel_size", above=1)
-    ] = "auto"
+    moe_static_dispatch: Annotated[Literal["auto"] | bool, Needs("expert_model_parallel_size", above=1)] = (
+        "auto"
+    )
     """Tokens go to their experts in buffers as large as any routing needs, so that the host reads no sizes and never
     waits; none is dropped. Micro-batches of all ranks are then of one size. auto: in training in bf16 on GPUs, where
     nearly every rank has experts of a token and memory allows."""

@@ -69,6 +69,8 @@ READ_WITH = {
         ("parallel.recompute_num_layers=2", "parallel.recompute_granularity=full"),
     "parallel.context_parallel_size above 1":
         ("parallel.cp_comm_type=a2a", "parallel.context_parallel_size=2"),
+    "parallel.expert_model_parallel_size above 1":
+        ("parallel.moe_static_dispatch=true", "parallel.expert_model_parallel_size=2"),
     "model.num_experts":
         ("model.moe_router_topk=4 parallel.moe_token_dispatcher_type=allgather", "model.num_experts=8"),
     "model.position_embedding_type rope":

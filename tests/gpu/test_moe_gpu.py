@@ -2,18 +2,30 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from benchmarks.mirrored_rank import init_mirror
 from megalith.comm.collectives import Axis
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, ParallelConfig
 from megalith.models.init import initialize
-from megalith.models.moe import MoE
+from megalith.models.moe import MoE, bounded_rows
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.expert_parallel import DispatchPlan, pack, plan_dispatch, unpack
+from megalith.parallel.expert.expert_parallel import (
+    DispatchPlan,
+    ExpertParallel,
+    gathered_rows,
+    pack,
+    plan_dispatch,
+    spread,
+    unpack,
+)
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.seams import plug, replace_parameter
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -83,6 +95,70 @@ def test_parcels_made_by_kernels_are_those_of_the_host(tokens):
     for theirs, ours in zip(*results):
         assert relative(ours.detach().cpu(), theirs.detach()) < 1e-3
     assert all(torch.equal(ours.cpu(), theirs) for theirs, ours in zip(*(found[:2] for found in results)))
+
+
+@pytest.mark.parametrize("tokens", [2048, 2500])
+def test_rows_in_buffers_of_any_routing_are_those_of_the_host(tokens):
+    """Two ranks of 32 experts by turns, each with the tokens of both."""
+    torch.manual_seed(0)
+    destinations = torch.stack([torch.randperm(65)[:8] for _ in range(2 * tokens)])  # 64: nowhere
+    x, weights, results = torch.randn(tokens, 64).bfloat16(), torch.randn(tokens, 8), []
+    for device in ("cpu", "cuda"):
+        fused, leaves = device == "cuda", [part.to(device).requires_grad_() for part in (x, weights)]
+        parcels, y = spread(*leaves, 2, fused), 0.0
+        for rank in range(2):
+            here = destinations.to(device) - 32 * rank
+            plan = bounded_rows(leaves[1], torch.where((here < 0) | (here >= 32), 32, here), 32)
+            rows, row_weights, order = gathered_rows(parcels, plan, 64, fused)
+            end = RowGroups(plan.counts, padded=True).end
+            behind = torch.arange(len(rows), device=device)[:, None] >= end
+            assert not rows[behind.expand_as(rows)].any() and not row_weights[behind].any()
+            found = torch.where(behind, float("nan"), rows * row_weights)  # as a matmul may leave them
+            y = y + sum_rows(found, order, fused)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for theirs, ours in zip(*results):
+        assert relative(ours.detach().cpu(), theirs.detach()) < 1e-2
+
+
+@pytest.fixture
+def mirrored():
+    """The mesh of rank 0 of two, the other of which does as it does, with experts on both."""
+    init_mirror(2)
+    yield build_mesh(ParallelConfig(expert_model_parallel_size=2), 2, "cuda", has_experts=True)
+    dist.destroy_process_group()
+
+
+def half(moe: MoE, mesh, dispatcher: str) -> MoE:
+    """The layer with this rank's experts, and buffers as large as any routing needs."""
+    for linear in (moe.experts.linear_fc1, moe.experts.linear_fc2):
+        for name, parameter in list(linear.named_parameters()):
+            own = parameter.detach()[: len(parameter) // 2].clone()
+            replace_parameter(linear, name, torch.nn.Parameter(own))
+    plug(moe, "dispatch", ExpertParallel(moe.router.config, mesh, None, dispatcher, bounded=True))
+    return moe
+
+
+SHARED = dict(moe_shared_expert_intermediate_size=256)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("settings", [{}, SHARED, BIASES, {"moe_expert_capacity_factor": 0.5}], ids=str)
+def test_experts_of_two_ranks_never_wait_for_the_host_and_read_no_garbage(mirrored, settings, dispatcher):
+    by_loop = half(layer(**settings, moe_grouped_gemm=False), mirrored, dispatcher)
+    expected, inputs = passes(by_loop, context()), context()
+    for fusion in (False, True):
+        moe = half(layer(**settings, moe_permute_fusion=fusion), mirrored, dispatcher)
+        passes(moe, inputs)  # what is made at first use
+        moe.zero_grad()
+        torch.full((2**28,), float("nan"), device="cuda")  # what freed memory may hold
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = passes(moe, inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative(ours, theirs) < 1e-2
 
 
 def layer(**settings) -> MoE:

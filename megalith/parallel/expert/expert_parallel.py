@@ -84,7 +84,9 @@ from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 NOWHERE = 2**31 - 1  # behind all rows
-PARCEL_NUMBERS = 4  # of four bytes, of which a parcel has a multiple: 16 bytes, as much as a GPU loads at once
+PARCEL_NUMBERS = (
+    4  # of four bytes, of which a parcel has a multiple: 16 bytes, as much as a GPU loads at once
+)
 
 
 class DispatchPlan(NamedTuple):
@@ -161,7 +163,9 @@ class _Spread(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
         args = grad[:, : ctx.hidden], weights, ctx.ranks
-        sums = as_one_kernel(_sums_over_ranks, *args, sizes_vary=True) if ctx.fused else _sums_over_ranks(*args)
+        sums = (
+            as_one_kernel(_sums_over_ranks, *args, sizes_vary=True) if ctx.fused else _sums_over_ranks(*args)
+        )
         return *sums, None, None
 
 
