@@ -70,7 +70,7 @@ READ_WITH = {
     "parallel.context_parallel_size above 1":
         ("parallel.cp_comm_type=a2a", "parallel.context_parallel_size=2"),
     "parallel.expert_model_parallel_size above 1":
-        ("parallel.moe_static_dispatch=true", "parallel.expert_model_parallel_size=2"),
+        ("parallel.moe_static_dispatch=true", "parallel.expert_model_parallel_size=2 model.num_experts=8"),
     "model.num_experts":
         ("model.moe_router_topk=4 parallel.moe_token_dispatcher_type=allgather", "model.num_experts=8"),
     "model.position_embedding_type rope":
