@@ -352,7 +352,8 @@ def _config_json(
             "eos_token_id": end,
             "torch_dtype": spelled,
         }
-    tree, written = origin.config, family.write_config(model)
+    tree, written = dict(origin.config), family.write_config(model)
+    tree.pop("quantization_config", None)  # of the files that were read
     key = "dtype" if "dtype" in tree else "torch_dtype"
     besides = {name: value for name, value in tree.items() if name != "rope_parameters"}
     tokens = {name: tree[name] for name in SPECIAL_TOKENS if name in tree}

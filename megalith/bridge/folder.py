@@ -49,7 +49,8 @@ class SourceFolder:
         """Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had."""
         self.path = find_folder(path)
         self.config = read_json(self.path / CONFIG)
-        self.tensors = unpacked(_list_weights(self.path), self.config)
+        dtype = DTYPE_CODES[self.dtype or torch.bfloat16]
+        self.tensors = unpacked(_list_weights(self.path), self.config, dtype)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -3,6 +3,8 @@
 fp8   e4m3 codes of blocks of 128 × 128, each with the scale amax / 448 (DeepSeek-V3's form: `weight_scale_inv`)
 int8  codes of −127 to 127, each row with the scale amax / 127 (compressed-tensors' int-quantized form: `weight_scale`)
 
+Both are read too: as what the codes stand for, in the type that config.json says.
+
 mxfp4  e2m1 codes of 32 at a time with one power of two (OCP Microscaling Formats 1.0): read alone, as gpt-oss's
        experts are published
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import LAYER, Group
-from megalith.checkpoint.files import Layout, Stored
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES, Layout, Stored
 from megalith.errors import CheckpointError, ConfigError
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
@@ -168,12 +170,63 @@ class PackedExperts:
         return found.flatten(-2).transpose(-2, -1)
 
 
-def unpacked(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A folder's tensors with those that are stored in MXFP4 under one name each, where config.json says that there
-    are such. Raises CheckpointError for blocks and scales of shapes that do not go together."""
+@dataclass(frozen=True)
+class CodedMatrix:
+    """A matrix [out, in] in codes of a byte: fp8 with a scale a block, or int8 with one a row."""
+
+    codes: Stored
+    scales: Stored
+    block: tuple[int, int]  # rows and columns that share a scale
+    dtype: str  # of what is read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def read(self) -> Tensor:
+        """The codes times their scales."""
+        codes, scales = self.codes.read().float(), self.scales.read().float()
+        for dim, size in enumerate(self.block):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+        return (codes * scales).to(DTYPES[self.dtype])
+
+
+def unpacked(tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A folder's tensors with those that are stored in codes under one name each, where config.json says that there
+    are such; matrices in codes of a byte are of `dtype` then. Raises CheckpointError for codes and scales of shapes
+    that do not go together."""
     told = config.get("quantization_config")
-    if not isinstance(told, dict) or told.get("quant_method") != "mxfp4":
-        return dict(tensors)
+    method = told.get("quant_method") if isinstance(told, dict) else None
+    if method == "mxfp4":
+        return _with_experts(tensors)
+    if method == "compressed-tensors" and told.get("format") == "int-quantized":
+        return _with_matrices(tensors, "int8", None, dtype)
+    block = told.get("weight_block_size") if method == "fp8" else None
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return _with_matrices(tensors, "fp8", block, dtype)
+    return dict(tensors)
+
+
+def _with_matrices(
+    tensors: Mapping[str, Any], form: Form, block: list[int] | None, dtype: str
+) -> dict[str, Any]:
+    found, code = dict(tensors), DTYPE_CODES[CODES[form]]
+    for name in [name for name, stored in tensors.items() if stored.dtype == code]:
+        if (scales := found.pop(name + SUFFIX[form], None)) is None:
+            continue  # refused by its type
+        shape, size = tensors[name].shape, block or [1, *tensors[name].shape[1:]]
+        wanted = tuple(math.ceil(one / each) for one, each in zip(shape, size))
+        if len(shape) != 2 or scales.shape != wanted or scales.dtype not in ("F32", "BF16", "F16"):
+            raise CheckpointError(
+                f"{name} is {list(shape)} of {code} and its scales {list(scales.shape)} of {scales.dtype}, but {form} "
+                f"here has a number for each {'row' if block is None else 'block of ' + str(block)} of a matrix; fetch "
+                "it again, or take the original"
+            )
+        found[name] = CodedMatrix(tensors[name], scales, tuple(size), dtype)
+    return found
+
+
+def _with_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(tensors)
     for name in [name for name in tensors if name.endswith(BLOCKS)]:
         whole = name.removesuffix(BLOCKS)

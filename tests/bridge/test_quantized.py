@@ -58,6 +58,15 @@ def test_transformers_computes_with_what_the_codes_stand_for(form, family, tmp_p
     changed = {name for name in whole if not torch.equal(meant[name], whole[name])}
     assert changed == {name for name in whole if name.endswith("_proj.weight")}
     assert all((meant[name] - whole[name]).norm() < 0.04 * whole[name].norm() for name in changed)
+    import_hf(tmp_path / "small", tmp_path / "again", show_progress=False)
+    again = export_hf(tmp_path / "again", tmp_path / "plain", show_progress=False).path
+    assert load_file(again / "model.safetensors").keys() == meant.keys()
+    assert all(
+        torch.equal(values, meant[name]) for name, values in load_file(again / "model.safetensors").items()
+    )
+    assert json.loads((again / "config.json").read_text()) == json.loads(
+        (tmp_path / "whole" / "config.json").read_text()
+    )
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
     expected = type(found)(config).float()
     expected.load_state_dict(meant, strict=False)
@@ -114,6 +123,24 @@ def test_both_stacks_of_an_encoder_decoder_become_codes(form, activation, tmp_pa
     assert (logits[0] - logits[1]).norm() < (1e-5 if form == "fp8" else 2e-2) * logits[1].norm()
 
 
+def test_blocks_that_are_not_whole_are_read_and_scales_of_another_shape_refused(tmp_path):
+    config = CASES["llama"][0]()
+    config.intermediate_size, config.dtype = 300, "bfloat16"
+    random_reference(config).bfloat16().save_pretrained(tmp_path / "whole")
+    import_hf(tmp_path / "whole", tmp_path / "run", show_progress=False)
+    small = export_hf(tmp_path / "run", tmp_path / "small", quantize="fp8", show_progress=False).path
+    name = "layers.1.mlp.linear_fc2.weight"
+    found = megalith.load(small).get_parameter(name)
+    assert torch.equal(found, dequantized(small)["model.layers.1.mlp.down_proj.weight"].bfloat16().float())
+    tensors = load_file(small / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_scale_inv"] = torch.ones(1, 2)
+    save_file(tensors, small / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"its scales \[1, 2\] of F32, but fp8 here has a number for each block"
+    ):
+        megalith.load(small)
+
+
 def test_a_note_tells_of_blocks_that_transformers_takes_for_others():
     tensors = {"a": (torch.float32, (96, 256)), "b": (torch.float32, (160, 64))}
     (note,) = notes_on_blocks(tensors, {"a", "b"}, "fp8")
@@ -164,6 +191,14 @@ def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path):
         expected = model(ids).logits
         found = megalith.load(tmp_path).float()(ids)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    import_hf(tmp_path, tmp_path / "run", show_progress=False)
+    out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        assert (again(ids).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
     tensors[next(name for name in tensors if name.endswith("_scales"))] = torch.zeros(3, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"its scales \[3\] of U8, but MXFP4 is uint8"):
