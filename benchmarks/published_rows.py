@@ -12,17 +12,18 @@ A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
 
 class MegatronCore(passes.Passes):
-    """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes for dense models: collectives
-    of tensor parallelism go in as many steps as there are ranks, and all but the first run beside the GEMM
-    (`tp_comm_overlap`); weights are cast to FP8 once a step; wgrads are added up inside their GEMMs. We do neither."""
+    """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes: weights are cast to FP8 once
+    a step, and wgrads are added up inside their GEMMs. In those of dense models, collectives of tensor parallelism go
+    in as many steps as there are ranks, and all but the first run beside the GEMM (`tp_comm_overlap`). Megalith does
+    neither."""
 
     def _tensor(self, number: int) -> tuple[float, float]:
         forward, backward = super()._tensor(number)
-        exposed = 1 / self.tensor + passes.BESIDE["copy engine"]
+        exposed = 1.0 if self.expert_layers else 1 / self.tensor + passes.BESIDE["copy engine"]
         return exposed * forward, exposed * backward
 
-    def _weight_casts(self, *args) -> tuple[int, int]:
-        return 0, 0
+    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
+        return weight * both / self.micro_batches, 0
 
 
 class Published(NamedTuple):
@@ -37,6 +38,11 @@ class Published(NamedTuple):
     """TFLOP/s a GPU, or tokens a second a GPU."""
     unit: str
     fp8: bool = False
+
+    @property
+    def by_megatron_core(self) -> bool:
+        """Whether that is what was measured: it hides and leaves out what Megalith does not."""
+        return self.name.startswith("Bridge")
 
     def config(self) -> RunConfig:
         micro, batch, seq = self.batch

@@ -205,6 +205,15 @@ def _job(args: Arguments):
     _refuse_nonsense(
         args, "gpus", "gpus_per_node", "seq_length", "global_batch_size", "tokens", "price_per_gpu_hour"
     )
+    if args.device and args.device_json:
+        raise ConfigError(
+            f"--device is {args.device} and --device-json {args.device_json}, whose table is of a GPU of its own; give "
+            "one of them"
+        )
+    if args.price_per_gpu_hour and not args.tokens:
+        raise ConfigError(
+            f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, without --tokens there is no cost; give both"
+        )
     rates = rates_of(args.device, args.device_json)
     return _config(args, args.gpus), rates
 
@@ -260,7 +269,7 @@ def _write(answer, args: Arguments) -> None:
 
     import yaml
 
-    from megalith.config import ParallelConfig
+    from megalith.config import ParallelConfig, RunConfig
     from megalith.config.run import parse_overrides, read_yaml
     from megalith.io import write_file
     from megalith.planner.candidates import CLEAN, OFFLOADED
@@ -283,6 +292,8 @@ def _write(answer, args: Arguments) -> None:
         tree.setdefault(section, {}).update(values)
     data, train = answer.config.data, answer.config.train
     tree.setdefault("data", {})["seq_length"] = data.seq_length
+    if (RunConfig.from_tree(tree).model.max_position_embeddings or data.seq_length) < data.seq_length:
+        tree["model"]["max_position_embeddings"] = answer.config.model.max_position_embeddings
     tree.setdefault("train", {})["global_batch_size"] = train.global_batch_size
     text = f"# by `megalith plan` for {answer.gpus} {answer.rates.device}: {best.name}\n"
     try:

@@ -70,12 +70,12 @@ SHORT = {
     "a100": "NVIDIA A100-SXM4-80GB",
     "a100-40gb": "NVIDIA A100-SXM4-40GB",
     "a100-80gb": "NVIDIA A100-SXM4-80GB",
+    "a800": "NVIDIA A800-SXM4-80GB",
     "h100": "NVIDIA H100 80GB HBM3",
     "h100-80gb": "NVIDIA H100 80GB HBM3",
-    "h200": "NVIDIA H200",
-    "b200": "NVIDIA B200",
-    "gb200": "NVIDIA GB200",
 }
+"""What a name leaves open; others are short without the maker: H800, L40S, RTX 4090."""
+MAKER = ("nvidia", "tesla", "geforce")
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,9 @@ def read_rates(text: str, name: str) -> Rates:
     """A table that `calibrate` wrote. Raises ConfigError for anything else."""
     try:
         found = json.loads(text)
+        needed = ("device", "source", "matmuls", "attention", "memory", "collectives")
+        if missing := [name for name in needed if not isinstance(found, dict) or name not in found]:
+            raise ValueError(f"it has no {', '.join(missing)}")
         wiring = found.pop("wiring", None)
         if wiring is None:
             wiring = asdict(WIRING.get(found["device"], WIRING["NVIDIA H200"]))
@@ -214,7 +217,7 @@ def read_rates(text: str, name: str) -> Rates:
 
 
 def rates_of(device: str | None = None, device_json: str | Path | None = None) -> Rates:
-    """The rates of a chip by the driver's name, or a short one like H100; the H200's by default.
+    """The rates of a chip by the driver's name, or a short one like H100 or RTX 4090; the H200's by default.
 
     Raises ConfigError, with the nearest names, for one that is not known.
     """
@@ -225,17 +228,23 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
             raise ConfigError(
                 f"{device_json} cannot be read: {error}; give a file of `plan calibrate`"
             ) from None
-    name = SHORT.get((device or "h200").lower().replace(" ", "-"), device)
+    names = {_short(name): name for name in WIRING} | SHORT
+    name = names.get(_short("H200" if device is None else device))
     shipped = measured()
     if name == shipped.device:
         return shipped
-    if name not in WIRING:
-        near = nearest_of(str(device), [*WIRING, *map(str.upper, SHORT)])
+    if name is None:
+        near = nearest_of(_short(device).upper(), [name.upper() for name in names])
         raise ConfigError(
             f"there is no GPU {device!r} in the planner's tables{near}; or measure it by `megalith plan calibrate` and "
             "give the file as --device-json"
         )
     return _by_ratio(shipped, name)
+
+
+def _short(name: str) -> str:
+    """`NVIDIA GeForce RTX 4090` → `rtx-4090`."""
+    return "-".join(word for word in name.lower().replace("-", " ").split() if word not in MAKER)
 
 
 def _by_ratio(table: Rates, name: str) -> Rates:

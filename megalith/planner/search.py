@@ -298,13 +298,12 @@ def longest_sequence(
 
 
 def with_batch(config: RunConfig, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """With another sequence length and batch; positions that are too few for it are raised."""
+    """With another sequence length and batch; positions that are too few for the length are raised."""
     asked: dict[str, Any] = {}
     if seq_length is not None:
         asked["data.seq_length"] = seq_length
-    seq = seq_length or config.data.seq_length
-    if (config.model.max_position_embeddings or 0) < seq:
-        asked["model.max_position_embeddings"] = seq
+        if (config.model.max_position_embeddings or 0) < seq_length:
+            asked["model.max_position_embeddings"] = seq_length
     if global_batch_size is not None:
         asked["train.global_batch_size"] = global_batch_size
     return config.with_settings(asked)

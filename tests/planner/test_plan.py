@@ -12,7 +12,6 @@ import yaml
 import megalith
 from benchmarks.measured_rows import OLD, ROWS, TOLD, WITH_CASTS
 from benchmarks.plan_accuracy import (
-    MEGATRON,
     ON_80_GB,
     as_in_2021,
     as_megatron_core,
@@ -113,14 +112,15 @@ def test_half_of_the_measured_rows_were_left_to_be_told():
 
 @pytest.mark.parametrize("row", H100_ROWS, ids=lambda row: row.name)
 def test_published_rows_on_h100(row):
-    """Within 20 %. The dense FP8 runs as Megatron-Core makes a step, which hides and leaves out what ours does not."""
+    """Within 20 %. Megatron-Core's runs as it makes a step, which hides and leaves out what ours does not; those of
+    experts as ours does too."""
     found = told(row)
-    if row.name in MEGATRON:
-        ours = found
+    if row.by_megatron_core:
         with as_megatron_core():
-            found = told(row)
-        assert ours < found
-    assert found == pytest.approx(row.figure, rel=0.2)
+            theirs = told(row)
+        assert found < theirs == pytest.approx(row.figure, rel=0.2)
+    if not row.by_megatron_core or "Qwen3" in row.name:
+        assert found == pytest.approx(row.figure, rel=0.2)
 
 
 @pytest.mark.parametrize("row", H100_ROWS[:5], ids=lambda row: row.name)
@@ -216,7 +216,7 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["plan", "gpt2", "--gpus", "8", "--device", "H10"], "did you mean 'H100'"),
+        (["plan", "gpt2", "--gpus", "8", "--device", "NVIDIA H10"], "did you mean 'H100'"),
         (["plan", "llama3.1-405b", "--gpus", "8"], "no preset 'llama3.1-405b'; did you mean 'llama3-405b'"),
         (["plan", "gpt2-lage", "--gpus", "8"], "gpt2-large"),
         (["plan", "gpt2", "--gpus", "0"], "--gpus is 0; give a number above 0"),
@@ -224,6 +224,11 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
         (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0; give a number above 0"),
         (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0; give a number of 0 or more"),
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
+        (["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"], "give one of them"),
+        (
+            ["plan", "gpt2", "--gpus", "8", "--price-per-gpu-hour", "2"],
+            "without --tokens there is no cost; give both",
+        ),
         (["plan", "gpt2", "--gpus", "8", "--tok", "3"], "takes no '--tok 3'"),
         (
             ["plan", "show", "gpt2", "--gpus", "8", "--parallel.tensor_model_parallel_size", "8"],
@@ -278,9 +283,21 @@ def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without(tmp_path, c
 
 
 def test_the_longest_sequence_fits_and_twice_as_many_tokens_do_not(capsys):
-    words = ["plan", "gpt2-large", "--gpus", "1", "--device", "A100-40GB", "--json"]
-    assert main([*words, "--longest", "--global-batch-size", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"][0]["fits"]
+    job = ["gpt2-large", "--gpus", "1", "--device", "A100-40GB", "--json"]
+    words = ["plan", *job, "--global-batch-size", "1"]
+    assert main([*words, "--longest", "--write", "longest.yaml"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"][0]["fits"]
+    assert main(["plan", "show", "longest.yaml", *job[1:]]) == 0  # which the trainer's rules take
+    assert json.loads(capsys.readouterr().out)["bytes"] == found["best"][0]["bytes"]
+    assert main([*words, "--seq-length", str(2 * found["seq_length"])]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["best"] and answer["tried"] > 0
+
+
+@pytest.mark.parametrize("short", ["H800", "l40s", "RTX 4090", "nvidia b200", "A100-40GB"])
+def test_a_gpu_is_known_without_its_maker_in_any_case(short):
+    assert short.lower().removeprefix("nvidia ").partition("-")[0] in rates_of(short).device.lower()
 
 
 def test_python_gives_what_the_command_does():
@@ -342,8 +359,9 @@ def test_a_table_that_was_measured_here_is_read_again_and_planned_with(tmp_path,
         == 0
     )
     assert json.loads(capsys.readouterr().out)["rates"].startswith("measured on CPU")
-    with pytest.raises(ConfigError, match="no table of rates"):
-        read_rates('{"device": "x"}', "it")
+    for text in ('{"device": "x"}', "[]"):
+        with pytest.raises(ConfigError, match=r"no table of rates: it has no .*matmuls, attention"):
+            read_rates(text, "it")
 
 
 def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
