@@ -167,15 +167,16 @@ def test_files_are_submitted_each_after_the_one_before(tmp_path, capsys, monkeyp
     tools.mkdir()
     for name in ("sbatch", "kubectl"):
         (tools / name).write_text(
-            f'#!/bin/bash\ncat > /dev/null\necho "$@" >> {tools}/{name}.log\n'
-            f"echo $((100 + $(wc -l < {tools}/{name}.log)))\n"
+            '#!/bin/bash\ncat > /dev/null\n[[ "$*" == *=${NEVER:-Failed}\\ * ]] && exec tail -f /dev/null\n'
+            f'echo "$@" >> {tools}/{name}.log\necho $((100 + $(wc -l < {tools}/{name}.log)))\n'
         )
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     steps = ["--before", "corpus --output a", "--after", "export-hf a b", "--submit"]
     assert slurm(capsys, *steps) == "101\n102\n103\n"
     assert (tools / "sbatch.log").read_text().splitlines() == [
-        "--parsable", "--parsable --dependency=afterok:101", "--parsable --dependency=afterok:102",
+        "--parsable", "--parsable --dependency=afterok:101 --kill-on-invalid-dep=yes",
+        "--parsable --dependency=afterok:102 --kill-on-invalid-dep=yes",
     ]  # fmt: skip
     written(capsys, "kubernetes", "run.yaml", "--nodes", "2", *POD, *steps, "--namespace", "ml")
     wait = "wait --namespace ml --for=condition={} --timeout=-1s {}"
@@ -183,6 +184,9 @@ def test_files_are_submitted_each_after_the_one_before(tmp_path, capsys, monkeyp
     assert (tools / "kubectl.log").read_text().splitlines() == [
         apply, wait.format("complete", "job/run-before-1"), apply, wait.format("Complete", "trainjob/run"), apply,
     ]  # fmt: skip
+    monkeypatch.setenv("NEVER", "complete")
+    words = ["kubernetes", "run.yaml", "--nodes", "2", *POD, *steps]
+    assert "job/run-before-1 has failed, so run.yaml was not submitted" in refused(capsys, *words)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert "sbatch cannot be run (No such file" in refused(
         capsys, "slurm", "run.yaml", "--nodes", "2", "--submit"

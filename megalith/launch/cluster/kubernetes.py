@@ -9,7 +9,9 @@ reason (exit codes 2 to 4) is not started again. A TrainJob brings its own runti
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import yaml
@@ -245,17 +247,42 @@ def _nearness(job: ClusterJob, gpus: int) -> Manifest:
 
 WAITS = {"Job": "complete", "TrainJob": "Complete", "PyTorchJob": "Succeeded", "JobSet": "Completed"}
 """Kind → the condition of one that has ended well."""
+FAILED = "Failed"  # of any kind
 
 
 def submit_manifests(job: ClusterJob, files: Mapping[str, Sequence[Manifest]]) -> list[str]:
-    """Applies the files, each when the job of the one before is complete; returns what kubectl says of each."""
+    """Applies the files, each when the job of the one before is complete; returns what kubectl says of each. Raises
+    ConfigError where kubectl refuses one, or where a job fails that others are to follow."""
     namespace = ["--namespace", job.namespace] if job.namespace else []
     said, last = [], None
     for name, documents in files.items():
         if last is not None:
-            condition = f"--for=condition={WAITS[last['kind']]}"
-            what = f"{last['kind'].lower()}/{last['metadata']['name']}"
-            run_tool(["kubectl", "wait", *namespace, condition, "--timeout=-1s", what], "", what)
+            _await_end(namespace, last, name)
         said.append(run_tool(["kubectl", "apply", *namespace, "--filename", "-"], text_of(documents), name))
         last = documents[-1]
     return said
+
+
+def _await_end(namespace: list[str], job: Manifest, following: str) -> None:
+    """Until it is complete or has failed: kubectl waits for one condition, so two of it wait."""
+    what = f"{job['kind'].lower()}/{job['metadata']['name']}"
+    with ThreadPoolExecutor(2) as pool:
+        waits = [_wait(namespace, what, condition) for condition in (WAITS[job["kind"]], FAILED)]
+        ends = {pool.submit(wait.communicate): wait for wait in waits}
+        first = next(as_completed(ends))
+        for wait in waits:
+            wait.terminate()  # nothing to one that has ended
+    ended = ends[first]
+    if ended.returncode:
+        raise ConfigError(f"{' '.join(ended.args)} has ended by itself: {first.result()[1].strip()}")
+    if ended is waits[1]:
+        raise ConfigError(
+            f"{what} has failed, so {following} was not submitted; `kubectl describe {what}` says why. Take what is left "
+            "from the files that --write gives"
+        )
+
+
+def _wait(namespace: list[str], what: str, condition: str) -> subprocess.Popen[str]:
+    words = ["kubectl", "wait", *namespace, f"--for=condition={condition}", "--timeout=-1s", what]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(words, text=True, **pipes)

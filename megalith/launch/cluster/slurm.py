@@ -156,7 +156,7 @@ def submit(files: Mapping[str, str]) -> list[str]:
     """Hands the files to sbatch, each to begin when the one before has ended well; returns the jobs' ids."""
     ids: list[str] = []
     for name, text in files.items():
-        after = [f"--dependency=afterok:{ids[-1]}"] if ids else []
+        after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
         ids.append(run_tool(["sbatch", "--parsable", *after], text, name).partition(";")[0])
     return ids
 
