@@ -277,8 +277,8 @@ def _await_end(namespace: list[str], job: Manifest, following: str) -> None:
         raise ConfigError(f"{' '.join(ended.args)} has ended by itself: {first.result()[1].strip()}")
     if ended is waits[1]:
         raise ConfigError(
-            f"{what} has failed, so {following} was not submitted; `kubectl describe {what}` says why. Take what is left "
-            "from the files that --write gives"
+            f"{what} has failed, so {following} was not submitted; `kubectl describe {what}` says why. Take "
+            "what is left from the files that --write gives"
         )
 
 
