@@ -69,6 +69,11 @@ def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) 
         )
     process = this_process()
     config = prepare(config, process.world_size).config
+    if config.model.model_type != "gpt":
+        raise ConfigError(
+            f"--tasks asks for what continues a text, but {config.model.init_from} is of model.model_type "
+            f"{config.model.model_type}; evaluate a decoder"
+        )
     device = prepare_process(config, process.local_rank)
     init_distributed(device)
     try:

@@ -1,6 +1,7 @@
 """`megalith evaluate --tasks`: lm-evaluation-harness's figures, by its own model of transformers and by ours."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from harness_job import LONGEST, of_layout
 from harness_job import figures as figures_of
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megalith.cli.main import main
 
@@ -96,6 +97,15 @@ def test_a_task_of_ones_own_from_the_command_line(folder, tmp_path, capsys, monk
         0,
         0.5,
         1,
+    )
+    shutil.copytree(folder, tmp_path / "encoder")
+    shape = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=258
+    )
+    BertForMaskedLM(BertConfig(**shape)).save_pretrained(tmp_path / "encoder")
+    assert main(["evaluate", str(tmp_path / "encoder"), *asked]) == 2
+    assert "encoder is of model.model_type bert; evaluate a decoder" in capsys.readouterr().err.replace(
+        "\n", " "
     )
     task["test_split"] = "nowhere"
     (tmp_path / "tiny.yaml").write_text(json.dumps(task))
