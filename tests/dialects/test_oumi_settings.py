@@ -514,6 +514,16 @@ def test_a_key_is_set_in_its_line_or_added_to_its_section():
         "a:\n    b:\n      c: 1\n    e: true\n\nc:\n  d: 2\n"
     )
     assert with_key("a:\n  b: 1\n", "e.f", "x") == "a:\n  b: 1\n\ne:\n  f: x\n"
+    assert with_key("a: {b: 1, c: {d: 2}}  # x\n", "a.b", 3) == "a:\n  b: 3\n  c:\n    d: 2  # x\n"
+    assert with_key("a: {}\n\'c\':\n  \"d\": 2\n", "a.b", 3) == "a:\n  b: 3\n'c':\n  \"d\": 2\n"
+    assert with_key("'c':\n  \"d\": 2\n", "c.d", 3) == "'c':\n  d: 3\n"
+
+
+def test_a_file_that_cannot_be_changed_in_its_lines_is_not_written(tmp_path, capsys):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(VERL.replace("training:", "training: &all"))
+    assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 2
+    assert "the key 'training' is given twice" in capsys.readouterr().err and not new.exists()
 
 
 def test_the_commands_say_what_they_take(capsys):

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer, active_count
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from test_loop import run_of
 from megalith.checkpoint.steps import list_steps
 from megalith.errors import TrainingError
 from megalith.rl.engines.json_http import ServerLost
+from megalith.rl.engines.transfer_group import TorchGroup
+from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.grpo import train_grpo
 
 COMPLETIONS = "/v1/completions", "/generate"
@@ -188,6 +190,36 @@ def run(tmp_path_factory):
     run = run_of(configuration(tmp_path_factory.mktemp("policy")), 1)
     yield run
     run.task.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broadcast_that_would_never_end_is_aborted_and_the_weights_go_in_a_new_group(
+    run, tree, kind, monkeypatch
+):
+    """As over NCCL, whose kernel waits for a dead worker for ever; by gloo, with a broadcast that does the same."""
+    made, hangs = [], Event()
+    broadcast = TorchGroup.broadcast
+
+    def waits(group, tensors):
+        made.append(group)
+        if group is made[0]:
+            assert hangs.wait(60)
+            raise RuntimeError("aborted")
+        broadcast(group, tensors)
+
+    monkeypatch.setattr(TorchGroup, "broadcast", waits)
+    monkeypatch.setattr(TorchGroup, "abort", lambda group: hangs.set() if group is made[0] else None)
+    threads = active_count()
+    with served(kind, tree) as server:
+        dies(server, ("/update_weights", "/update_weights_from_distributed"), 1)
+        engine = engine_at(run, server)
+        engine.update(0)
+        assert hangs.is_set() and len({*made}) == 2 and engine.version == 0
+        buckets = WeightStream(run.model, run.config).buckets("cpu")
+        sent = {name: tensor for one in buckets for name, tensor in zip(one.names, one.tensors)}
+        assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
+        assert engine.generate(PROMPTS[:1], SAMPLING)
+    assert active_count() <= threads  # nobody waits for the dead one
 
 
 @pytest.mark.parametrize("kind", ["vllm 0.29", "sglang"])

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megalith.dialects.oumi.oumi_settings import read_configuration, translate_oumi
+from megalith.config.run import parse_yaml
+from megalith.dialects.oumi.oumi_settings import read_configuration, read_overrides, resolved, translate_oumi
 from megalith.errors import ConfigError, install_line
 
 FROM = ("VERL_GRPO", "TRL_GRPO")
@@ -35,24 +37,25 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
         )
     old = path.read_text(encoding="utf-8")
     changes = _changes(tree, trainer)
-    for word in overrides:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not equals:
-            raise ConfigError(
-                f"{word!r} is no override; they are written --megatron.tensor_model_parallel_size=8"
-            )
-        changes[key] = yaml.safe_load(value)
+    changes |= dict(read_overrides(overrides))
     new = old if old.endswith("\n") else old + "\n"
     for key, value in changes.items():
         new = with_key(new, key, value)
-    asked = translate_oumi(yaml.safe_load(new))
+    try:
+        after = parse_yaml(new)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{path} cannot be changed in its lines ({' '.join(str(error).split())}); write its sections as lines of "
+            "their own, without anchors, and migrate it again"
+        ) from None
+    asked = translate_oumi(resolved(after, after))
     diff = difflib.unified_diff(
         old.splitlines(keepends=True), new.splitlines(keepends=True), str(path), "MEGATRON_GRPO"
     )
     layout = asked.model_parallel
     number = f"a multiple of {layout}" if layout > 1 else "any number of"
     takes = f"the layout takes {number} processes"
-    if _at(yaml.safe_load(new), "training", "gradient_accumulation_steps") is not None:
+    if _at(after, "training", "gradient_accumulation_steps") is not None:
         takes = (
             f"a job of {layout} {'process' if layout == 1 else 'processes'} has this batch; for one of N times as many "
             "divide gradient_accumulation_steps by N, or multiply megatron.global_batch_size"
@@ -141,10 +144,8 @@ def with_key(text: str, key: str, value: Any) -> str:
     if "." in name:
         raise ConfigError(f"{key} is deeper than a section; set it in the file")
     written = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-    lines = text.splitlines(keepends=True)
-    start = next(
-        (n for n, line in enumerate(lines) if re.match(rf"{re.escape(section)}:\s*(#.*)?$", line)), None
-    )
+    lines = _in_lines(text, section).splitlines(keepends=True)
+    start = next((n for n, line in enumerate(lines) if re.match(rf"{_key(section)}(#.*)?$", line)), None)
     if start is None:
         return f"{text.rstrip()}\n\n{section}:\n  {name}: {written}\n"
     end, last, indent = start + 1, start, "  "
@@ -154,7 +155,7 @@ def with_key(text: str, key: str, value: Any) -> str:
             if last == start:
                 indent = lines[end][: len(lines[end]) - len(lines[end].lstrip())]
             last = end
-            if re.match(rf"{indent}{re.escape(name)}\s*:", lines[end]):
+            if re.match(rf"{indent}{_key(name)}", lines[end]):
                 found = end
         end += 1
     if found is not None:
@@ -163,3 +164,20 @@ def with_key(text: str, key: str, value: Any) -> str:
     else:
         lines.insert(last + 1, f"{indent}{name}: {written}\n")
     return "".join(lines)
+
+
+def _key(name: str) -> str:
+    """The pattern of a key as YAML writes it, in quotes too."""
+    return rf"(['\"]?){re.escape(name)}\1\s*:\s*"
+
+
+def _in_lines(text: str, section: str) -> str:
+    """`text` with a section that is in braces written as lines."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == section and isinstance(value, yaml.MappingNode) and value.flow_style:
+            inner = yaml.safe_load(text)[section]
+            lines = "\n" + textwrap.indent(yaml.safe_dump(inner, sort_keys=False), "  ") if inner else ""
+            start, end = value.start_mark.index, value.end_mark.index
+            return f"{text[:start].rstrip()}{lines.rstrip()}{text[end:]}"
+    return text

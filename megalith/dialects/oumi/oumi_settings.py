@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -134,19 +134,25 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
             raise ConfigError(
                 f"the configuration {path} holds a {type(tree).__name__}; it needs sections: model, data, training"
             )
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
+    for key, value in read_overrides(overrides):
+        _place(tree, key, value)
+    return resolved(tree, tree)
+
+
+def read_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of overrides. Raises ConfigError."""
+    left = list(words)
+    while left:
+        word = left.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
-        if not equals and word.startswith("--") and words and not words[0].startswith("--"):
-            text, equals = words.pop(0), "="
+        if not equals and word.startswith("--") and left and not left[0].startswith("--"):
+            text, equals = left.pop(0), "="
         if not equals or "." not in key:
             raise ConfigError(f"{word!r} is no override; they are written --training.max_steps=2")
         try:
-            _place(tree, key, parse_yaml(text))
+            yield key, parse_yaml(text)
         except yaml.YAMLError:
             raise ConfigError(f"{word} has no value that YAML can read; correct it") from None
-    return _resolved(tree, tree)
 
 
 def _place(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -173,12 +179,12 @@ def _place(tree: dict[str, Any], key: str, value: Any) -> None:
         here = here[part]
 
 
-def _resolved(value: Any, whole: Mapping[str, Any]) -> Any:
+def resolved(value: Any, whole: Mapping[str, Any]) -> Any:
     """With `${model.model_max_length}` replaced by what it names."""
     if isinstance(value, dict):
-        return {key: _resolved(inner, whole) for key, inner in value.items()}
+        return {key: resolved(inner, whole) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_resolved(inner, whole) for inner in value]
+        return [resolved(inner, whole) for inner in value]
     if not isinstance(value, str) or "${" not in value:
         return value
 

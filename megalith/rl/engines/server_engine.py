@@ -34,7 +34,7 @@ from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
 from megalith.launch.meeting import address_towards, is_loopback
-from megalith.rl.engines.deadline import Deadline
+from megalith.rl.engines.deadline import Deadline, InThread
 from megalith.rl.engines.json_http import JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
@@ -280,6 +280,8 @@ class ServerEngine:
 
     def forget(self) -> None:
         """A group in which a broadcast failed is of no more use, nor what a server said before its restart."""
+        if self._group is not None:
+            InThread(self._group.abort).is_over(LAST_WORDS)
         self._group = None
         for server in self.servers:
             server.facts = {}
@@ -313,7 +315,7 @@ class _ByGroup:
 
     def take(self, bucket: WeightBucket) -> None:
         if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the thread has another
+            torch.cuda.current_stream().synchronize()  # the thread's is another
         act = lambda: self._group.broadcast(bucket.tensors)  # noqa: E731
         sent = Background(act, "the broadcast of weights", self.device)
         servers = self._engine.servers

@@ -2,7 +2,9 @@
 
 It is none of the trainer's process groups: the other side are processes that torchrun knows nothing of. Rank 0 keeps
 the store; workers join it as ranks 1, 2, … when their server is asked to. A broadcast has no end where a worker has
-died, so all of it happens in threads that are waited for with a deadline, and may be left behind.
+died, so all of it happens in threads that are waited for with a deadline. On a GPU such a broadcast would hold up
+whatever its stream has next: each thread has a stream of its own, and a group that is left behind is aborted, which
+ends NCCL's kernel and the thread with it.
 """
 
 from __future__ import annotations
@@ -29,17 +31,22 @@ class BroadcastGroup(Protocol):
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor by itself, in order; over once the workers have them."""
 
+    def abort(self) -> None:
+        """Ends a broadcast that is under way in another thread; of no use after it."""
+
 
 class Background:
     """A collective with processes that may not come, in a thread."""
 
     def __init__(self, act: Callable[[], Any], what: str, device: torch.device):
-        """`device`: that of its collectives, for a thread has one of its own."""
+        """`device`: that of its collectives, on which the thread has a stream of its own."""
 
         def on_device() -> Any:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return act()
+            if device.type != "cuda":
+                return act()
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                return act()
 
         self._what, self._thread = what, InThread(on_device)
 
@@ -83,6 +90,9 @@ class TorchGroup:
         if tensors and tensors[0].is_cuda:
             torch.cuda.current_stream().synchronize()
 
+    def abort(self) -> None:
+        self._group.abort()
+
 
 class VllmNcclGroup:
     """vLLM's own communicator, which its workers' side of `nccl` expects."""
@@ -105,6 +115,9 @@ class VllmNcclGroup:
         for tensor in tensors:
             self._group.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
+
+    def abort(self) -> None:
+        self._group.nccl.lib.ncclCommAbort(self._group.comm)  # for which vLLM's wrapper has no method
 
 
 def memory_handles(tensors: Sequence[Tensor]) -> str:
