@@ -3,13 +3,16 @@
     python -m benchmarks.engine_server runs/policy --port 30000 --rows 512 --tokens 64 --device cuda
 
 Requests that wait together are generated together; weights come by a group (`nccl` on a GPU, `gloo` on a CPU) under
-their Hugging Face names and are put into the engine's when generation goes on. Loopback only.
+their Hugging Face names and are put into the engine's when generation goes on. Loopback only. `--least` has 1,000
+completions take so many seconds at least, for trying on a CPU what a server on a device of its own would give: what it
+waits for takes no core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,8 +47,8 @@ class Request:
 class Batcher:
     """Generates for all requests that wait, at a time."""
 
-    def __init__(self, engine: Engine):
-        self._engine, self._waiting, self._asked = engine, SimpleQueue(), 0
+    def __init__(self, engine: Engine, least: float):
+        self._engine, self._least, self._waiting, self._asked = engine, least, SimpleQueue(), 0
         Thread(target=self._work, daemon=True).start()
 
     def ask(self, ids: list[int], sampling: Sampling, count: int) -> list[Completion]:
@@ -59,6 +62,7 @@ class Batcher:
     def _work(self) -> None:
         while True:
             requests = [self._waiting.get()]
+            began = time.monotonic()
             try:
                 while True:
                     requests.append(self._waiting.get(timeout=TOGETHER))
@@ -68,9 +72,9 @@ class Batcher:
             for request in requests:
                 by_sampling.setdefault(request.sampling, []).append(request)
             for sampling, some in by_sampling.items():
-                self._generate(sampling, some)
+                self._generate(sampling, some, began)
 
-    def _generate(self, sampling: Sampling, requests: Sequence[Request]) -> None:
+    def _generate(self, sampling: Sampling, requests: Sequence[Request], began: float) -> None:
         prompts = [request.ids for request in requests for _ in range(request.count)]
         keys = range(self._asked, self._asked + len(prompts))
         self._asked += len(prompts)
@@ -80,6 +84,7 @@ class Batcher:
             for request in requests:
                 request.answer.put(error)
             return
+        time.sleep(max(0.0, began + self._least * len(prompts) / 1000 - time.monotonic()))
         for request in requests:
             request.answer.put([next(found) for _ in range(request.count)])
 
@@ -87,8 +92,8 @@ class Batcher:
 class EngineService:
     """What each path does."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.batcher, self.version = engine, Batcher(engine), "default"
+    def __init__(self, engine: Engine, least: float):
+        self.engine, self.batcher, self.version = engine, Batcher(engine, least), "default"
         self.received: dict[str, Tensor] = {}
         self.groups = family_for(engine.config).groups(engine.config)
 
@@ -197,9 +202,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="completions under way at a time")
     parser.add_argument("--tokens", type=int, default=256, help="of a prompt with its completion, at most")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--least", type=float, default=0.0, help="seconds that 1,000 completions take at least"
+    )
     args = parser.parse_args()
     model = megalith.load(args.model, args.device)
-    service = EngineService(engine_for(model, max_rows=args.rows, max_tokens=args.tokens))
+    service = EngineService(engine_for(model, max_rows=args.rows, max_tokens=args.tokens), args.least)
     Listener(("127.0.0.1", args.port), handler(service)).serve_forever()
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.grpo_staleness                                     # two GPUs; 100M parameters, 100 steps a run
     python -m benchmarks.grpo_staleness --small --steps 8 --tuning 60       # two CPU processes, gloo: whether it runs
+    python -m benchmarks.grpo_staleness --small --least 0.2 --ahead 0 1     # a server that takes time and no core
 
 Each run is `megalith grpo` from the same fine-tuned policy on the sums of examples/grpo. In `split` a server of our own
 engine (engine_server.py) has the second GPU and the trainer the first, so only the order of their work differs between
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,18 +45,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tuning", type=int, help="steps of the fine-tuning before; absent: the example's")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2], help="batches, each a run")
-    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the GRPO runs")
+    parser.add_argument(
+        "--least", type=float, help="seconds that the server's generating takes at least; no colocated run"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="section.key=value",
+        help="of the GRPO runs; of model.* the policy's",
+    )
     parser.add_argument("--folder", type=Path, help="where the runs stay; absent: nowhere")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = {"steps": args.steps, "set": args.set, "runs": {}}
+        found = {"steps": args.steps, "set": args.set, "least": args.least, "runs": {}}
         found["model"] = "arithmetic" if args.small else "arithmetic_100m"
         setup = Setup(args, (args.folder or Path(temporary)).absolute())
         setup.tune()
         for ahead in args.ahead:
             found["runs"][f"split, {ahead} ahead"] = setup.split(ahead)
-        found["runs"]["colocated, on policy"] = setup.colocated()
+        if args.least is None:
+            found["runs"]["colocated, on policy"] = setup.colocated()
     found |= compared(found["runs"])
     print(json.dumps(found | surroundings()), flush=True)
     if args.results:
@@ -67,7 +79,7 @@ class Setup:
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.folder, self.steps, self.set, self.tuning = folder, args.steps, args.set, args.tuning
-        self.small = args.small
+        self.small, self.least = args.small, args.least or 0.0
         self.device, self.method = ("cpu", "gloo") if args.small else ("cuda", "nccl")
         folder.mkdir(parents=True, exist_ok=True)
         sizes = [] if args.small else ["--below", "100", "--count", "400000"]
@@ -85,6 +97,7 @@ class Setup:
 
     def tune(self) -> None:
         tree = self.tree("_sft", "sft", data={"data_path": str(self.folder / "data" / "sums_sft.jsonl")})
+        self.add(tree, lambda section: section == "model")
         if self.tuning:
             tree["train"]["train_iters"] = self.tuning
         self.run("sft", tree, 1, gpus="0")
@@ -96,13 +109,18 @@ class Setup:
         more["train"] = {"train_iters": self.steps}
         more["log"] = {"log_interval": 10}
         tree = self.tree("", output, **more)
-        for setting in self.set:
-            name, _, value = setting.partition("=")
-            section, _, key = name.partition(".")
-            tree.setdefault(section, {})[key] = yaml.safe_load(value)
+        self.add(tree, lambda section: section != "model")
         self.run("grpo", tree, nproc, gpus)
         lines = (self.folder / output / "metrics.jsonl").read_text().splitlines()
         return figures([json.loads(line) for line in lines])
+
+    def add(self, tree: dict[str, Any], takes: Callable[[str], bool]) -> None:
+        """The settings of `--set` whose section it takes."""
+        for setting in self.set:
+            name, _, value = setting.partition("=")
+            section, _, key = name.partition(".")
+            if takes(section):
+                tree.setdefault(section, {})[key] = yaml.safe_load(value)
 
     def split(self, ahead: int) -> dict[str, Any]:
         with self.server() as url:
@@ -138,7 +156,7 @@ class Setup:
             "--port",
             str(port),
         ]
-        command += ["--device", self.device, "--tokens", "64"]
+        command += ["--device", self.device, "--tokens", "64", "--least", str(self.least)]
         with (self.folder / "server.txt").open("w") as out:
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"}

@@ -6,7 +6,6 @@ import difflib
 import re
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +13,7 @@ from oumi_job import QUICK_START
 
 from benchmarks import oumi_configurations
 from megalith.cli.main import main
-from megalith.config import RlConfig, RunConfig
+from megalith.config import RunConfig
 from megalith.dialects.oumi import oumi_command, oumi_objective, oumi_params, oumi_settings
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
 from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Assigns, Idle, Only, Read
@@ -298,17 +297,43 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
 BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default is ours where it is left out
 
 
-def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written, monkeypatch):
-    """With a version that has these settings, whatever this one has."""
-    fields = dict.fromkeys([*RlConfig.model_fields, *(path.partition(".")[2] for path in ENGINE_KEYS)])
-    monkeypatch.setattr(oumi_objective, "RlConfig", SimpleNamespace(model_fields=fields))
-    monkeypatch.setitem(oumi_objective.KWARGS["grpo"], "engine_url", "rl.engine_url")
+def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written):
     words = ["--megatron.weight_sync_method=gloo", "--megatron.vllm_weight_sync_interval=2",
              "--megatron.weight_sync_timeout=30"]  # fmt: skip
-    rl = asked(written(), *words, "--training.trainer_kwargs.engine_url=http://h:1").tree["rl"]
     wanted = dict(engine="vllm", weight_sync_method="gloo", max_staleness=1, weight_sync_timeout=30.0)
-    assert rl | wanted | {"engine_url": "http://h:1"} == rl
+    for name in ("engine_url", "vllm_server_base_url"):
+        rl = asked(written(), *words, f"--training.trainer_kwargs.{name}=http://h:1").tree["rl"]
+        assert rl | wanted | {"engine_url": "http://h:1"} == rl
     assert "weight_sync_timeout is 30.0, which is refused" in refusal(written(), *words)
+
+
+ENGINE, URL = "--training.trainer_kwargs.engine=", "--training.trainer_kwargs.engine_url=http://h:1"
+BACKEND, METHOD = "--megatron.inference_backend=", "--megatron.weight_sync_method="
+
+
+def test_the_keys_of_engines_say_the_same_or_are_refused(written):
+    without = yaml.safe_load(written().read_text())
+    del without["megatron"]["inference_backend"]
+    rl = asked(written(yaml.safe_dump(without)), URL).tree["rl"]
+    assert rl["engine"] == "vllm" and rl["weight_sync_method"] == "nccl"  # Oumi's defaults
+    run = asked(written(), f"{ENGINE}sglang", f"{BACKEND}sglang", f"{METHOD}checkpoint")
+    assert run.tree["rl"]["engine"] == "sglang" and run.tree["rl"]["weight_sync_method"] == "checkpoint"
+    assert "own engine" not in "".join(run.notes)
+    share = "--training.grpo.vllm_gpu_memory_utilization=0.4"
+    assert asked(written(), f"{ENGINE}vllm", share).tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
+    assert "vllm_gpu_memory_utilization 0.4 changes nothing" in "".join(asked(written(), share).notes)
+    for words, said in (
+        ((f"{ENGINE}sglang", f"{BACKEND}vllm"), "engine is sglang, but megatron.inference_backend is vllm"),
+        (
+            (URL, f"{BACKEND}megatron"),
+            "engine_url is 'http://h:1', but megatron.inference_backend is megatron",
+        ),
+        (
+            (URL, f"{METHOD}gloo", "--training.trainer_kwargs.weight_sync_method=nccl"),
+            "trainer_kwargs.weight_sync_method is nccl, but megatron.weight_sync_method gives gloo",
+        ),
+    ):
+        assert said in refusal(written(), *words)
 
 
 ODD = [0, -1, 2.5, "x", "", [], {}, [{}], None, True, "1e999", "[1"]
@@ -515,7 +540,7 @@ def test_a_key_is_set_in_its_line_or_added_to_its_section():
     )
     assert with_key("a:\n  b: 1\n", "e.f", "x") == "a:\n  b: 1\n\ne:\n  f: x\n"
     assert with_key("a: {b: 1, c: {d: 2}}  # x\n", "a.b", 3) == "a:\n  b: 3\n  c:\n    d: 2  # x\n"
-    assert with_key("a: {}\n\'c\':\n  \"d\": 2\n", "a.b", 3) == "a:\n  b: 3\n'c':\n  \"d\": 2\n"
+    assert with_key("a: {}\n'c':\n  \"d\": 2\n", "a.b", 3) == "a:\n  b: 3\n'c':\n  \"d\": 2\n"
     assert with_key("'c':\n  \"d\": 2\n", "c.d", 3) == "'c':\n  d: 3\n"
 
 

@@ -137,7 +137,7 @@ KEYS: dict[str, Key] = {
     "training.grpo.repetition_penalty": Only(1.0, "it would bias the ratio to the policy that samples"),
     "training.grpo.use_vllm": Read("bool", False),
     "training.grpo.vllm_mode": Idle("the engine's place follows from rl.engine"),
-    "training.grpo.vllm_gpu_memory_utilization": Idle(ENGINE),
+    "training.grpo.vllm_gpu_memory_utilization": Read("float", 0.9),
     "training.grpo.epsilon": Read("float", 0.2),
     "training.grpo.log_completions": Assigns("rl.log_completions", False),
     "training.grpo.rollout_function": Only(None, "completions are sampled by the engine alone"),
@@ -227,7 +227,7 @@ KEYS: dict[str, Key] = {
     "grpo.repetition_penalty": Only(1.0, "it would bias the ratio to the policy that samples"),
     "grpo.use_vllm": Read("bool", False),
     "grpo.vllm_mode": Idle("the engine's place follows from rl.engine"),
-    "grpo.vllm_gpu_memory_utilization": Idle(ENGINE),
+    "grpo.vllm_gpu_memory_utilization": Read("float", 0.9),
     "grpo.log_completions": Read("bool", False),
     "grpo.model_init_kwargs": Only({}, "the model is as its config.json has it"),
     "grpo.remove_unused_columns": Idle("columns go to the rewards"),
@@ -277,7 +277,7 @@ KEYS: dict[str, Key] = {
     "megatron.model_config_kwargs": Only({}, "the model is as its config.json has it; change that"),
 }  # fmt: skip
 
-ENGINE_KEYS = {  # ours, where this version has it → where it comes from; else the key is read as oumi_settings.py says
+ENGINE_KEYS = {  # ours → where it comes from
     "rl.engine": "megatron.inference_backend",
     "rl.weight_sync_method": "megatron.weight_sync_method",
     "rl.max_staleness": "megatron.vllm_weight_sync_interval",

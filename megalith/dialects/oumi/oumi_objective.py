@@ -55,6 +55,8 @@ KWARGS: dict[
         "use_liger_kernel": None,
     },
     "grpo": {
+        "vllm_server_base_url": "rl.engine_url",
+        "vllm_server_timeout": "rl.weight_sync_timeout",
         **{
             name: f"rl.{name}"
             for name in RlConfig.model_fields
@@ -65,6 +67,12 @@ KWARGS: dict[
         "use_liger_kernel": None,
     },
 }
+TWICE = (
+    "num_generations",
+    "temperature",
+    "epsilon",
+    "beta",
+)  # have keys elsewhere, which have to say the same
 KEY_OF = {  # settings that are decided here → the key that a reader of their error would change
     "parallel.tensor_model_parallel_size": "megatron.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size": "megatron.pipeline_model_parallel_size",
@@ -155,50 +163,68 @@ def set_objective(asked: Asked) -> None:
 
 
 def set_engine(asked: Asked) -> None:
-    """Which engine samples, and how weights reach it: the one table to switch on is ENGINE_KEYS."""
+    """Which engine samples, and how weights reach it."""
     backend = asked.one("megatron.inference_backend", f"{ROLLOUT}name", default=None)
     if backend is None and (asked["training.grpo.use_vllm"] or asked["grpo.use_vllm"]):
         backend = "vllm"
     if backend not in (None, "vllm", "sglang", "megatron"):
         asked.problems.append(f"megatron.inference_backend is {backend!r}; there are vllm, sglang, megatron")
-    method, interval = asked["megatron.weight_sync_method"], asked["megatron.vllm_weight_sync_interval"]
+    method = asked["megatron.weight_sync_method"]
     if method not in ("nccl", "gloo", "checkpoint", "ipc"):
         asked.problems.append(
             f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint, ipc"
         )
-    has = {path: path.partition(".")[2] in RlConfig.model_fields for path in ENGINE_KEYS}
     kwargs = asked["training.trainer_kwargs"]
-    external = backend in ("vllm", "sglang") and has["rl.engine"] and "engine_url" in kwargs
-    if backend == "vllm" and not external and kwargs.get("engine") == "vllm":
-        asked.set("rl.engine", "vllm")
-        asked.notes.append("megatron.inference_backend is vllm, in the trainer's processes (docs/engines.md)")
-    elif external:
-        asked.set("rl.engine", backend)
-        asked.set("rl.weight_sync_method", method)
-    elif backend in ("vllm", "sglang"):
-        way = (
-            "; name its server as training.trainer_kwargs.engine_url to have it sample, or set engine to vllm there "
-            "for one in the trainer's processes"
-            if has["rl.engine"]
-            else ""
+    url = kwargs.get("engine_url") or kwargs.get("vllm_server_base_url")
+    engine = kwargs.get("engine") or ((backend or "vllm") if url else "own")
+    if (engine in ("vllm", "sglang") and backend not in (None, engine)) or engine == "megatron":
+        told = f"engine is {engine}" if kwargs.get("engine") else f"engine_url is {url!r:.60}"
+        asked.problems.append(
+            f"training.trainer_kwargs.{told}, but megatron.inference_backend is {backend}; a server is of vllm or "
+            "sglang, and both keys name the same"
         )
+    colocated = engine == "vllm" and not url
+    is_served = engine in ("vllm", "sglang") and not colocated
+    if engine in ("vllm", "sglang"):
+        asked.set("rl.engine", engine)
+    if is_served:
+        asked.set("rl.weight_sync_method", method)
+    elif colocated:
+        asked.notes.append("megatron.inference_backend is vllm, in the trainer's processes (docs/engines.md)")
+    elif backend in ("vllm", "sglang"):
         asked.notes.append(
             f"megatron.inference_backend is {backend}, but completions are sampled by Megalith's own engine, with the "
-            f"trainer's weights of that step, so that weight_sync_method changes nothing{way}"
+            "trainer's weights of that step, so that weight_sync_method changes nothing; name its server as "
+            "training.trainer_kwargs.engine_url to have it sample, or set engine to vllm there for one in the "
+            "trainer's processes"
         )
+    _set_share(asked, colocated)
+    interval = asked["megatron.vllm_weight_sync_interval"]
     for path, value in (
         ("rl.max_staleness", interval and interval - 1),
         ("rl.weight_sync_timeout", asked["megatron.weight_sync_timeout"]),
     ):
         if not value:
             continue
-        if has[path] and external:
+        if is_served:
             asked.set(path, value)
         else:
             asked.problems.append(
                 f"{ENGINE_KEYS[path]} is {asked[ENGINE_KEYS[path]]}, which is refused: rollouts of our own engine are "
                 "always of the step's own weights; leave it out"
             )
+
+
+def _set_share(asked: Asked, colocated: bool) -> None:
+    """vLLM's share of each device, where it is in the trainer's processes."""
+    keys = [f"{place}vllm_gpu_memory_utilization" for place in ("training.grpo.", "grpo.")]
+    share = asked.one(*keys, default=None)
+    if share is not None and colocated:
+        asked.set("rl.vllm_gpu_memory_utilization", share)
+    elif share is not None:
+        asked.notes.append(
+            f"vllm_gpu_memory_utilization {share:g} changes nothing: no vLLM is in the trainer's processes"
+        )
 
 
 def rewards_of(asked: Asked, datasets: Sequence[DatasetAsked]) -> list[str]:
@@ -368,12 +394,13 @@ def read_trainer_kwargs(asked: Asked, trainer: str) -> bool:
             section, _, setting = path.partition(".")
             old = asked.tree.get(section, {}).get(setting)
             if (
-                name in ("num_generations", "temperature", "epsilon", "beta")
-                and trainer == "grpo"
+                trainer == "grpo"
                 and old != value
+                and (name in TWICE or (path != "rl.engine" and ENGINE_KEYS.get(path) in asked))
             ):
+                key = ENGINE_KEYS.get(path) or KEY_OF[path]
                 asked.problems.append(
-                    f"training.trainer_kwargs.{name} is {value}, but {KEY_OF[path]} gives {old}; leave the first out"
+                    f"training.trainer_kwargs.{name} is {value}, but {key} gives {old}; leave the first out"
                 )
             asked.set(path, value)
     return not safetensors
