@@ -56,7 +56,6 @@ CP = dict(context_parallel_size=2)
 WHOLE = dict(data_parallel_sharding_strategy="optim_grads_params")
 FULL = dict(recompute_granularity="full", recompute_saves_attention=False)
 SAVED = dict(recompute_granularity="full", recompute_saves_attention=True)
-CHEAP = dict(recompute_granularity="selective", recompute_modules=["layernorm", "mlp_act"])
 FP16 = dict(train=dict(precision="fp16"))
 FP8 = dict(train=dict(fp8_format="hybrid"))
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
@@ -70,6 +69,10 @@ ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
 def selective(*modules: str) -> dict:
     return dict(recompute_granularity="selective", recompute_modules=list(modules))
 
+
+CHEAP = selective("layernorm", "mlp_act")
+SEQUENCES = (1, 4, 8192)
+GATHERED = dict(WHOLE, fsdp_unsharded_layers=32)
 
 # fmt: off
 TRADEOFFS = [  # GPT-2-large on one GPU; ¹ on another machine than the others
@@ -85,6 +88,29 @@ TRADEOFFS = [  # GPT-2-large on one GPU; ¹ on another machine than the others
     Row("half of the optimizer's state on the host", TOLD, 1, LARGE, ONE, {}, 407.2, 57.2, HALF),
     Row("all of it on the host", TOLD, 1, LARGE, ONE, {}, 506.9, 54.1, ALL),
     Row("FP8 delayed", TOLD, 1, LARGE, ONE, {}, 253.0, 52.1, FP8),
+]
+TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines
+    Row("`optim_grads_params`, all layers gathered", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1583, 129.2),
+    Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, WHOLE, 1700, 112.6),
+    Row("`optim_grads`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
+    Row("`optim`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim"), None, None),
+    Row("`no_shard`", TOLD, 2, LLAMA, SEQUENCES, {}, None, None),
+    Row("recomputed: `core_attn`", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("core_attn")), None, None),
+    Row("recomputed: `layernorm`, `mlp_act`, every layer freed", TOLD, 2, LLAMA, SEQUENCES, dict(WHOLE, **CHEAP),
+        1696, 102.9),
+    Row("the same, moments in bf16, 24 layers gathered", TOLD, 2, LLAMA, SEQUENCES,
+        dict(WHOLE, fsdp_unsharded_layers=24, **CHEAP), 1637, 97.3,
+        dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
+    Row("recomputed: `mlp`", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("mlp")), None, None),
+    Row("all recomputed, attention's output saved", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **SAVED), 1889, 93.3),
+    Row("all recomputed", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **FULL), 1934, 92.1),
+    Row("half of the optimizer's state on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, HALF),
+    Row("all of it on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, ALL),
+    Row("packed documents, every layer freed", TOLD, 2, LLAMA, SEQUENCES, WHOLE, 1685, 112.6, PACKED),
+    Row("FP8 delayed", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1214, 125.1, FP8),
+    Row("FP8 delayed, every layer freed", TOLD, 2, LLAMA, SEQUENCES, WHOLE, 1308, 107.8, FP8),
+    Row("PP2 in two chunks", TOLD, 2, LLAMA, SEQUENCES,
+        dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*8|t*8|t*8|t*8L"), None, None),
 ]
 ROWS = [
     Row("one GPU", FIT, 1, LARGE, ONE, {}, 320.5, 60.7),
@@ -125,30 +151,11 @@ ROWS = [
         dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
     Row("Llama-3-8B, half recomputed, half on the host", TOLD, 1, LLAMA, LONG,
         dict(SAVED, recompute_method="block", recompute_num_layers=16), 2741, 129.6, HALF),
-    Row("Llama-3-8B, FSDP2", FIT, 2, LLAMA, (1, 4, 8192), WHOLE, 1700, 112.6),
-    Row("the same, packed documents", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1685, 112.6, PACKED),
     Row("FSDP2, recomputed outside of its graphs", OLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
-    Row("Llama-3-8B, FSDP2, all layers gathered", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32),
-        1583, 129.2),
-    Row("the same, recomputed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32, **FULL),
-        1934, 92.1),
-    Row("the same, attention saved", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32, **SAVED),
-        1889, 93.3),
     Row("Llama-3-8B, FSDP2, 0.7 of the activations", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1744, 101.7,
         dict(runtime=dict(activation_memory_budget=0.7))),
-    Row("the same, 0.58", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1791, 99.6,
+    Row("the same, 0.58 of them", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1791, 99.6,
         dict(runtime=dict(activation_memory_budget=0.58))),
-    Row("the same, norms and SwiGLU recomputed instead", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **CHEAP),
-        1696, 102.9),
-    Row("the same, moments in bf16, 24 layers gathered", TOLD, 2, LLAMA, (1, 4, 8192),
-        dict(WHOLE, fsdp_unsharded_layers=24, **CHEAP), 1637, 97.3,
-        dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
-    Row("FSDP2, all gathered, FP8 delayed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32),
-        1214, 125.1, dict(train=dict(fp8_format="hybrid"))),
-    Row("the same, FP8, freed", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1308, 107.8,
-        dict(train=dict(fp8_format="hybrid"))),
-    Row("Llama-3-8B, optim_grads", TOLD, 2, LLAMA, (1, 4, 8192),
-        dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
     Row("Llama-3-8B, TP2 + SP", TOLD, 2, LLAMA, (2, 4, 8192), SP, 1623, 118),
     Row("the same, FP8 delayed, weights cast once", OLD, 2, LLAMA, (2, 4, 8192), SP, None, 111,  # 1,286 ms profiled
         dict(train=dict(fp8_format="hybrid", fp8_cache_weights=True))),
@@ -189,6 +196,7 @@ ROWS = [
     Row("BERT-large", TOLD, 1, dict(PLAIN, preset="bert-large"), (64, 64, 512), {}, 147.6, 31.5),
     Row("T5-3B", TOLD, 1, dict(PLAIN, preset="t5-3b"), (16, 16, 512), {}, 245.1, 73.2,
         dict(data=dict(decoder_seq_length=128))),
+    *TWO_GPUS,
     *TRADEOFFS,
 ]
 # fmt: on

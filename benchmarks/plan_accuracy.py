@@ -1,16 +1,17 @@
-"""docs/plan_accuracy.md, the plan beside every row that was measured or published, and a table of docs/tradeoffs.md.
+"""docs/plan_accuracy.md, the plan beside every row that was measured or published, and the tables of docs/tradeoffs.md.
 
 `python -m benchmarks.plan_accuracy` writes both (`make accuracy`), in a minute.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.measured_rows import FIT, OLD, ROWS, TRADEOFFS, Row
+from benchmarks.measured_rows import FIT, OLD, ROWS, TRADEOFFS, TWO_GPUS, Row
 from benchmarks.published_rows import H100_ROWS, SC21, MegatronCore, OldAttention, Published, sc21_row
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.planner import passes, step_time
@@ -162,22 +163,22 @@ recomputation are another decade's: by place in the order they are judged with t
 """
 
 
-TRADEOFFS_BEGIN, TRADEOFFS_END = "<!-- benchmarks.plan_accuracy writes this -->\n", "<!-- to here -->\n"
+TABLE = re.compile("(?<=<!-- benchmarks.plan_accuracy writes this -->\n).*?(?=<!-- to here -->\n)", re.DOTALL)
 
 
-def tradeoffs() -> str:
-    """The table of docs/tradeoffs.md."""
-    base, lines = TRADEOFFS[0], []
-    for row in TRADEOFFS:
+def tradeoffs(rows: list[Row]) -> str:
+    """A table of docs/tradeoffs.md, beside the first row."""
+    base, lines = rows[0], []
+    for row in rows:
         memory, time = expected(row)
         known = row.ms is not None and row.gigabytes is not None
-        cells = [row.name, *([f"{row.gigabytes:g}", f"{row.ms:g}"] if known else ["", ""])]
+        cells = [row.name, *([f"{row.gigabytes:g}", f"{row.ms:,g}"] if known else ["", ""])]
         changes = (
             [off(row.gigabytes, base.gigabytes), off(row.ms, base.ms)]
             if known and row is not base
             else ["", ""]
         )
-        lines.append(f"| {' | '.join([*cells, *changes, f'{memory:.1f}', f'{1e3 * time.seconds:.0f}'])} |")
+        lines.append(f"| {' | '.join([*cells, *changes, f'{memory:.1f}', f'{1e3 * time.seconds:,.0f}'])} |")
     heading = "| | GB | ms a step | memory | time | GB expected | ms expected |"
     return "\n".join([heading, "|---|---|---|---|---|---|---|", *lines, ""])
 
@@ -192,7 +193,6 @@ def page() -> str:
 
 if __name__ == "__main__":
     (DOCS / "plan_accuracy.md").write_text(page(), encoding="utf-8")
-    before, _, rest = (DOCS / "tradeoffs.md").read_text(encoding="utf-8").partition(TRADEOFFS_BEGIN)
-    after = rest.partition(TRADEOFFS_END)[2]
-    text = f"{before}{TRADEOFFS_BEGIN}{tradeoffs()}{TRADEOFFS_END}{after}"
-    (DOCS / "tradeoffs.md").write_text(text, encoding="utf-8")
+    tables, file = iter((TRADEOFFS, TWO_GPUS)), DOCS / "tradeoffs.md"
+    text = TABLE.sub(lambda _: tradeoffs(next(tables)), file.read_text(encoding="utf-8"))
+    file.write_text(text, encoding="utf-8")
