@@ -11,7 +11,7 @@ expert's MLP gives), as in Megatron-LM.
 
 The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
 is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
-waits for it, once a layer.
+waits for it, once a layer. It is not where there is room for any number of rows (`bounded_rows`).
 
 A compiled layer is cut at its experts, for no graph is made for a number of rows that is data. All that does not depend
 on it, the router and where each row goes, belongs to the graph before (`MoE.plan`); what does is no part of one

@@ -39,7 +39,7 @@ from megalith.parallel.data.data_parallel import (
     weight_gradients_added,
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
-from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
+from megalith.parallel.expert.expert_counts import gather_tallies, move_biases
 from megalith.parallel.fp8_linears import StepCasts, amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape

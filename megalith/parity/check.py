@@ -54,6 +54,7 @@ EP2 = {"expert_model_parallel_size": 2}
 EP4 = {"expert_model_parallel_size": 4}
 EP8 = {"expert_model_parallel_size": 8}
 ETP2 = {"expert_tensor_parallel_size": 2}
+STATIC = {"moe_static_dispatch": True}
 TOKENS_GATHERED = {"moe_token_dispatcher_type": "allgather"}
 HALVES = {"tp_comm_overlap": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -153,6 +154,10 @@ LAYOUTS: dict[str, ParityLayout] = {
     "ep2": ParityLayout(2, EP2),
     "ep4": ParityLayout(4, EP4),
     "ep2-allgather": ParityLayout(2, EP2 | TOKENS_GATHERED),
+    "ep2-static": ParityLayout(2, EP2 | STATIC),
+    "ep4-zero3-static": ParityLayout(4, EP4 | ZERO3 | STATIC),
+    "tp2-sp-etp2-ep2-static": ParityLayout(4, TP2 | SP | ETP2 | EP2 | STATIC),
+    "pp2-ep2-allgather-static": ParityLayout(4, PP2 | EP2 | TOKENS_GATHERED | STATIC),
     "ep2-dp4": ParityLayout(4, EP2),
     "ep2-dp4-zero1": ParityLayout(4, EP2 | ZERO1),
     "ep2-dp4-zero2-hybrid": ParityLayout(4, EP2 | ZERO2 | TWO_COPIES),

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from megalith.config import RunConfig
+from megalith.config.rules.expert_rules import has_grouped_kernel, is_static, ranks_of_a_token
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
 from megalith.config.train import BatchSizeSchedule
@@ -146,12 +147,14 @@ def with_auto(
     config, fastest = with_fastest(config, machine)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
     config, budget = with_activation_budget(config, world_size, machine, meta)
+    config, dispatch = with_static_dispatch(config, world_size, machine, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
-    return config, fastest + attention + budget + unsharded + cached
+    return config, fastest + attention + budget + dispatch + unsharded + cached
 
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6)  # of activations, as measured down to 0.58 (docs/tradeoffs.md)
+MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
 
@@ -228,6 +231,30 @@ def with_activation_budget(
                 f"chosen by auto, of runtime: activation_memory_budget {budget} ({figures})"
             ]
     return every, []
+
+
+def with_static_dispatch(
+    config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of moe_static_dispatch, where experts are spread over ranks, and a line where it was
+    chosen: the kernels of a GPU read the rows' numbers themselves, few more tokens travel, and it is expected to
+    fit."""
+    model, parallel = config.model, config.parallel
+    size = parallel.expert_model_parallel_size
+    if parallel.moe_static_dispatch != "auto" or not model.num_experts or size == 1:
+        return config, []
+    on, off = (config.with_settings({"parallel.moe_static_dispatch": value}) for value in (True, False))
+    met = ranks_of_a_token(model, size)
+    sends_more = parallel.moe_token_dispatcher_type == "alltoall" and size > MOST_COPIES * met
+    reads = not has_grouped_kernel(model, parallel, config.train.precision)
+    if not machine.memory or reads or sends_more or not is_static(model, on.parallel):
+        return off, []
+    expected = fullest(on, world_size, meta)
+    if expected > USABLE * machine.memory:
+        return off, []
+    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {machine.memory / 1e9:.1f}"
+    why = f"{met:.1f} of {size} ranks have experts of a token, {figures}"
+    return on, [f"chosen by auto, of parallel: moe_static_dispatch true ({why})"]
 
 
 def with_cached_weights(

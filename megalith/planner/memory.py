@@ -31,7 +31,11 @@ from dataclasses import dataclass, fields
 from torch import nn
 
 from megalith.config import ModelConfig, OptimConfig, RunConfig
-from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
+from megalith.config.rules.expert_rules import (
+    expert_data_parallel_size,
+    expert_shard_size,
+    rows_of_a_token,
+)
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import tokens_at_once
@@ -332,6 +336,7 @@ def saved_activations(
         parallel.sequence_parallel,
         parallel.save_gathered_inputs,
         exchanged,
+        rows_of_a_token(meta.config, parallel) if meta.config.num_experts else 0,
     )
     return meta.once(
         ("saved", number, *settings), lambda: _saved_activations(meta, number, compiled, recomputed, code)
@@ -403,14 +408,15 @@ def _between_matrices(mlp: nn.Module) -> tuple[int, int]:
 
 
 def _expert_rows(meta: MetaModel, experts: nn.Module) -> float:
-    """Of a token in experts, each with as many tokens as another: its rows, between the matrices too."""
+    """Of a token in experts, each with as many tokens as another: its rows, between the matrices too, and in static
+    dispatch the room for more."""
     model, parallel = meta.config, meta.parallel
     fc1, fc2 = experts.linear_fc1.weight.shape[1], experts.linear_fc2.weight.shape[2]
     between = fc1 + fc2 if model.moe_permute_fusion else (fc1 + fc2) * 2 if model.gated else fc1 + 2 * fc2
     row = model.hidden_size + between / parallel.expert_tensor_parallel_size
     # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over gather each other's.
     return (
-        model.moe_router_topk
+        rows_of_a_token(model, parallel)
         * row
         * parallel.expert_tensor_parallel_size
         / parallel.tensor_model_parallel_size

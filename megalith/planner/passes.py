@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megalith.config import RunConfig
-from megalith.config.rules.expert_rules import expert_data_parallel_size
+from megalith.config.rules.expert_rules import expert_data_parallel_size, is_static, rows_of_a_token
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.delta_rule import CHUNK
@@ -153,12 +153,16 @@ class Passes:
         experts = len(self.expert_layers.intersection(numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
         host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
+        waits = experts and not is_static(self.model, self.parallel)
+        if not waits:
+            host += share * launch * OPERATORS["experts"] * experts
         late = Counter(work)
         late["host"] = max(host - work.total(), 0.0)
         if self.parallel.pipeline_model_parallel_size > 1:
             late["host"] += ACTION
         # Experts' rows are counted on the device, and the host waits for the counts in each layer.
-        late["host"] += 2 * share * 0.5 * launch * OPERATORS["experts"] * experts
+        if waits:
+            late["host"] += 2 * share * 0.5 * launch * OPERATORS["experts"] * experts
         return late
 
     def _layer(self, number: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -317,13 +321,14 @@ class Passes:
         for out, _, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
             if experts or fc1:
-                times = rows * model.moe_router_topk / self.tensor if experts else 1.0
+                times = rows * rows_of_a_token(model, parallel) / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
                 forward += times * (out + into) / (2 if experts else 1)
                 again = into if "mlp_act" in modules and not experts else 0.0
                 backward += times * (2 * out + into) / (2 if experts else 1) + again
         if number in self.expert_layers:  # rows to their experts and back
-            moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
+            written = rows_of_a_token(model, parallel)
+            moved = 2 * (model.moe_router_topk + written) * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
         backward += norms if "layernorm" in modules else self._within_budget(number)
         there["elementwise"] += width * self.tokens * forward / self.streams

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
+from megalith.config.rules.expert_rules import is_static
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
@@ -74,7 +75,8 @@ def expert_bytes(config: RunConfig) -> int:
     size = parallel.expert_model_parallel_size
     # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over have each other's too.
     tokens = _tokens(config) * parallel.expert_tensor_parallel_size // parallel.tensor_model_parallel_size
-    rows = tokens * (model.moe_router_topk if parallel.moe_token_dispatcher_type == "alltoall" else size)
+    by_all_to_all = parallel.moe_token_dispatcher_type == "alltoall" and not is_static(model, parallel)
+    rows = tokens * (model.moe_router_topk if by_all_to_all else size)
     row = model.hidden_size * COMPUTE_BYTES[config.train.precision] + FP32  # and its weight
     return 4 * rows * row * (size - 1) // size
 

@@ -77,6 +77,8 @@ def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) 
     device = prepare_process(config, process.local_rank)
     init_distributed(device)
     try:
+        # requests of ranks differ in length
+        config = config.with_settings({"parallel.moe_static_dispatch": False})
         config, _ = with_auto(config, process.world_size, machine_of(config, device))
         experts = config.model.num_experts is not None
         mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)

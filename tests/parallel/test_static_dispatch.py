@@ -39,14 +39,12 @@ def job(config: RunConfig, to_the_first: bool = False) -> Outcome:
 
 
 CASES = [
-    ("ep2", "moe"),
-    ("ep4-zero3", "moe"),
     ("ep2", "moe dropping, dropout"),
+    ("ep4-zero3", "moe recompute all"),
     ("tp2-ep2", "moe"),
     ("tp2-sp-ep2", "deepseek documents"),
     ("tp2-sp-etp2-ep2", "gpt-oss documents"),
     ("ep2-allgather", "gpt-oss documents"),
-    ("tp2-sp-etp2-ep2-allgather", "moe"),
 ]
 
 

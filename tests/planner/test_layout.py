@@ -3,6 +3,7 @@
 import pytest
 from layout_job import configuration, large, printed_by_run, weights_expected_and_held
 
+from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
@@ -12,6 +13,7 @@ from megalith.planner.layout import (
     build_layout,
     most_held,
     with_activation_budget,
+    with_static_dispatch,
     with_unsharded_layers,
 )
 from megalith.report.layout_text import layout_text
@@ -200,6 +202,42 @@ def test_auto_lowers_the_budget_of_activations_where_a_compiled_run_would_not_fi
         chosen(short, compiled=False) == chosen(short, {"parallel.recompute_granularity": "selective"}) == 1
     )
     assert chosen(short, {field: 1.0}) == 1 and chosen(10**13, {field: 0.65}) == 0.65
+
+
+QWEN3 = [
+    "model.preset=qwen3-30b-a3b", "model.num_layers=8", "model.moe_grouped_gemm=true", "model.moe_permute_fusion=true",
+    "train.precision=bf16",
+    "data.mock=true", "data.seq_length=4096", "train.global_batch_size=8",
+]  # fmt: skip
+
+
+def test_auto_dispatches_in_static_buffers_where_that_sends_few_more_tokens_and_fits():
+    def chosen(size: int, memory: float = 10**12, **settings) -> bool | str:
+        changes = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
+        ranks = f"parallel.expert_model_parallel_size={size}"
+        config = RunConfig.load(None, [*QWEN3, ranks, *changes])
+        config, notes = with_static_dispatch(config, size, Machine(memory=int(memory)))
+        assert len(notes) == (config.parallel.moe_static_dispatch is True)
+        return config.parallel.moe_static_dispatch
+
+    # 2.0 of 2 ranks, 3.6 of 4 and 5.4 of 8 have experts of a token
+    assert chosen(2) and chosen(4) and not chosen(8) and chosen(1) == "auto"
+    assert chosen(8, parallel__moe_token_dispatcher_type="allgather")
+    assert not chosen(2, memory=0) and not chosen(2, train__precision="fp32")
+    assert not chosen(2, model__moe_grouped_gemm="false") and not chosen(2, model__moe_ffn_hidden_size=772)
+    assert not chosen(2, model__moe_expert_capacity_factor=1, model__moe_pad_expert_input_to_capacity="true")
+    config = RunConfig.load(None, [*QWEN3, "parallel.expert_model_parallel_size=4"])
+    found = [
+        build_layout(config.with_settings({"parallel.moe_static_dispatch": on}), 4) for on in (False, True)
+    ]
+    exact, static = (layout.stages[0].memory.total for layout in found)
+    rows = 3 * 8 * (2048 + 3 * 768)  # times what a balanced token's 8 rows, gates, ups and their product take
+    assert static - exact == 8 * 2 * 4096 * rows
+    assert not chosen(4, static / 0.9 - 1) and chosen(4, static / 0.9 + 1)
+    sent = [layout.transfers[-1].bytes for layout in found]
+    assert (
+        sent[1] == sent[0] * 4 // 8
+    )  # the estimate of exact sizes counts a row for each of a token's 8 experts
 
 
 def test_alternative_that_the_trainer_refuses_is_none():

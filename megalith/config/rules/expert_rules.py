@@ -99,6 +99,33 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
         )
 
 
+def ranks_of_a_token(model: ModelConfig, size: int) -> float:
+    """Of the ranks that the experts are spread over, how many have some of a token's, chosen by chance."""
+    elsewhere = math.comb(model.num_experts - model.num_experts // size, model.moe_router_topk)
+    return size * (1 - elsewhere / math.comb(model.num_experts, model.moe_router_topk))
+
+
+def rows_of_a_token(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Rows of experts that a rank has room for, for each token that it brings: those of balanced experts, and in static
+    dispatch as many as the tokens of all ranks may have there."""
+    size = parallel.expert_model_parallel_size
+    if not is_static(model, parallel):
+        return model.moe_router_topk
+    return size * min(model.moe_router_topk, model.num_experts // size)
+
+
+def is_static(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether tokens go to their experts in buffers as large as any routing needs."""
+    spread = parallel.moe_static_dispatch is True and parallel.expert_model_parallel_size > 1
+    return spread and not model.moe_pad_expert_input_to_capacity
+
+
+def has_grouped_kernel(model: ModelConfig, parallel: ParallelConfig, precision: str) -> bool:
+    """Whether a GPU multiplies all experts' rows in one kernel, which reads their numbers itself."""
+    width = model.expert_size // parallel.expert_tensor_parallel_size
+    return precision == "bf16" and model.moe_grouped_gemm and model.hidden_size % 8 == width % 8 == 0
+
+
 def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """Copies of the experts: the ranks of a pipeline stage / (expert · expert tensor). Raises ConfigError."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size

@@ -111,6 +111,9 @@ class MegatronEngine(nn.Module):
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)
+        given = given.with_settings(
+            {"parallel.moe_static_dispatch": False}
+        )  # a script's batches differ in size
         self.run, chosen = with_auto(given, processes, machine)
         self.notes += chosen
         self.mesh = self._mesh(self.run, processes)

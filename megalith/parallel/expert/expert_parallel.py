@@ -10,10 +10,12 @@ of ep ranks, each expert sharded over etp of them (mesh.py). Every rank brings t
        allgather  all ranks that have experts all-gather all tokens; each computes what its experts add
     4. Partial outputs are reduced where tokens were gathered, and the shares of 1 are all-gathered.
 
-What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With experts padded to their
-capacity each pair is a row: sizes are fixed, and the host reads nothing. A token and its routing are one row of the
-dispatch buffer (expert_parallel.py). Every step is the gradient of another, so an expert's gradient is that of all
-tokens of its replica, complete, and is reduced over edp only.
+What alltoall sends depends on the tokens, so the host reads the sizes, once a layer, and so do the rows of allgather.
+In static dispatch (moe_static_dispatch) it reads nothing: every rank gets every token, so that buffers have one size in
+any routing, and how many rows the experts here have stands on the device, where grouped matmuls read it. Nor does it
+with experts padded to their capacity, where each pair is a row. A token and its routing are one row of the dispatch
+buffer (below). Every step is the gradient of another, so an expert's gradient is that of all tokens of its replica,
+complete, and is reduced over edp only.
 
 What needs no tokens overlaps the all-to-alls. In the backward pass the order is reversed, so the same two lines hide
 its all-to-alls too:
@@ -21,8 +23,6 @@ its all-to-alls too:
                      forward                              backward, read upwards
     dispatch         weights cast, while the host reads   wgrads of the experts
     combine          shared expert                        shared expert's backward pass
-
-Also here: the tokens of each expert in a step, over all ranks, and the expert bias that follows from them.
 
 The dispatch buffer of expert parallelism: a token and its routing as one row.
 
@@ -34,12 +34,14 @@ of all ranks: expert by expert, in each rank by rank, in the tokens' order. The 
 numbers that are rows here, and neither sorts nor counts.
 
 The gradient of a parcel is a parcel: x's, the weights', and zeros.
+
+Where buffers are as large as any routing needs, every rank gets a parcel of each token, without numbers: it knows the
+experts of all ranks' tokens, and finds the rows itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -52,7 +54,6 @@ from megalith.comm.collectives import (
     all_gather,
     all_gather_no_grad,
     all_gather_replicated,
-    all_reduce_no_grad,
     begin_all_to_all,
     end_all_to_all,
     local_chunk,
@@ -60,10 +61,9 @@ from megalith.comm.collectives import (
     reduce_scatter,
 )
 from megalith.config import ModelConfig
-from megalith.models.load_balance import TokenShare, move_bias
 from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_rows
 from megalith.models.pass_context import PassLayout
-from megalith.models.router import Router, Routing
+from megalith.models.router import Routing
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
@@ -79,14 +79,14 @@ from megalith.ops.permute import (
     take_rows,
     transposed,
 )
+from megalith.parallel.expert.expert_counts import SplitTokenShare
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 NOWHERE = 2**31 - 1  # behind all rows
-PARCEL_NUMBERS = (
-    4  # of four bytes, of which a parcel has a multiple: 16 bytes, as much as a GPU loads at once
-)
+# Of four bytes, of which a parcel without numbers of rows has a multiple: 16 bytes, what a GPU loads at once.
+PARCEL_NUMBERS = 4
 
 
 class DispatchPlan(NamedTuple):
@@ -279,22 +279,6 @@ def apply_expert(
             plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher, bounded))
 
 
-class SplitTokenShare(TokenShare):
-    """The tokens here are one of `axis.size` parts of their micro-batch."""
-
-    def __init__(self, axis: Axis):
-        self.axis, self.shares = axis, axis.size
-
-    def total(self, x: Tensor) -> Tensor:
-        return all_reduce_no_grad(x, self.axis)
-
-    def whole(self, x: Tensor) -> Tensor:
-        return all_gather(x, self.axis)
-
-    def own(self, x: Tensor) -> Tensor:
-        return x.chunk(self.axis.size)[self.axis.rank]
-
-
 class HostCopy:
     """What a tensor holds, on its way to the host while the device goes on with what is launched after."""
 
@@ -473,41 +457,3 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
     bias = experts.linear_fc2.bias
     if bias is not None:
         plug(experts.linear_fc2, "first_row", local_shape_and_offset(bias)[1][1])
-
-
-@torch.no_grad()
-def gather_tallies(
-    chunks: Sequence[Transformer], mesh: Mesh, sequence_parallel: bool, device: torch.device
-) -> Tensor | None:
-    """The tallies of the step's micro-batches, summed: float32 [layers with experts, experts + 3], on every rank.
-
-    Every rank calls it after its backward passes; its own tallies begin anew. None where there are no experts.
-    """
-    config = chunks[0].config
-    if not config.expert_layers:
-        return None
-    tallies = torch.zeros(len(config.expert_layers), config.num_experts + 3, device=device)
-    for index, router in _routers(chunks):
-        tallies[index] = router.tally
-        router.tally.zero_()
-    tallies = all_reduce_no_grad(tallies, mesh.dp_cp)
-    if sequence_parallel:  # else the ranks of the tensor axis have the same tokens
-        tallies = all_reduce_no_grad(tallies, mesh.tp)
-    return all_reduce_no_grad(tallies, mesh.pp)
-
-
-def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
-    """Moves the expert bias of every layer that has one, by the tallies of the step; `skipped` is 1 or 0."""
-    config = chunks[0].config
-    for index, router in _routers(chunks):
-        if router.expert_bias is not None:
-            counts = tallies[index, : config.num_experts]
-            move_bias(router.expert_bias, counts, config.moe_router_bias_update_rate, skipped)
-
-
-def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
-    """The routers here, each with the number of its layer among those with experts."""
-    for chunk in chunks:
-        for layer in layers_of(chunk).values():
-            if layer.has_experts:
-                yield chunk.config.expert_layers.index(layer.number), layer.mlp.router
