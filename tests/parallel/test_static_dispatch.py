@@ -5,10 +5,16 @@ from unittest import mock
 import pytest
 import torch
 from parity.parity_cases import run_config
+from torch import Tensor
 
 from megalith.config import RunConfig
+from megalith.models.moe import bounded_rows
 from megalith.models.router import Router
+from megalith.ops import compiled
+from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
+from megalith.ops.permute import sum_rows
+from megalith.parallel.expert.expert_parallel import gathered_rows, spread
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
@@ -63,3 +69,42 @@ def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
     assert compare(ranks, job(run_config("moe", None, "", **SMALL), True)).within()
     gradient = ranks[0].gradients["layers.0.mlp.experts.linear_fc1.weight"]
     assert gradient[:2].any() and not gradient[2:].any()
+
+
+def by_turns(x: Tensor, weights: Tensor, destinations: Tensor, fused: bool) -> Tensor:
+    """Silu of gates times ups and weights, summed over the experts of two ranks, each with the tokens of both; NaNs
+    stand behind the rows as a matmul may leave them."""
+    tokens, topk = weights.shape
+    parcels, sums = spread(x, weights, 2, fused), []
+    for rank in range(2):
+        here = destinations - 4 * rank
+        plan = bounded_rows(weights, torch.where((here < 0) | (here >= 4), 4, here), 4)
+        rows, row_weights, order = gathered_rows(parcels, plan, x.shape[1], fused)
+        end = RowGroups(plan.counts, padded=True).end
+        assert len(rows) == 2 * tokens * topk and not rows[end:].any() and not row_weights[end:].any()
+        rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
+        rows = weighted_activation(rows, row_weights, ACTIVATIONS["silu"], True, fused, end=end)
+        assert not rows[end:].any()
+        rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
+        sums.append(sum_rows(rows, order, fused).unflatten(0, (2, tokens)))
+    return torch.stack(sums).sum(0)
+
+
+@pytest.mark.full
+def test_compiled_rows_of_static_dispatch_are_those_of_eager_and_of_plain_indexing(
+    quick_compile, monkeypatch
+):
+    monkeypatch.setattr(compiled, "_on_gpu", lambda x: True)
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (30, 41):
+        x = torch.randn(tokens, 16, generator=generator, requires_grad=True)
+        weights = torch.randn(tokens, 3, generator=generator, requires_grad=True)
+        destinations = torch.rand(2 * tokens, 9, generator=generator).argsort(1)[:, :3]  # 8: nowhere
+        gate, up = x.unflatten(1, (-1, 2)).unbind(-1)
+        kept = (destinations < 8).unflatten(0, (2, tokens))
+        expected = (torch.nn.functional.silu(gate) * up) * (weights * kept).sum(2, keepdim=True)
+        ways = [expected, by_turns(x, weights, destinations, False), by_turns(x, weights, destinations, True)]
+        factors = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+        plain, *ours = ([y, *torch.autograd.grad((y * factors).sum(), (x, weights))] for y in ways)
+        for found in ours:
+            torch.testing.assert_close(found, plain)
