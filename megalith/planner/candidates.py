@@ -52,12 +52,20 @@ def candidates(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterat
             yield sizes | further
 
 
+def least_batch(config: RunConfig, world_size: int, gpus_per_node: int) -> int:
+    """The global batch below which no layout is tried: a pipeline has a micro-batch a stage, data parallelism a
+    sequence a replica."""
+    every = (list(sizes.values()) for sizes in _sizes(config, world_size, gpus_per_node))
+    heads = config.model.num_attention_heads
+    return min(world_size // (tensor * context) for tensor, _, context, *_ in every if heads % tensor == 0)
+
+
 def _sizes(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Tensor, context, pipeline and expert parallelism whose product divides the job."""
     model, seq, experts = config.model, config.data.seq_length, config.model.num_experts
     for tensor in _divisors(world_size, most=gpus_per_node):
         for context in _divisors(world_size // tensor, most=max(seq // SHORTEST_SHARD, 1)):
-            if context & (context - 1) or seq % (2 * context * tensor):
+            if context & (context - 1) or seq % (tensor * (2 * context if context > 1 else 1)):
                 continue
             for pipeline in _divisors(world_size // tensor // context, most=model.num_layers + 2):
                 stage = world_size // pipeline

@@ -24,7 +24,15 @@ from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
-from megalith.planner.candidates import CLEAN, OFFLOADED, PARALLEL, RECOMPUTED, REDUCED, candidates
+from megalith.planner.candidates import (
+    CLEAN,
+    OFFLOADED,
+    PARALLEL,
+    RECOMPUTED,
+    REDUCED,
+    candidates,
+    least_batch,
+)
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
@@ -69,9 +77,9 @@ def plan(
         if not answer.fitting:
             search.run(smaller)
     if not answer.tried:
-        raise ConfigError(
-            answer.refused.most_common(1)[0][0] if answer.refused else "there is no layout to try"
-        )
+        least = least_batch(config, gpus, gpus_per_node)
+        known = answer.refused and config.train.global_batch_size >= least
+        raise ConfigError(answer.refused.most_common(1)[0][0] if known else _too_few(answer, least))
     finalists = heapq.nsmallest(max(SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
     exact = []
     with Progress("simulate", len(finalists), "layouts", show=show_progress) as progress:
@@ -81,6 +89,14 @@ def plan(
     answer.best = sorted((each for each in exact if each.fits), key=lambda each: each.time.seconds)[:top]
     answer.too_large = heapq.nsmallest(top, search.too_large, key=lambda each: each.bytes)
     return answer
+
+
+def _too_few(answer: PlanAnswer, least: int) -> str:
+    batch = answer.config.train.global_batch_size
+    return (
+        f"train.global_batch_size is {batch}, and {answer.gpus} GPUs need {least} or a multiple of it: each replica "
+        f"takes a sequence, each pipeline stage a micro-batch; set train.global_batch_size, or give fewer --gpus"
+    )
 
 
 def usable_bytes(rates: Rates) -> float:

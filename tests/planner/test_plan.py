@@ -235,6 +235,10 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
             "model.num_attention_heads 12 is not divisible by parallel.tensor_model_parallel_size 8",
         ),
         (["plan", "gpt2", "--gpus", "8", "--optim.optimizer", "adamm"], "adamm"),
+        (
+            ["plan", "gpt2", "--gpus", "256", "--global-batch-size", "63"],
+            "train.global_batch_size is 63, and 256 GPUs need 64 or a multiple of it",
+        ),
     ],
 )
 def test_mistakes_get_a_sentence(words, told, capsys):
