@@ -121,7 +121,7 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
 
 def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
     copy_engine._bindings.cache_clear()
-    with mock.patch.dict(sys.modules, {"cuda": None}), pytest.raises(TrainingError) as raised:
+    with mock.patch.dict(sys.modules, {"cuda.bindings": None}), pytest.raises(TrainingError) as raised:
         copy_engine.Flags([64])
     assert "parallel.symmetric_memory_groups" in str(raised.value)
     assert "install it, or leave the setting out" in str(raised.value)
