@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PICTURE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "images" / "benchmarks.svg"
 BEGIN, END = "<!-- benchmarks.headlines writes this", "<!-- to here -->"
 INK, OURS, PEER = "#808080", "#2f81f7", "#b0752c"  # to be read on white and on black
+# As in site/pictures.
+READABLE = "text{fill:#333a44!important}@media(prefers-color-scheme:dark){text{fill:#d5dae1!important}}"
 NUMBER = re.compile(r"[\d,]+(?:\.\d+)?")
 
 
@@ -194,7 +196,7 @@ def picture(text: str) -> str:
         made = io.StringIO()
         drawn.savefig(made, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         pyplot.close(drawn)
-    return made.getvalue()
+    return made.getvalue().replace("</style>", f"{READABLE}</style>", 1)
 
 
 def with_table(text: str) -> str:

@@ -246,6 +246,16 @@ def test_the_benchmarks_table_and_picture_are_of_the_results():
             )
 
 
+def test_every_speed_of_the_readme_is_of_the_results():
+    results = headlines.RESULTS.read_text("utf-8")
+    table = text_of(ROOT / "README.md").partition("| tokens a second and GPU |")[2].partition("\n\n")[0]
+    told = {
+        figure for row in table.splitlines()[2:] for figure in re.findall(r"\d+,\d+", row.split("|", 2)[2])
+    }
+    assert len(told) > 12
+    assert not {figure for figure in told if figure not in results}
+
+
 def test_commands_of_other_systems_doors_are_theirs_with_flags_that_megatron_has():
     doors = {"megatron": door.COMMANDS, "accelerate": launch_door.COMMANDS, "oumi": oumi_command.COMMANDS}
     shown = [words for words in commands() if words[0] in doors]
