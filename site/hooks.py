@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import posixpath
 import re
@@ -30,6 +31,8 @@ SCRIPTS = {  # beside the pages, where they have been fetched
     "mermaid.min.js": ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js",
     "iframe-worker.js": ROOT / "build" / "iframe-worker" / "package" / "shim" / "index.js",
 }
+WORDS = "words.md"
+ABBREVIATION = re.compile(r"^\| (\w*[A-Z]\w*[A-Z]\w*) \| ([^|]+) \|", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 INLINE = re.compile(r"<code>([^<\n]*--[^<\n]*)</code>")
 OPTION = re.compile(r"(?<![\w-])--\w[\w.-]*")
@@ -75,7 +78,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
-    return spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
+    text = spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
+    return text if here == WORDS else text + abbreviations()
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -132,6 +136,13 @@ def spaced_lists(markdown: str) -> str:
                 line = f"    {line.lstrip()}"
         lines.append(line)
     return "\n".join(lines)
+
+
+@functools.cache
+def abbreviations() -> str:
+    """What a page says where its reader points at an abbreviation: the lines of docs/words.md."""
+    rows = ABBREVIATION.findall((ROOT / "docs" / WORDS).read_text("utf-8"))
+    return "\n\n" + "".join(f"*[{word}]: {meaning}\n" for word, meaning in rows)
 
 
 def api_page() -> str:
