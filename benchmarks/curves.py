@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    parser.add_argument("--experts", type=int, help="of every layer of every run, two for each token")
+    parser.add_argument("--seed", type=int, default=FIRST_SEED, help="of weights, samples and dropout")
     parser.add_argument("--seeds", type=int, default=4, help="of the fp8 paths, 2 at least")
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
@@ -174,6 +176,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "num_layers": args.layers,
         "hidden_size": args.width,
         "num_attention_heads": max(1, args.width // 64),
+        "num_experts": args.experts,
         "vocab_size": args.vocab_size,
         "attention_dropout": 0.0,  # within the fused kernel it depends on the layout
     }
@@ -182,7 +185,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "global_batch_size": args.batch,
         "precision": "bf16",
         "train_iters": args.steps,
-        "seed": FIRST_SEED + how.get("seed", 0),
+        "seed": args.seed + how.get("seed", 0),
         "eval_iters": 0,
         "output_dir": str(output),
     }
