@@ -1,9 +1,9 @@
 """Attention's time, memory and kernels on a GPU, by mask: `megalith bench attention [heads groups head_dim seq]`.
 
-One sequence in bf16, forward and backward. "ours" is what the model calls; "dense" the same with a mask [seq, seq],
-which takes the memory-efficient kernel; "torch" is scaled_dot_product_attention with enable_gqa and that mask, left to
-choose its kernel. Times are medians of ten runs, memory the peak above the inputs, both also as multiples of the causal
-kernel's. The bars are for ours.
+One sequence in bf16, forward and backward. "ours" is what the model calls, compiled where scores are soft-capped or
+have ALiBi; "dense" the same with a mask [seq, seq], which takes the memory-efficient kernel; "torch" is
+scaled_dot_product_attention with enable_gqa and that mask, left to choose its kernel. Times are medians of ten runs,
+memory the peak above the inputs, both also as multiples of the causal kernel's. The bars are for ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.ops.attention_core import attention
 from megalith.ops.documents import document_ids, mask_of_ids, window_mask
 
 RUNS, WARM_UP = 10, 3
-DOCUMENTS, WINDOW, MEMORY = 8, 512, 1.0
+DOCUMENTS, WINDOW, MEMORY, SOFTCAP = 8, 512, 1.0, 50.0
 BARS = {f"{DOCUMENTS} documents": 1.2, f"window {WINDOW}": 0.6}  # × the causal kernel's time
 
 
@@ -76,17 +76,24 @@ def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192)
         [[seq // 2, seq // 2 + 1, seq // 2 + 300, seq * 3 // 4, seq]], dtype=torch.int32, device="cuda"
     )
     many = (torch.arange(1, 65, device="cuda") * seq // 64).int()[None]
-    causal = None
-    for name, (ends, window) in {
-        "causal": (None, None),
-        f"{DOCUMENTS} documents": (eight, None),
-        "5 of many lengths": (ragged, None),
-        "64 documents": (many, None),
-        f"window {WINDOW}": (None, WINDOW),
-        "documents and window": (eight, WINDOW),
+    causal, capped = None, {"softcap": SOFTCAP}
+    for name, (ends, window, scores) in {
+        "causal": (None, None, {}),
+        f"{DOCUMENTS} documents": (eight, None, {}),
+        "5 of many lengths": (ragged, None, {}),
+        "64 documents": (many, None, {}),
+        f"window {WINDOW}": (None, WINDOW, {}),
+        "documents and window": (eight, WINDOW, {}),
+        "soft-capped": (None, None, capped),
+        "… documents": (eight, None, capped),
+        "… window": (None, WINDOW, capped),
+        "ALiBi": (None, None, {"alibi": heads}),
     }.items():
-        mask = dense(ends, window, seq)
-        functions = {"ours": lambda *x: attention(*x, documents=ends, window=window)}  # noqa: B023
+        mask = None if scores else dense(ends, window, seq)
+        functions = {"ours": lambda *x: attention(*x, documents=ends, window=window, **scores)}  # noqa: B023
+        if scores:
+            torch._dynamo.reset()
+            functions["ours"] = torch.compile(functions["ours"], fullgraph=True)
         if mask is not None:
             functions["dense"] = lambda *x: attention(*x, mask=mask)  # noqa: B023
             functions["torch"] = lambda *x: torchs(*x, mask)  # noqa: B023

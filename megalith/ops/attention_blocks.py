@@ -55,7 +55,10 @@ class Block:
     documents: tuple[Tensor, Tensor] | None = (
         None  # the ends of the queries' and of the keys' (ops/documents.py)
     )
-    window: int | None = None  # the keys that a query sees at most, the queries being the last tokens: causal
+    window: int | None = (
+        None  # the keys that a query sees at most, its own included: causal. The last query's place
+    )
+    ahead: int = 0  # is so many behind the last key's
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0
@@ -122,8 +125,10 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_K
 
 
 def _masked(query: Tensor, key: Tensor, block: Block) -> Block:
-    mask = dense_mask(query, key, block.mask, block.documents, block.causal, block.window)
-    return replace(block, causal=block.causal and mask is None, mask=mask, documents=None, window=None)
+    mask = dense_mask(query, key, block.mask, block.documents, block.causal, block.window, block.ahead)
+    return replace(
+        block, causal=block.causal and mask is None, mask=mask, documents=None, window=None, ahead=0
+    )
 
 
 @cache  # once for a process
@@ -185,6 +190,8 @@ def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
 def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     if not query.is_cuda or block.mask is not None or query.shape[3] % 8:
         return False
+    if block.documents is not None and block.ahead:  # it counts a window from where a document ends in either
+        return False
     square = block.causal and block.window is None  # what it asks of all others: as many keys as queries
     return can_use_flash_attention(_parameters(query, key, value, replace(block, causal=square)))
 
@@ -226,7 +233,7 @@ def _tokens(x: Tensor, block: Block) -> Tensor:
 
 
 def _is_causal(block: Block) -> bool:
-    return block.causal or block.window is not None
+    return block.causal or (block.window is not None and not block.ahead)
 
 
 def _flash_settings(query: Tensor, key: Tensor, block: Block) -> tuple[tuple, dict[str, float | int | None]]:
@@ -234,7 +241,9 @@ def _flash_settings(query: Tensor, key: Tensor, block: Block) -> tuple[tuple, di
     lengths, longest = (None, None), (query.shape[2], key.shape[2])
     if block.documents is not None:
         lengths = tuple(cumulative_lengths(*x) for x in zip(block.documents, longest, strict=True))
-    window = dict(window_size_left=block.window - 1, window_size_right=0) if block.window else {}
+    ahead, window = block.ahead, {}
+    if block.window is not None:
+        window = dict(window_size_left=block.window - 1 - ahead, window_size_right=ahead)
     return (*lengths, *longest), dict(scale=block.scale, **window)
 
 

@@ -9,8 +9,9 @@ On a CPU attention dropout takes a plain path whose mask is keyed by position; o
 the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
 Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
-flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU. A bias of one's
-own, which has a gradient, goes with the mask to the memory-efficient kernel.
+flex_attention, which makes a kernel of the formula and skips blocks that causality, documents and windows close. A
+warning tells once of plain attention on a GPU. A bias of one's own, which has a gradient, goes with the mask to the
+memory-efficient kernel.
 
 Generation's attention, of one new token a row over what a static cache has of the tokens before it, is by a kernel that
 reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU it is by torch's, over the longest row's
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megalith.ops import kernels
@@ -38,7 +39,14 @@ from megalith.ops.attention_blocks import (
     warn_of_plain_attention,
 )
 from megalith.ops.compiled import constant
-from megalith.ops.documents import alibi_bias, alibi_slopes, dense_mask, document_ids, of_queries_and_keys
+from megalith.ops.documents import (
+    alibi_bias,
+    alibi_slopes,
+    blocks_seen,
+    dense_mask,
+    document_ids,
+    of_queries_and_keys,
+)
 from megalith.ops.dropout import attention_keep_mask
 from megalith.ops.gemm import add_bias_gradient
 
@@ -53,6 +61,7 @@ _CAUSAL = [
     SDPBackend.MATH,
 ]
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_FLEX_BLOCK = 128  # queries and keys of a block that flex_attention takes or skips
 _MULTIPLE = 8  # of which a head's size must be one, for every fused kernel in every type
 
 
@@ -211,30 +220,44 @@ def _flex(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """By a kernel that is made of the formula; nothing of [queries, keys] is in memory but a given mask."""
+    """By a kernel that is made of the formula, which skips blocks that no query sees; nothing of [queries, keys] is in
+    memory but a given mask."""
     causal, mask, documents, window = seen
-    numbers = None if documents is None else document_ids(documents, query.shape[2])
-    before = key.shape[2] - query.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
+    numbers = None if documents is None else document_ids(documents, queries)
+    before = keys - queries
 
-    def bounded(score, batch, head, row, column):
+    def changed(score, batch, head, row, column):
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        if slopes is not None:
-            score = score + slopes[head] * (column - row - before)
-        allowed = []
-        if mask is not None:
-            allowed.append(mask[batch % mask.shape[0], 0, row, column])
-        if numbers is not None:
-            allowed.append(numbers[batch, row] == numbers[batch, column])
-        if causal or window is not None:
-            allowed.append(row + before >= column)
-        if window is not None:
-            allowed.append(column > row + before - window)
-        for one in allowed:
-            score = torch.where(one, score, float("-inf"))
-        return score
+        return score if slopes is None else score + slopes[head] * (column - row - before)
 
-    return flex_attention(query, key, value, bounded, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    def allowed(batch, head, row, column):
+        one = column >= 0
+        if mask is not None:
+            one = one & mask[batch % mask.shape[0], 0, row, column]
+        if numbers is not None:
+            one = one & (numbers[batch, row] == numbers[batch, column])
+        if causal or window is not None:
+            one = one & (row + before >= column)
+        return one if window is None else one & (column > row + before - window)
+
+    some, whole = blocks_seen(queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device)
+    blocks = BlockMask.from_kv_blocks(
+        *_listed(some if mask is not None else some & ~whole),
+        *(_listed(whole) if mask is None else (None, None)),
+        BLOCK_SIZE=_FLEX_BLOCK,
+        mask_mod=allowed,
+        seq_lengths=(queries, keys),
+    )
+    grouped = query.shape[1] != key.shape[1]
+    return flex_attention(query, key, value, changed, blocks, scale=scale, enable_gqa=grouped)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of bool [·, ·, rows, columns] how many are set, and the columns, those that are set first."""
+    blocks = blocks.int()
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _biased(

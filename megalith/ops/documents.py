@@ -50,10 +50,11 @@ def mask_of_ids(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
     return (same.tril() if causal else same)[:, None]
 
 
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
+def window_mask(queries: int, keys: int, window: int, device: torch.device, ahead: int = 0) -> Tensor:
+    """Causal attention over the last `window` keys, the last query being `ahead` places behind the last key: bool [1,
+    1, queries, keys]."""
     places = torch.arange(keys, device=device)
-    own = places[keys - queries :, None]
+    own = torch.arange(keys - queries, keys, device=device)[:, None] + ahead
     return ((places <= own) & (places > own - window))[None, None]
 
 
@@ -64,6 +65,7 @@ def dense_mask(
     documents: tuple[Tensor, Tensor] | None,  # the ends of the queries' documents, and of the keys'
     causal: bool,
     window: int | None,
+    ahead: int = 0,  # as window_mask takes it
 ) -> Tensor | None:
     """All that is said of who sees whom as one mask bool [batch or 1, 1, queries, keys], or None where causal says it
     all. A mask has what is causal in it."""
@@ -73,9 +75,38 @@ def dense_mask(
         inside = mask_of_ids(*numbers, causal and window is None)
         mask = inside if mask is None else mask & inside
     if window is not None:
-        near = window_mask(queries, keys, window, query.device)
+        near = window_mask(queries, keys, window, query.device, ahead)
         mask = near if mask is None else mask & near
     return mask
+
+
+def blocks_seen(
+    queries: int,
+    keys: int,
+    causal: bool,
+    window: int | None,
+    numbers: Tensor | None,  # document_ids of queries and keys alike
+    size: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Of the blocks of `size` queries by `size` keys, the queries being the last tokens, those in which a query may see
+    a key, and those in which every query sees every key: bool [batch or 1, 1, row blocks, column blocks] each. Nothing
+    of [queries, keys] is made."""
+    rows = torch.arange(keys - queries, keys, size, device=device)[:, None]
+    columns = torch.arange(0, keys, size, device=device)
+    row_ends, column_ends = ((x + size).clamp(max=keys) - 1 for x in (rows, columns))
+    some = (rows >= 0) & (columns >= 0)
+    whole = (row_ends - rows == size - 1) & (column_ends - columns == size - 1)
+    if causal or window is not None:
+        some, whole = some & (columns <= row_ends), whole & (column_ends <= rows)
+    if window is not None:
+        some, whole = some & (column_ends > rows - window), whole & (columns > row_ends - window)
+    some, whole = some[None], whole[None]
+    if numbers is not None:
+        low, high = numbers[:, columns], numbers[:, column_ends]  # numbers ascend
+        some = some & (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
+        whole = whole & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
+    return some[:, None], whole[:, None]
 
 
 def ends_within(ends: Tensor, spans: Sequence[range]) -> Tensor:

@@ -222,7 +222,8 @@ class StageMemory:
     def _masked_attention(self) -> int:
         """What attention takes where it has a mask (ops/attention_blocks.py).
 
-        In bf16 and fp16 its kernel has documents and windows without one, but with dropout, or in a ring a window.
+        In bf16 and fp16 its kernel has documents and windows without one, but with dropout (a ring only its windows).
+        Not counted: of both in a ring a mask of window² elements where two chunks meet.
         Bias, bools, and keys and values for each head with their gradients are there while one layer computes, but
         that torch's own function, which alone has attention dropout, keeps bias, keys and values of every layer. A
         ring has masks of its blocks alone.
@@ -306,7 +307,7 @@ def makes_mask(config: RunConfig) -> bool:
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
     exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
     fp32 = config.train.precision == "fp32"
-    if exchanged and not fp32 and not model.attention_dropout:
+    if not fp32 and not model.attention_dropout:
         return False
     windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
     return (windowed or config.keeps_documents_apart) if exchanged or fp32 else windowed

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.data.batch import document_ends
@@ -188,6 +189,41 @@ def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(documents, wind
         torch.testing.assert_close(_flex(*inputs, seen, 0.8, 0.3), plain)
 
 
+ENDS = torch.tensor([[130, 400, 400], [1, 128, 400]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "queries, keys, seen",
+    [
+        (400, 400, Seen(True)),
+        (400, 400, Seen(True, window=150)),
+        (300, 500, Seen(True, window=140)),
+        (512, 512, Seen(True, window=1)),
+        (400, 400, Seen(True, documents=ENDS)),
+        (400, 400, Seen(False, documents=ENDS)),
+        (400, 400, Seen(True, documents=ENDS, window=150)),
+    ],
+)
+def test_that_kernel_is_given_the_blocks_in_which_the_mask_has_something(monkeypatch, queries, keys, seen):
+    given = []
+    monkeypatch.setattr(chosen, "flex_attention", lambda *x, **_: given.append(x[4]))
+    query, key = torch.empty(2, 1, queries, 8), torch.empty(2, 1, keys, 8)
+    _flex(query, key, key, seen, 0.8, 0.3)
+    causal, mask = seen.dense(query, key)
+    mask = CAUSAL.new_ones(queries, keys).tril(keys - queries)[None, None] if causal else mask
+    sides = pad(mask, (0, -keys % 128, 0, -queries % 128)).unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
+    exact = sides.transpose(3, 4).flatten(4).sum(-1)  # [batch, 1, row blocks, column blocks]
+    whole = listed(given[0].full_kv_num_blocks, given[0].full_kv_indices)
+    assert torch.equal(whole, exact == 128 * 128)
+    assert torch.equal(listed(given[0].kv_num_blocks, given[0].kv_indices), (exact > 0) & ~whole)
+
+
+def listed(numbers, columns):
+    """The columns of each row as bool [batch, 1, rows, columns]."""
+    named = torch.arange(columns.shape[-1]) < numbers[..., None]
+    return torch.zeros_like(named).scatter(-1, columns.long(), named)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_dropout_drops_the_probabilities_that_their_place_says(masked):
     p, inputs = 0.3, qkv(groups=2)
@@ -259,14 +295,15 @@ def test_cumulative_lengths_and_numbers_of_random_documents_mean_the_mask_of_a_t
         assert (document_ids(part, len(here)).numpy() == walked[:, here]).all()
 
 
-def flash_of(query, key, value, lengths, own_lengths, longest, own_longest, causal, left):
+def flash_of(query, key, value, lengths, own_lengths, longest, own_longest, causal, left, right):
     """What flash does with cumulative lengths, token by token: the result, and its log-sum-exp as flash gives it."""
     shared = query.shape[1] // key.shape[1]
     allowed = torch.zeros(len(query), len(key), dtype=torch.bool)
     for (a, b), (c, d) in zip(itertools.pairwise(lengths), itertools.pairwise(own_lengths), strict=True):
         assert b - a <= longest and d - c <= own_longest
         behind = torch.arange(c, d) - (torch.arange(a, b) + (d - c) - (b - a) - a + c)[:, None]
-        allowed[a:b, c:d] = ((behind <= 0) | (not causal)) & ((behind >= -left) | (left < 0))
+        before = (behind <= 0) | (not causal)
+        allowed[a:b, c:d] = before & ((behind >= -left) | (left < 0)) & ((behind <= right) | (right < 0))
     key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key).masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)  # [heads, queries]
@@ -274,13 +311,12 @@ def flash_of(query, key, value, lengths, own_lengths, longest, own_longest, caus
     return probabilities, torch.where(lse.isinf(), torch.inf, lse), key, value
 
 
-@pytest.mark.parametrize("where", ["documents", "window", "documents and window", "across"])
+@pytest.mark.parametrize("where", ["documents", "window", "documents and window", "across", "ahead"])
 def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
     """Its operator alone replaced: tokens in rows, cumulative lengths, a window to the left; no mask."""
 
     def prepared(query, key, value, lengths, own_lengths, longest, own_longest, causal, scale, left, right):
-        assert causal or left == -1
-        assert right == (0 if left >= 0 else -1)
+        assert causal == (right == 0) if left >= 0 else right == -1
         if lengths is None:
             batch = query.shape[0]
             lengths, own_lengths = (torch.arange(batch + 1) * x.shape[1] for x in (query, key))
@@ -288,7 +324,7 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
         else:
             assert lengths.dtype == own_lengths.dtype == torch.int32 and query.dim() == 3
         both = lengths.tolist(), own_lengths.tolist()
-        return flash_of(query * scale, key, value, *both, longest, own_longest, causal, left)
+        return flash_of(query * scale, key, value, *both, longest, own_longest, causal, left, right)
 
     def settings(window_size_left=-1, window_size_right=-1, *, scale):
         return scale, window_size_left, window_size_right
@@ -328,14 +364,12 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
     flash = attention_blocks.KERNELS["flash"]
     monkeypatch.setattr(attention_blocks, "_chosen", lambda query, key, value, block: (flash, block))
     inputs = qkv(groups=2)
-    if (
-        where == "across"
-    ):  # some queries over other keys, as a block of a ring has them, and some that see none
+    if where in ("across", "ahead"):  # some queries over other keys, as a block of a ring has them
         rows, keys = range(12, SEQ), range(3, 15)
         parts = inputs[0][:, 12:], inputs[1][:, 3:15], inputs[2][:, 3:15]
-        block = attention_blocks.Block(
-            documents=tuple(ends_within(DOCUMENTS, [x]) for x in (rows, keys)), scale=0.25
-        )
+        seen = dict(documents=tuple(ends_within(DOCUMENTS, [x]) for x in (rows, keys)))
+        seen = seen if where == "across" else dict(window=12, ahead=SEQ - 15)
+        block = attention_blocks.Block(**seen, scale=0.25)
         heads = [x.transpose(1, 2).detach().requires_grad_() for x in parts]
         out, lse, _ = attention_blocks.block_forward(*heads, block)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -344,7 +378,7 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
         expected, expected_lse, _ = attention_blocks.block_forward(*heads, block)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, expected_lse)
-        assert lse.isinf().any() and (lse.isinf() == (lse == -torch.inf)).all()
+        assert lse.isinf().any() == (where == "across") and (lse.isinf() == (lse == -torch.inf)).all()
         exact = attention_blocks.block_backward(
             grad, *heads, expected, lse, torch.zeros(2, dtype=torch.int64), block
         )

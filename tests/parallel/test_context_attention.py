@@ -7,7 +7,7 @@ from megalith.config import ParallelConfig
 from megalith.ops.attention_core import attention
 from megalith.ops.dropout import token_keys
 from megalith.parallel.context.context_parallel import context_core, unshard
-from megalith.parallel.context.zigzag import spans
+from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, spans
 from megalith.parallel.mesh import build_mesh
 
 BATCH, SEQ = 2, 24
@@ -36,6 +36,7 @@ SHAPES = {
     "dropout": (4, 2, 8, False, 0.3),
     "documents and dropout": (4, 4, 8, True, 0.3),
     "window": (4, 2, 8, False, 0.0, {"window": 5, "scale": 0.3}),
+    "window and documents": (4, 2, 8, True, 0.0, {"window": 7}),
     "window, documents, dropout": (4, 4, 8, True, 0.3, {"window": 7}),
     "soft-capped": (4, 2, 8, False, 0.0, {"softcap": 0.9}),
     "ALiBi": (4, 2, 8, False, 0.0, {"alibi": 12}),
@@ -112,6 +113,23 @@ def test_result_and_gradients_equal_one_process(pool, way):
     shapes = [shape for shape in SHAPES.values() if shape[0] % by_heads == 0]
     for answers in pool.run(by_ranks, way, shapes, size=size):
         assert_same(answers, shapes)
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[100, 1024]], dtype=torch.int32)])
+def test_under_a_window_a_ring_makes_no_mask_and_computes_no_more_than_chunks_and_windows(documents):
+    size, seq, window = 4, 256, 40
+    for rank in range(size):
+        own = KeyBlock(torch.empty(2, 1, seq, 1, 8), spans(rank, size, seq), causal=True)
+        masks = ShardMasks(documents, None, window, None, None, None, 0.0, 0, 1, own)
+        computed = 0
+        for source in range(size):
+            shard = KeyBlock(own.pair, spans(source, size, seq))
+            for queries, keys, block in masks.parts(shard):
+                assert block.mask is None and block.window == window
+                computed += (queries.stop - queries.start) * (keys.stop - keys.start)
+        assert (
+            computed <= 2 * (seq // 2) ** 2 + 2 * (window - 1) ** 2
+        )  # of its two chunks and of those before them
 
 
 # By default test_context_model.py traces whole layers with "a2a of 2".

@@ -116,7 +116,8 @@ def _mask_bytes(documents=True, layers=2, sequences=1, seq=8192, parallel=None, 
 def test_documents_and_windows_take_nothing_where_the_kernel_has_them():
     assert _mask_bytes() == _mask_bytes(False, window_size=[99, 0]) == 0
     for way in ("a2a", "p2p"):
-        assert _mask_bytes(parallel=dict(context_parallel_size=4, cp_comm_type=way), devices=4) == 0
+        shards = dict(context_parallel_size=4, cp_comm_type=way)
+        assert _mask_bytes(parallel=shards, devices=4, window_size=[99, 0]) == 0
 
 
 def test_a_mask_takes_bytes_of_its_scores_and_repeated_heads_in_one_layer_at_a_time():
@@ -143,8 +144,10 @@ def test_a_mask_of_a_part_of_the_heads_or_of_the_sequence_takes_its_part():
     assert _mask_bytes(parallel=exchanged, devices=4, width=4) == 6 * scores + 2 * repeated
     ring = dict(context_parallel_size=4, cp_comm_type="p2p")
     assert _mask_bytes(parallel=ring, devices=4, width=4) == 6 * scores // 16 + 2 * repeated
-    windowed = _mask_bytes(False, parallel=ring, devices=4, window_size=[99, 0])
-    assert windowed == 4 * scores // 16 + repeated
+    dropping = _mask_bytes(
+        False, layers=1, parallel=ring, devices=4, window_size=[99, 0], attention_dropout=0.1
+    )
+    assert dropping == 4 * scores // 16 + repeated
 
 
 def test_activations_that_wait_in_host_memory_leave_one_layer_on_the_device():

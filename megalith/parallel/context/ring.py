@@ -8,8 +8,9 @@ attention is causal is then one of three dense blocks:
     s > r    queries of the second chunk see both chunks whole, and those of the first see none
 
 Each is half of the square, so every ring step takes every rank the same time. An encoder's queries see all keys of
-every rank. Blocks are merged by their log-sum-exp (ops/attention_blocks.py). Keys and values reach a rank by one of two
-ways:
+every rank. Under a window a block is a pair of chunks, of which only those queries and keys are computed that are
+near enough: of two different chunks at most as many as the window has. Blocks are merged by their log-sum-exp
+(ops/attention_blocks.py). Keys and values reach a rank by one of two ways:
 
 - ring (Liu et al. 2023): a shard is sent to the next rank while it is computed with, size − 1 times. In the backward
   pass the shards go around again, each one's gradient one step behind it, accumulating on the way, until it is home.
@@ -24,21 +25,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalith.ops.attention_blocks import (
-    Block,
     beside_sink,
     block_backward,
     block_forward,
     merge,
     sink_gradient,
 )
-from megalith.ops.documents import alibi_slopes, ends_within
-from megalith.parallel.context.zigzag import natural, spans, zigzag
+from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, natural, spans, zigzag
 
 _ops = torch.ops._c10d_functional
 
@@ -71,30 +69,20 @@ def ring_attention(
     return _forward(query, key, value, *arguments)[0]
 
 
-@dataclass(frozen=True)
-class _KeyBlock:
-    """Some keys and values, and which of this rank's queries see them: all of them, or if causal up to themselves."""
-
-    pair: Tensor  # keys and values [2, batch, keys, groups, head_dim]
-    places: list[range]  # of the keys
-    first_query: int = 0  # queries from here on
-    causal: bool = False
-
-
 class _Route(ABC):
     """How keys and values come to this rank, and their gradients go home."""
 
     def __init__(self, pair: Tensor, size: int, rank: int, group: str, causal: bool):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
         self.seq, self.causal = pair.shape[2], causal
-        self.own_shard = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=causal)
+        self.own_shard = KeyBlock(self.pair, spans(rank, size, self.seq), causal=causal)
 
     @abstractmethod
-    def shards(self) -> Iterator[_KeyBlock]:
+    def shards(self) -> Iterator[KeyBlock]:
         """The shards that this rank's queries see, its own first. More are under way while one is computed with."""
 
     @abstractmethod
-    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
+    def send(self, shard: KeyBlock, grad: Tensor) -> None:
         """Takes the float32 gradient [2, batch, keys, groups, head_dim] of a shard that is not this rank's own."""
 
     @abstractmethod
@@ -107,7 +95,7 @@ class _Ring(_Route):
 
     _travelling: Tensor | None = None
 
-    def shards(self) -> Iterator[_KeyBlock]:
+    def shards(self) -> Iterator[KeyBlock]:
         half = self.seq // 2
         coming = self._pass_on(self.pair)
         yield self.own_shard
@@ -118,13 +106,13 @@ class _Ring(_Route):
             source = (self.rank - step) % self.size
             early, late = spans(source, self.size, self.seq)
             if not self.causal:
-                yield _KeyBlock(pair, [early, late])
+                yield KeyBlock(pair, [early, late])
             elif source < self.rank:
-                yield _KeyBlock(pair[:, :, :half], [early])
+                yield KeyBlock(pair[:, :, :half], [early])
             else:
-                yield _KeyBlock(pair, [early, late], half)
+                yield KeyBlock(pair, [early, late], half)
 
-    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
+    def send(self, shard: KeyBlock, grad: Tensor) -> None:
         # The gradient of a shard follows it one step later: what comes now is for the shard that was just computed.
         if grad.shape[2] < self.seq:
             grad = torch.cat([grad, torch.zeros_like(grad)], dim=2)
@@ -147,7 +135,7 @@ class _Gather(_Route):
 
     _grad: Tensor | None = None
 
-    def shards(self) -> Iterator[_KeyBlock]:
+    def shards(self) -> Iterator[KeyBlock]:
         half, size, rank = self.seq // 2, self.size, self.rank
         coming = _ops.all_gather_into_tensor(self.pair, size, self.group)
         yield self.own_shard
@@ -158,9 +146,9 @@ class _Gather(_Route):
         behind = range((2 * size - rank) * half, 0 if self.causal else 2 * size * half)
         for places, first_query in ((before, 0), (between, half if self.causal else 0), (behind, 0)):
             if places:
-                yield _KeyBlock(whole[:, :, places.start : places.stop], [places], first_query)
+                yield KeyBlock(whole[:, :, places.start : places.stop], [places], first_query)
 
-    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
+    def send(self, shard: KeyBlock, grad: Tensor) -> None:
         if self._grad is None:
             batch, _, *rest = self.pair.shape[1:]
             self._grad = grad.new_zeros(2, batch, self.size * self.seq, *rest)
@@ -171,53 +159,6 @@ class _Gather(_Route):
         shards = zigzag(self._grad, self.size, dim=2)  # [size, 2, batch, seq, groups, head_dim]
         shards = shards.flatten(0, 1)
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(shards, "sum", self.size, self.group))
-
-
-class _Masks:
-    """What is masked and dropped of each block."""
-
-    def __init__(
-        self,
-        documents: Tensor | None,
-        dropout_rows: Tensor | None,
-        window: int | None,
-        softcap: float | None,
-        scale: float | None,
-        alibi: int | None,
-        dropout: float,
-        first_head: int,
-        heads: int,
-        own_shard: _KeyBlock,
-    ):
-        self.documents, self.dropout_rows = documents, dropout_rows
-        self.window, self.softcap, self.scale = window, softcap, scale
-        self.dropout, self.first_head = dropout, first_head
-        self.own_positions = own_shard.places
-        device = own_shard.pair.device
-        self.slopes = None if alibi is None else alibi_slopes(alibi, first_head, heads, device)
-
-    def block(self, shard: _KeyBlock) -> Block:
-        mask = documents = queries = keys = rows = None
-        device = shard.pair.device
-        if self.documents is not None:
-            own = (ends_within(self.documents, self.own_positions) - shard.first_query).clamp(min=0)
-            documents = own, ends_within(self.documents, shard.places)
-        if self.window is not None or self.dropout or self.slopes is not None:
-            queries = _joined(self.own_positions, device)[shard.first_query :]
-            keys = _joined(shard.places, device)
-        if self.window is not None:
-            distance = queries[:, None] - keys
-            mask = ((distance >= 0) & (distance < self.window))[None, None]
-        if self.dropout:
-            rows = self.dropout_rows[:, shard.first_query :]
-        scores = dict(softcap=self.softcap, scale=self.scale, slopes=self.slopes)
-        dropped = dict(dropout=self.dropout, dropout_rows=rows, key_positions=keys, query_positions=queries)
-        causal = shard.causal and mask is None
-        return Block(causal, mask, documents, **scores, **dropped, first_head=self.first_head)
-
-
-def _joined(places: list[range], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in places])
 
 
 def _steps(size: int, gather: bool) -> int:
@@ -251,17 +192,22 @@ def _forward(
     scores = (window, softcap, scale, alibi)
     query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
     heads = (first_head, query.shape[1])
-    masks = _Masks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
+    masks = ShardMasks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
     states = query.new_zeros(_steps(size, gather), 2, dtype=torch.int64)
+    out = None
+    if masks.by_chunk:
+        out = torch.zeros_like(query, dtype=torch.float32)
+        lse = out.new_full(query.shape[:3], float("-inf"))
     for step, shard in enumerate(route.shards()):
-        seen = slice(shard.first_query, None)
-        block = block_forward(query[:, :, seen], *shard.pair.transpose(2, 3), masks.block(shard))
-        if step == 0:
-            out, lse = block[0].float(), block[1].contiguous()
-        else:
-            merge(out[:, :, seen], lse[:, :, seen], *block[:2])
-        if block[2] is not None:
-            states[step] = block[2]
+        for part in masks.parts(shard):
+            seen, pair = part.queries, shard.pair[:, :, part.keys].transpose(2, 3)
+            block = block_forward(query[:, :, seen], *pair, part.block)
+            if out is None:
+                out, lse = block[0].float(), block[1].contiguous()
+            else:
+                merge(out[:, :, seen], lse[:, :, seen], *block[:2])
+            if block[2] is not None:
+                states[step] = block[2]
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse, states
 
 
@@ -302,14 +248,20 @@ def _backward(
     scores = (window, softcap, scale, alibi)
     grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
     heads = (first_head, query.shape[1])
-    masks = _Masks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
+    masks = ShardMasks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
     d_query = torch.zeros_like(query, dtype=torch.float32)
     for step, shard in enumerate(route.shards()):
-        seen, pair = slice(shard.first_query, None), shard.pair.transpose(2, 3)
-        mine = (query[:, :, seen], *pair, out[:, :, seen], lse[:, :, seen])
-        block = block_backward(grad[:, :, seen], *mine, states[step], masks.block(shard))
-        d_query[:, :, seen] += block[0]
-        d_pair = torch.stack([x.transpose(1, 2) for x in block[1:]]).float()  # [2, batch, keys, groups, ·]
+        d_pair = torch.zeros_like(shard.pair, dtype=torch.float32) if masks.by_chunk else None
+        for part in masks.parts(shard):
+            seen, pair = part.queries, shard.pair[:, :, part.keys].transpose(2, 3)
+            mine = (query[:, :, seen], *pair, out[:, :, seen], lse[:, :, seen])
+            block = block_backward(grad[:, :, seen], *mine, states[step], part.block)
+            d_query[:, :, seen] += block[0]
+            d_part = torch.stack([x.transpose(1, 2) for x in block[1:]])  # [2, batch, keys, groups, ·]
+            if d_pair is None:
+                d_pair = d_part.float()
+            else:
+                d_pair[:, :, part.keys] += d_part
         if step == 0:
             d_own = d_pair
         else:
