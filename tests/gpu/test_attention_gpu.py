@@ -161,6 +161,24 @@ def test_documents_and_windows_take_the_memory_of_their_results(has_documents, w
     assert taken <= 1e9, taken
 
 
+def assert_flash_is_the_mask(block: Block, masked: Block, query, key, value, grad) -> Tensor:
+    """Forward and backward; the log-sum-exp."""
+    random = torch.zeros(2, dtype=torch.int64, device="cuda")
+    results = []
+    for one, width in ((block, query.dtype), (masked, torch.float32)):
+        q, k, v, g = (x.to(width) for x in (query, key, value, grad))
+        out, lse, _ = block_forward(q, k, v, one)
+        gradients = block_backward(g, q, k, v, out, lse, random, one)
+        results.append((out, lse, *gradients))
+    assert torch.equal(results[0][1].isinf(), results[1][1].isinf())
+    for name, a, b in zip(("out", "lse", "query", "key", "value"), *results, strict=True):
+        a, b = (x.double().nan_to_num(neginf=0.0) for x in (a, b))
+        assert (a - b).norm() <= ROUNDING[query.dtype] * b.norm(), name
+    names = kernels(lambda: block_backward(grad, query, key, value, *results[0][:2], random, block))
+    assert any("flash_bwd" in name for name in names), "\n".join(names)
+    return results[0][1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_across_two_pieces_of_a_sequence_are_those_of_the_mask(causal, dtype):
@@ -175,20 +193,23 @@ def test_documents_across_two_pieces_of_a_sequence_are_those_of_the_mask(causal,
     block = Block(causal, documents=ends, scale=128**-0.5)
     numbers = [document_ids(e, len(span)) for e, span in zip(ends, places, strict=True)]
     masked = Block(mask=mask_of_ids(*numbers, causal), scale=128**-0.5)
-    random = torch.zeros(2, dtype=torch.int64, device="cuda")
-    results = []
-    for one, width in ((block, dtype), (masked, torch.float32)):
-        q, k, v, g = (x.to(width) for x in (query, key, value, grad))
-        out, lse, _ = block_forward(q, k, v, one)
-        gradients = block_backward(g, q, k, v, out, lse, random, one)
-        results.append((out, lse, *gradients))
-    assert torch.equal(results[0][1].isinf(), results[1][1].isinf())
-    assert causal or (results[0][1] == -torch.inf).any()
-    for name, a, b in zip(("out", "lse", "query", "key", "value"), *results, strict=True):
-        a, b = (x.double().nan_to_num(neginf=0.0) for x in (a, b))
-        assert (a - b).norm() <= ROUNDING[dtype] * b.norm(), name
-    names = kernels(lambda: block_backward(grad, query, key, value, *results[0][:2], random, block))
-    assert any("flash_bwd" in name for name in names), "\n".join(names)
+    lse = assert_flash_is_the_mask(block, masked, query, key, value, grad)
+    assert causal or (lse == -torch.inf).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("ahead", [0, 1, 70, 199])
+def test_a_window_between_two_chunks_is_that_of_the_mask(ahead, dtype):
+    """A ring's block: the last query stands so many places behind the last key."""
+    query, key, value, grad = (x.detach().transpose(1, 2)[:, :, :160] for x in inputs((16, 4, 128), dtype))
+    key, value = key[:, :, :100], value[:, :, :100]
+    query, grad = (x[:, :, : min(160, 100 + ahead)] for x in (query, grad))
+    queries, window = query.shape[2], 200
+    places = torch.arange(100 + ahead, device="cuda")
+    distance = places[-queries:, None] - places[:100]
+    mask = ((distance >= 0) & (distance < window))[None, None]
+    block = Block(window=window, ahead=ahead, scale=128**-0.5)
+    assert_flash_is_the_mask(block, Block(mask=mask, scale=128**-0.5), query, key, value, grad)
 
 
 @pytest.mark.parametrize("where", WHERE)
