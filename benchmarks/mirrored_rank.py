@@ -147,7 +147,7 @@ class MirrorGroup(dist.ProcessGroup):
                 part.copy_(given.view_as(part))
 
     def _summed(self, output: Tensor, given: Tensor, opts) -> None:
-        if str(getattr(opts, "reduceOp", "SUM")).endswith("SUM") and output.dtype != torch.bool:
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             torch.mul(given.view_as(output), self._size, out=output)
         elif output.data_ptr() != given.data_ptr():
             output.copy_(given.view_as(output))
