@@ -34,7 +34,10 @@ def run_calibrate(args: Arguments) -> int:
             try:
                 write_file(Path(args.output), table)
             except OSError as error:
-                raise ConfigError(f"{args.output} cannot be written: {error.strerror}") from None
+                print(table)
+                raise ConfigError(
+                    f"{args.output} cannot be written: {error.strerror}; the table stands above"
+                ) from None
         print(args.output or table)
     end_distributed()
     return 0

@@ -224,10 +224,12 @@ class _Bench:
         """The collectives of which each rank sends about so many bytes."""
         part = max(sent // 2 // (size - 1), 1)  # bf16
         one, whole = self.random(part), self.random(size * part)
-        yield "all_gather", lambda: dist.all_gather_into_tensor(whole, one, group=group)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        yield "all_gather", lambda: gather(whole, one, group=group)
         yield "all_to_all", lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
         if self.cuda:
-            yield "reduce_scatter", lambda: dist.reduce_scatter_tensor(one, whole, group=group)
+            yield "reduce_scatter", lambda: scatter(one, whole, group=group)
 
     def _copies(self, link: str) -> Iterator[list[Any]]:
         """By the copy engine, from the next GPU; only rank 0 makes them."""
