@@ -42,9 +42,10 @@ from megalith.hardware import to_device
 from megalith.models.adapters import add_adapters
 from megalith.models.mixers.attention import SoftmaxOffset
 from megalith.models.mixers.gated_delta_net import Decay
-from megalith.models.norm import Norm
+from megalith.models.norm import HeadNorms, Norm
 from megalith.models.pass_context import Cache, Context, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
+from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of
 from megalith.ops.attention_core import seen_places
 from megalith.ops.compiled import run_eagerly
@@ -134,16 +135,17 @@ class Engine:
 
     def _build(self, lora: LoraConfig | None) -> Transformer:
         """The model without values, in this rank's part: matrices in the engine's type; what the layers compute in fp32
-        (norms, positions, decays, sinks, the experts' bias) in fp32."""
+        (norms, positions, decays, sinks, the router's biases) in fp32."""
         model = Transformer(self.config, compute_dtype=self.dtype, device="meta").requires_grad_(False)
         if lora is not None and lora.rank is not None:
             add_adapters(model, lora)
         for name, module in model.named_modules():
-            if not isinstance(module, Norm | Decay | SoftmaxOffset) and not name.endswith(
+            if not isinstance(module, Norm | HeadNorms | Decay | SoftmaxOffset) and not name.endswith(
                 "position_embeddings"
             ):
-                for parameter in module.parameters(recurse=False):
-                    parameter.data = parameter.data.to(self.dtype)
+                for kind, parameter in module.named_parameters(recurse=False):
+                    if not (isinstance(module, Router) and kind == "bias"):
+                        parameter.data = parameter.data.to(self.dtype)
         tensor = apply_tensor(model, self.tp, sequence_parallel=False)
         if tensor is not None:
             cut_adapters(model, tensor)

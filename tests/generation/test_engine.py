@@ -108,6 +108,23 @@ def test_on_token_is_told_of_every_token_in_order(trained):
     assert seen == {(each.prompt, each.generation): each.ids for each in done}
 
 
+@pytest.mark.parametrize("settings", [
+    dict(qk_layernorm=True, qk_layernorm_per_head=True),
+    dict(num_experts=8, add_router_bias=True, softmax_type="learnable"),
+])  # fmt: skip
+def test_in_bf16_an_engine_computes_what_the_trained_model_does_to_the_bit(settings):
+    config = ModelConfig(**LLAMA | settings | {"attention_dropout": 0.0})
+    model = make_model(config, device="cpu", compute_dtype=torch.bfloat16)
+    initialize(model, config, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+        engine = Engine(config, "cpu", torch.bfloat16, max_rows=2, max_tokens=64)
+        engine.load(model.state_dict().items())
+        ids = torch.randint(0, config.vocab_size, (4, 40))
+        assert torch.equal(model.eval()(ids), engine.model(ids))
+
+
 def test_the_cache_is_released_and_made_anew(trained):
     model, _ = trained
     engine = engine_for(model, max_rows=2, max_tokens=96)
