@@ -7,6 +7,7 @@ rows, whose sequences do not see each other, shared out over data-parallel ranks
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,15 @@ class HarnessModel(TemplateLM):
         self.parallel, self.tokenizer, self.config = model, tokenizer, config
         self.longest = config.data.seq_length
         self.begin = tokenizer.prefix
+        scaling = config.model.rope_scaling
+        if scaling is not None and scaling.type == "longrope":
+            original = scaling.original_max_position_embeddings
+            if self.longest > original:
+                warnings.warn(
+                    f"data.seq_length {self.longest:,} is longer than the {original:,} tokens up to which longrope has "
+                    "its short_factor: log-likelihoods are all of long_factor; lower it, unless requests are longer",
+                    stacklevel=2,
+                )
         if not self.begin and tokenizer.eod is None:
             raise ConfigError(
                 f"this {tokenizer.tokenizer_type} has neither a first token nor an end of document, so a text without "

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.training.task_harness import HarnessModel
 
 LAYOUTS = {
     "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -67,6 +70,15 @@ def test_the_harness_finds_what_it_finds_of_transformers_model(folder, expected,
         assert [greedy for _, greedy in found[0]] == [greedy for _, greedy in scores]
         assert found[1] == pytest.approx(rolling, rel=1e-5)
         assert found[2] == texts
+
+
+def test_rows_that_are_longer_than_what_longrope_calls_short_are_warned_of():
+    rope = {"type": "longrope", "original_max_position_embeddings": 16, "factor": 2}
+    config = RunConfig.from_tree({"model": {"rope_scaling": rope}, "data": {"seq_length": 32}})
+    with pytest.warns(
+        UserWarning, match="data.seq_length 32 is longer than the 16 tokens .* all of long_factor"
+    ):
+        HarnessModel(None, SimpleNamespace(prefix=[0]), config)
 
 
 def test_a_task_of_ones_own_from_the_command_line(folder, tmp_path, capsys, monkeypatch):
