@@ -108,3 +108,16 @@ def test_compiled_rows_of_static_dispatch_are_those_of_eager_and_of_plain_indexi
         plain, *ours = ([y, *torch.autograd.grad((y * factors).sum(), (x, weights))] for y in ways)
         for found in ours:
             torch.testing.assert_close(found, plain)
+
+
+def test_its_bits_in_bf16_are_those_of_exact_sizes(pool):
+    exact, static = (
+        pool.run(job, run_config("moe", "ep2", "", **SMALL | more), size=2)
+        for more in (
+            {"train": {"precision": "bf16", "train_iters": 2}, "parallel": each} for each in ({}, STATIC)
+        )
+    )
+    assert exact[0].losses == static[0].losses and exact[0].gradients.keys() == static[0].gradients.keys()
+    assert all(
+        torch.equal(static[0].gradients[name], exact[0].gradients[name]) for name in exact[0].gradients
+    )
