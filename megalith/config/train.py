@@ -263,6 +263,10 @@ class TrainConfig(Section):
     """FP8: weights are cast once a step, for all its micro-batches, in two bytes a parameter; off, where they are used.
     `auto`: where a step casts them more than once and memory is expected to suffice."""
 
+    moe_cache_weights: Annotated[bool | Literal["auto"], Needs("model.num_experts")] = "auto"
+    """Experts' weights are cast once a step, for all its passes, in two bytes a parameter; off, where they are used.
+    Not what FSDP gathers, which is cast by then. `auto`: where memory is expected to suffice."""
+
     fp8_param_gather: Annotated[bool, NOT_YET, Needs("fp8_format")] = False
     """Gathering weights in FP8: they are gathered in the compute type."""
 

@@ -43,7 +43,8 @@ Shared = Callable[[], Tensor] | None  # the shared expert's computation, [tokens
 
 class GroupedLinear(nn.Module):
     """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with biases
-    also one for each expert, [experts, out]. `gemm` is a seam, as a Linear's, and `first_row`, of expert TP."""
+    also one for each expert, [experts, out]. `gemm` is a seam, as a Linear's, and so are `first_row`, of expert TP, and
+    `step_cast`, what `cast` has given for all passes of a step."""
 
     def __init__(self, config: ModelConfig, in_features: int, out_features: int, device: torch.device | None):
         super().__init__()
@@ -54,17 +55,20 @@ class GroupedLinear(nn.Module):
             nn.Parameter(torch.empty(experts, out_features, device=device)) if config.mlp_bias else None
         )
         self.first_row = 0  # of the whole bias: the column of y that the bias here begins at
+        self.step_cast: Cast | None = None
 
     def cast(self, dtype: torch.dtype) -> Cast:
         """Weight and bias in `dtype`, without their gradients."""
+        if self.step_cast is not None:
+            return self.step_cast
         with torch.no_grad():  # where a DTensor hands over what it holds, and makes no node
             both = (self.weight, self.bias)
             return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
 
     def prepared(self, cast: Cast) -> Matrix:
         """Weight and bias as matmuls take them, of what `cast` has given."""
-        both = zip((self.weight, self.bias), cast)
-        return tuple(None if kept is None else prepared(local(kept), value) for kept, value in both)
+        both, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
+        return tuple(None if kept is None else prepared(local(kept), value, stays) for kept, value in both)
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
         """[rows, in] → [rows, out]; a row's bias is multiplied by its factor where there are `factors` [rows, 1]."""

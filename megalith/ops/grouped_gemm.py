@@ -14,7 +14,7 @@ A group may have a bias. Its gradient is what a weight's is for one more column 
 factors that the bias was multiplied by; so the same kernels compute it, in the same order of additions.
 
 For the backward pass the parameter itself is saved and cast again: a saved cast would stay in memory for every layer
-and every micro-batch in flight.
+and every micro-batch in flight. Where one cast serves all passes of a step, it is that which is saved.
 """
 
 from __future__ import annotations
@@ -78,16 +78,17 @@ class Prepared:
     """A weight as one matmul takes it, or a bias."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
-    kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory
+    kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory; or that cast
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
     """After the matmul's backward pass: what computes the weight's gradient, in a dtype."""
 
 
-def prepared(weight: Tensor, cast: Tensor) -> Prepared:
+def prepared(weight: Tensor, cast: Tensor, stays: bool = False) -> Prepared:
     """weight [groups, out, in] or bias [groups, out], which `cast` has in the matmuls' dtype. Its gradient has its own
-    dtype, summed in fp32 and rounded to it once."""
+    dtype, summed in fp32 and rounded to it once. `stays`: the cast is there until the backward pass is over, which
+    takes it too."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
-    return Prepared(_Prepare.apply(weight, cast, owed), weight.detach(), owed)
+    return Prepared(_Prepare.apply(weight, cast, owed), cast if stays else weight.detach(), owed)
 
 
 class GroupedGemm:

@@ -7,12 +7,10 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
@@ -114,43 +112,3 @@ def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dty
     axes = mesh.tp, mesh.cp
     scaling = CurrentScaling(train.fp8_format, axes) if table is None else DelayedScaling(table, name, axes)
     return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights, step_codes)
-
-
-def _cast_once(module: nn.Module) -> Iterator[tuple[Linear, Fp8Gemm | BlockGemm]]:
-    for linear in (each for each in module.modules() if isinstance(each, Linear)):
-        gemm = linear.gemm.gemm if isinstance(linear.gemm, CountedGemm) else linear.gemm
-        if getattr(gemm, "step_codes", None) is not None:
-            yield linear, gemm
-
-
-def step_codes(module: nn.Module) -> list[Tensor]:
-    """What stays of a module's weights for all passes of a step; nothing between the steps."""
-    operands = [operand for _, gemm in _cast_once(module) for operand in gemm.step_codes.operands or ()]
-    return [tensor for operand in operands for tensor in operand]
-
-
-class StepCasts:
-    """The linears of a rank's chunks whose weights are cast once a step: a context of all its passes.
-
-    Weights change between the steps alone, by whatever; so nothing is there of a step before.
-    """
-
-    def __init__(self, chunks: Iterable[nn.Module]):
-        self._linears: list[tuple[Linear, Fp8Gemm | BlockGemm]] = []
-        for chunk in chunks:
-            self._linears += _cast_once(chunk)
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        try:
-            for linear, gemm in self._linears:
-                gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
-        except (
-            BaseException
-        ):  # out of memory: else the codes cast so far would stay for passes after the step
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        for _, gemm in self._linears:
-            gemm.step_codes.clear()

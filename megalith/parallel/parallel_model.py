@@ -40,11 +40,12 @@ from megalith.parallel.data.data_parallel import (
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
 from megalith.parallel.expert.expert_counts import gather_tallies, move_biases
-from megalith.parallel.fp8_linears import StepCasts, amax_table
+from megalith.parallel.fp8_linears import amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import reduce_over_stages, schedule_kind
 from megalith.parallel.shards import LocalParameters, to_local_parameters
+from megalith.parallel.step_casts import StepCasts
 from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
 from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
 
@@ -123,6 +124,10 @@ class ModelSpec:
         to_local_parameters(model)
         return [model]
 
+    def casts_experts_once(self, mesh: Mesh) -> bool:
+        """Whether experts' weights are cast once a step; those that FSDP gathers are cast by then."""
+        return False
+
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """The matrices that a parameter of this global shape is made of, for Muon: `Placement.matrices`. None: AdamW
         steps it, as it does what is outside of the layers."""
@@ -169,6 +174,9 @@ class TransformerSpec(ModelSpec):
         self, parallel: ParallelConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
     ) -> list[nn.Module]:
         return apply(self.build(mesh), self.run, mesh, device, table)
+
+    def casts_experts_once(self, mesh: Mesh) -> bool:
+        return self.has_experts and self.run.train.moe_cache_weights is True and mesh.expert_fsdp is None
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """The linears' and the experts'; routers, embeddings, head and adapters are AdamW's."""
@@ -254,7 +262,7 @@ class ParallelModel:
         self.amaxes = spec.amax_table(device)
         """FP8's delayed scales, of the whole model on every rank; None without them."""
         self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
-        self.step_casts = StepCasts(self.chunks)
+        self.step_casts = StepCasts(self.chunks, spec.casts_experts_once(mesh))
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies

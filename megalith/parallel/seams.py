@@ -66,6 +66,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     GroupedLinear: {
         "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
         "first_row": "the number of the first row of the bias here among all",
+        "step_cast": "weight and bias as `cast` gives them, for all passes of a step; None between steps",
     },
     Attention: {
         "core": "attention of queries over keys and values, as ops.attention_core.attention",

@@ -13,7 +13,12 @@ from itertools import product
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.config.rules.expert_rules import has_grouped_kernel, is_static, ranks_of_a_token
+from megalith.config.rules.expert_rules import (
+    expert_data_parallel_size,
+    has_grouped_kernel,
+    is_static,
+    ranks_of_a_token,
+)
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
 from megalith.config.train import BatchSizeSchedule
@@ -150,7 +155,8 @@ def with_auto(
     config, dispatch = with_static_dispatch(config, world_size, machine, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
-    return config, fastest + attention + budget + dispatch + unsharded + cached
+    config, experts = with_cached_experts(config, world_size, machine.memory, meta)
+    return config, fastest + attention + budget + dispatch + unsharded + cached + experts
 
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6)  # of activations, as measured down to 0.58 (docs/tradeoffs.md)
@@ -275,6 +281,26 @@ def with_cached_weights(
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
     return on, [f"chosen by auto, of train: fp8_cache_weights true ({figures})"]
+
+
+def with_cached_experts(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of moe_cache_weights, and a line where it was chosen, for `memory` as above."""
+    train, parallel = config.train, config.parallel
+    if train.moe_cache_weights != "auto":
+        return config, []
+    on, off = (config.with_settings({"train.moe_cache_weights": value}) for value in (True, False))
+    gathered = parallel.data_parallel_sharding_strategy != "no_shard"
+    if not memory or config.model.num_experts is None or train.precision == "fp32":
+        return off, []
+    if gathered and expert_data_parallel_size(parallel, world_size) > 1:
+        return off, []
+    expected = fullest(on, world_size, meta)
+    if expected > USABLE * memory:
+        return off, []
+    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return on, [f"chosen by auto, of train: moe_cache_weights true ({figures})"]
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:

@@ -270,8 +270,10 @@ class StageMemory:
             copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
-        elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py)
-            copies += self.width * self._mean(self.experts)
+        elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py), or once a step
+            copies += self.width * (
+                self.experts if self.config.train.moe_cache_weights is True else self._mean(self.experts)
+            )
         return int(copies + (self.stored_bytes * self.outside if self.fsdp else 0))
 
     def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0) -> float:

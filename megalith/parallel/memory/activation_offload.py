@@ -28,9 +28,9 @@ from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
-from megalith.parallel.fp8_linears import step_codes
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
+from megalith.parallel.step_casts import cast_for_step
 
 SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is worth
 
@@ -170,7 +170,7 @@ class _Unit:
         )
 
     def _stays(self, address: int) -> bool:
-        """Whether what stands there is a parameter, its FP8 codes for the step, or shared by all layers.
+        """Whether what stands there is a parameter, its cast for the step, or shared by all layers.
 
         Modules inside a layer that FSDP2 shards by themselves, experts, have their parameters gathered when they begin,
         and freed before the layer ends: what the layer saves after that may stand where they stood.
@@ -182,7 +182,7 @@ class _Unit:
     def _staying(self) -> set[int]:
         """Asked for first in the layers' forward pass, where their parameters are gathered."""
         staying = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
-        staying += [codes for layer in self._layers for codes in step_codes(layer)]
+        staying += [cast for layer in self._layers for cast in cast_for_step(layer)]
         return {_address(tensor) for tensor in staying + self._shared if isinstance(tensor, Tensor)}
 
     @cached_property
