@@ -186,7 +186,7 @@ def with_unsharded_layers(
     most = most if memory else 0
     meta = meta or (MetaModel(config.model, config.lora) if most else None)
     number = bisect_right(range(1, most + 1), USABLE * memory, key=expected)
-    if not number:
+    if not most:
         return keeping(0), []
     figures = f"{expected(number) / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
     return keeping(number), [
@@ -202,20 +202,22 @@ def with_saved_attention(
     if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
         return config, []
     on, off = (config.with_settings({"parallel.recompute_saves_attention": value}) for value in (True, False))
-    if not memory or what_keeps_attention_unsaved(config.model, parallel):
+    if not memory:
         return off, []
-    expected = fullest(on, world_size, meta)
-    if expected > USABLE * memory:
-        return off, []
-    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return on, [f"chosen by auto, of parallel: recompute_saves_attention true ({figures})"]
+    why, fits = what_keeps_attention_unsaved(config.model, parallel), False
+    if not why:
+        expected = fullest(on, world_size, meta)
+        fits = expected <= USABLE * memory
+        why = f"{expected / 1e9:.1f} GB expected{'' if fits else ' with true'} on a GPU of {memory / 1e9:.1f}"
+    said = f"chosen by auto, of parallel: recompute_saves_attention {str(fits).lower()} ({why})"
+    return on if fits else off, [said]
 
 
 def with_activation_budget(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of activation_memory_budget, and a line where it is below 1: of a run that recomputes
-    nothing and is not expected to fit with all it would save, the largest of BUDGETS that is."""
+    """`config` without an `auto` of activation_memory_budget, and a line where 1 is not expected to fit: of a run that
+    recomputes nothing the largest of BUDGETS that is, and 1 where none is."""
     if config.runtime.activation_memory_budget != "auto":
         return config, []
 
@@ -230,13 +232,17 @@ def with_activation_budget(
     expected = fullest(every, world_size, meta)
     if expected <= usable:
         return every, []
+    device = f"on a GPU of {machine.memory / 1e9:.1f}"
     for budget in BUDGETS:
         if (lower := fullest(within(budget), world_size, meta)) <= usable:
-            figures = f"{lower / 1e9:.1f} GB expected on a GPU of {machine.memory / 1e9:.1f}, else {expected / 1e9:.1f}"
+            figures = f"{lower / 1e9:.1f} GB expected {device}, else {expected / 1e9:.1f}"
             return within(budget), [
                 f"chosen by auto, of runtime: activation_memory_budget {budget} ({figures})"
             ]
-    return every, []
+    figures = (
+        f"{expected / 1e9:.1f} GB expected {device}, and {lower / 1e9:.1f} with {budget}; see `megalith plan`"
+    )
+    return every, [f"chosen by auto, of runtime: activation_memory_budget 1 ({figures})"]
 
 
 def with_static_dispatch(

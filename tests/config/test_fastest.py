@@ -84,6 +84,14 @@ def test_a_line_says_what_was_chosen_and_why():
     )
 
 
+def test_a_line_says_why_gpus_do_not_reach_each_other():
+    _, (line,) = with_fastest(run(TP2), Machine(2, compiled=True))
+    assert line == (
+        "chosen by auto, of parallel: tp_comm_overlap true (two halves of a micro-batch); symmetric_memory_groups [] "
+        "(no NVLink)"
+    )
+
+
 def test_every_choice_would_be_accepted_from_a_run_file():
     axes = itertools.product((1, 2), (1, 2, 4), (1, 2), (None, 2), ("1f1b", "zero_bubble"))
     for (tensor, context, pipeline, experts, schedule), per_host, micro in itertools.product(

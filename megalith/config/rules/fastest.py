@@ -46,12 +46,14 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         overlaps = hidden and machine.compiled and not obstacle
         found["parallel.tp_comm_overlap"] = overlaps
         if overlaps or obstacle:
-            told.append(f"tp_comm_overlap {str(overlaps).lower()}{obstacle and f' ({obstacle})'}")
+            told.append(
+                f"tp_comm_overlap {str(overlaps).lower()} ({obstacle or 'two halves of a micro-batch'})"
+            )
     if parallel.symmetric_memory_groups == "auto":
-        groups = _direct_axes(config, machine, overlaps) if machine.nvlink and machine.compiled else []
-        found["parallel.symmetric_memory_groups"] = groups
-        if groups:
-            told.append(f"symmetric_memory_groups [{', '.join(groups)}] (NVLink)")
+        near = _direct_axes(config, machine, overlaps) if machine.compiled else []
+        groups = found["parallel.symmetric_memory_groups"] = near if machine.nvlink else []
+        if near:
+            told.append(f"symmetric_memory_groups [{', '.join(groups)}] ({'' if groups else 'no '}NVLink)")
     sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     if parallel.reduce_scatter_with_fp32_accumulation == "auto" and sharded:
         near = machine.ranks == machine.ranks_per_host and config.train.precision != "fp32"
