@@ -158,6 +158,8 @@ def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, mo
         found = [record["loss"] for record in read_records(output / "metrics.jsonl")]
         assert len(found) >= 2 and None not in found, name
         assert processes == 1 or main([*words, "--dry-run", "--world-size", str(processes)]) == 0, name
+    example("grpo/plot_reward.py").main(str(output))  # the last one's
+    assert (output / "reward.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

@@ -54,20 +54,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["one"])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("workload", choices=WORKLOADS, metavar="workload", help=", ".join(WORKLOADS))
+    parser.add_argument(
+        "--layout", nargs="+", choices=LAYOUTS, default=["one"], metavar="LAYOUT", help=", ".join(LAYOUTS)
+    )
+    parser.add_argument("--steps", type=int, default=30, help="in all (default: %(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=10, help="steps that do not count (default: %(default)s)"
+    )
     parser.add_argument(
         "--batch", type=int, help="sequences a step (default: the workload's for each process)"
     )
-    parser.add_argument("--losses", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--losses", action="store_true", help="print the losses of some steps")
+    parser.add_argument("--kernels", action="store_true", help="list the costliest kernels")
     parser.add_argument(
         "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
     )
-    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[], metavar="PEER", help=", ".join(PEERS))
+    parser.add_argument("--results", type=Path, metavar="FILE", help="appends a line of JSON for each run")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
     _check_devices(max(LAYOUTS[layout]["processes"] for layout in args.layout))
