@@ -191,7 +191,8 @@ class RolloutData:
                 samples.append(Sample(group.prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         longest = self._run.config.data.seq_length if rl.packing else 0
         cuts = range(0, len(samples), self._size)
-        return [RolloutStep(rows_of(samples[cut : cut + self._size], longest), figures) for cut in cuts]
+        packed = [rows_of(samples[cut : cut + self._size], longest) for cut in cuts]
+        return [RolloutStep(rows, figures | _packing_figures(rows, longest)) for rows in packed]
 
     def _log_absent(self, step: int, groups: Sequence[PromptGroup]) -> None:
         absent = absent_rewards(self.source.rewards, groups)
@@ -313,6 +314,14 @@ def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:
             rows.append([sample])
             room.append(longest - sample.tokens)
     return rows
+
+
+def _packing_figures(rows: Sequence[Sequence[Sample]], longest: int) -> dict[str, float]:
+    """How many rows a mini-batch takes, and the share of their tokens that is no padding; none without packing."""
+    if not longest:
+        return {}
+    tokens = sum(sample.tokens for row in rows for sample in row)
+    return {"packing_rows": len(rows), "packing_filled": tokens / (len(rows) * longest)}
 
 
 def proximal_places(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:

@@ -124,6 +124,8 @@ def test_packed_is_padded(folder, level):
         outcome(at(folder, "", "padded", importance_sampling_level=level, packing=packing))
         for packing in (False, True)
     ]
+    for figures in runs[1]["figures"]:
+        assert figures.pop("packing_rows") < 8 and 0.5 < figures.pop("packing_filled") <= 1
     assert_same(runs[1], runs[0], level)
 
 

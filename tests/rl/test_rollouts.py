@@ -192,6 +192,12 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_
     assert (
         line["ratio"] != 1.0 and line["drift"] > 0.0
     )  # the old policy is the rollouts', which others sampled
+    config = configuration(tmp_path, **settings)
+    size, longest = config.train.global_batch_size, config.data.seq_length
+    each = [(group, one) for group in load_rollouts(config.rl.rollouts).groups for one in group.completions]
+    tokens = sum(len(group.prompt_ids) + len(one.ids) - 1 for group, one in each[:size])
+    assert -(-tokens // longest) <= line["packing_rows"] < size
+    assert line["packing_filled"] == pytest.approx(tokens / (line["packing_rows"] * longest))
     save_rollouts(tmp_path / "none.jsonl", rollouts(logprobs=False))
     other = {"rl.rollouts": str(tmp_path / "none.jsonl"), "train.output_dir": str(tmp_path / "other")}
     config = configuration(tmp_path, **settings).with_settings(other)
