@@ -20,7 +20,6 @@ from megalith.checkpoint.files import byte_view
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_shards, optimizer_shards
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import with_fastest
 from megalith.data.batch import Batch
 from megalith.generation.sampling import generate
 from megalith.launch.launcher import this_process
@@ -28,6 +27,7 @@ from megalith.optim.moments import Moment
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import LocalShard
+from megalith.planner.layout import with_auto
 from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
@@ -60,7 +60,7 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    config, _ = with_fastest(config, machine_of(config, device))
+    config, _ = with_auto(config, process.world_size, machine_of(config, device))
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )
