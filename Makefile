@@ -101,8 +101,9 @@ SEARCH := build/iframe-worker/package/shim/index.js
 $(SEARCH):
 	mkdir -p build/iframe-worker && cd build/iframe-worker && npm pack --silent iframe-worker@1.0.3 && tar -xzf *.tgz
 
+# Not --quiet, under which strict mode counts no warning.
 docs: $(DOCS)/ready $(MERMAID) $(SEARCH)
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --config-file site/mkdocs.yml
 	@echo build/site/index.html
 
 docs-serve: $(DOCS)/ready $(MERMAID) $(SEARCH)

@@ -26,6 +26,7 @@ PAGES = {  # in the repository → on the site
     "examples/README.md": "examples.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "SECURITY.md": "security.md",
 }
 SCRIPTS = {  # beside the pages, where they have been fetched
     "mermaid.min.js": ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js",

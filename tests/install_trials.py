@@ -87,7 +87,7 @@ SERVES: dict[
         "megalith accelerate launch --cpu --num_processes 1 {root}/tests/dialects/accelerate_script.py env out",
     ),
     "evaluate": ("import lm_eval\nimport megalith.training.task_harness",),
-    "docs": ("mkdocs build --quiet --strict --config-file {root}/site/mkdocs.yml --site-dir {folder}/site",),
+    "docs": ("mkdocs build --strict --config-file {root}/site/mkdocs.yml --site-dir {folder}/site",),
     "test": ("pytest {root}/tests/test_public_surface.py -n 0",),
 }
 EVERY_MODULE = """
