@@ -122,7 +122,15 @@ def test_the_architecture_names_what_stands_in_the_files_it_names():
 
 def test_every_page_stands_in_the_sites_navigation():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
-    made = {"index.md", "benchmarks.md", "examples.md", "api.md", "contributing.md", "changes.md"}
+    made = {
+        "index.md",
+        "benchmarks.md",
+        "examples.md",
+        "api.md",
+        "contributing.md",
+        "changes.md",
+        "security.md",
+    }
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(set(listed)) and set(listed) | {"index.md"} == pages | made
 
