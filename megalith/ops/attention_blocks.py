@@ -192,6 +192,8 @@ def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
         return False
     if block.documents is not None and block.ahead:  # it counts a window from where a document ends in either
         return False
+    if block.ahead >= key.shape[2] and query.shape[2] > key.shape[2]:
+        return False  # it cuts `ahead` to the number of keys, which then closes some to the first queries
     square = block.causal and block.window is None  # what it asks of all others: as many keys as queries
     return can_use_flash_attention(_parameters(query, key, value, replace(block, causal=square)))
 

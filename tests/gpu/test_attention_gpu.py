@@ -198,18 +198,33 @@ def test_documents_across_two_pieces_of_a_sequence_are_those_of_the_mask(causal,
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("ahead", [0, 1, 70, 199])
-def test_a_window_between_two_chunks_is_that_of_the_mask(ahead, dtype):
+@pytest.mark.parametrize(
+    ("ahead", "queries"), [(0, 100), (1, 101), (70, 160), (100, 100), (199, 100), (150, 60)]
+)
+def test_a_window_between_two_chunks_is_that_of_the_mask(ahead, queries, dtype):
     """A ring's block: the last query stands so many places behind the last key."""
-    query, key, value, grad = (x.detach().transpose(1, 2)[:, :, :160] for x in inputs((16, 4, 128), dtype))
+    query, key, value, grad = (x.detach().transpose(1, 2) for x in inputs((16, 4, 128), dtype))
     key, value = key[:, :, :100], value[:, :, :100]
-    query, grad = (x[:, :, : min(160, 100 + ahead)] for x in (query, grad))
-    queries, window = query.shape[2], 200
+    query, grad, window = query[:, :, :queries], grad[:, :, :queries], 200
     places = torch.arange(100 + ahead, device="cuda")
     distance = places[-queries:, None] - places[:100]
     mask = ((distance >= 0) & (distance < window))[None, None]
     block = Block(window=window, ahead=ahead, scale=128**-0.5)
     assert_flash_is_the_mask(block, Block(mask=mask, scale=128**-0.5), query, key, value, grad)
+
+
+def test_flash_gets_no_window_of_more_queries_than_keys_that_all_stand_behind_these():
+    """It cuts how far they stand ahead to the number of keys, and then the first queries do not see the last keys."""
+    query, key, value, _ = (x.detach().transpose(1, 2) for x in inputs((16, 4, 128), torch.bfloat16))
+    query, key, value = query[:, :, :160], key[:, :, :100], value[:, :, :100]
+    found = kernels(lambda: block_forward(query, key, value, Block(window=200, ahead=199)))
+    assert not any("flash_fwd" in name for name in found), "\n".join(found)
+    distance = torch.arange(139, 299, device="cuda")[:, None] - torch.arange(100, device="cuda")
+    masked = Block(mask=(distance < 200)[None, None])
+    out, expected = (
+        block_forward(query, key, value, block)[0] for block in (Block(window=200, ahead=199), masked)
+    )
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("where", WHERE)

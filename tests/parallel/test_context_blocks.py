@@ -7,6 +7,7 @@ from megalith.ops import attention_blocks
 from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
 from megalith.ops.documents import ends_within
 from megalith.parallel.context import ring
+from megalith.parallel.context.zigzag import KeyBlock
 
 BATCH, HEADS, SEQ = 2, 4, 96
 WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -106,7 +107,7 @@ class SameKeys(ring._Route):
     def shards(self):
         yield self.own_shard
         for _ in range(1, self.size):
-            yield ring._KeyBlock(self.pair, self.own_shard.places)
+            yield KeyBlock(self.pair, self.own_shard.places)
 
     def send(self, shard, grad):
         self.sum = grad + getattr(self, "sum", 0.0)
