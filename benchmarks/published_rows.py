@@ -70,7 +70,7 @@ ENDS = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pi
 OPTIM = dict(data_parallel_sharding_strategy="optim")
 LLAMA405, LLAMA70 = dict(preset="llama3-405b"), dict(preset="llama3-70b")
 META = dict(**ENDS, **OPTIM)
-BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+BALANCED = dict(moe_router_force_load_balancing=True)
 
 # fmt: off
 H100_ROWS = [  # The Llama 3 Herd of Models, table 4; Megatron-Bridge's table of 2026

@@ -11,7 +11,7 @@ _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
 _TINY = dict(preset="tiny-llama", vocab_size=1024, max_position_embeddings=256)  # for any machine
 _BERT = dict(preset="bert-large", **_NO_DROPOUT)
 _T5 = dict(preset="t5-3b", **_NO_DROPOUT)
-_BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+_BALANCED = dict(moe_router_force_load_balancing=True)
 _QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
 # 14 of its 27 layers, as many as two GPUs hold.
 _DEEPSEEK = dict(_BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)

@@ -148,10 +148,10 @@ class ModelConfig(HybridModel):
     moe_router_force_load_balancing: bool = False
     """Sends tokens to the experts in turn, whatever the scores: for benchmarks."""
 
-    moe_grouped_gemm: Annotated[bool, Decides.NOTHING, DEFAULT] = False
+    moe_grouped_gemm: Annotated[bool, Decides.NOTHING, DEFAULT] = True
     """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
-    moe_permute_fusion: Annotated[bool, Decides.NOTHING, DEFAULT] = False
+    moe_permute_fusion: Annotated[bool, Decides.NOTHING, DEFAULT] = True
     """Compiles what is around the experts' matmuls, activation and sum by token, into a kernel each, on GPUs."""
 
     @property

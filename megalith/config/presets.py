@@ -144,11 +144,10 @@ _OLMO2 = dict(
     max_position_embeddings=4096,
 )
 
-_EXPERTS = dict(_LLAMA, moe_grouped_gemm=True)
-_MIXTRAL = dict(_EXPERTS, moe_router_topk=2, moe_aux_loss_coeff=0.02)
-_QWEN3_MOE = dict({**_QWEN3, **_EXPERTS}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
+_MIXTRAL = dict(_LLAMA, moe_router_topk=2, moe_aux_loss_coeff=0.02)
+_QWEN3_MOE = dict({**_QWEN3, **_LLAMA}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
 _GPT_OSS = dict(
-    {**_EXPERTS, "swiglu": False},
+    {**_LLAMA, "swiglu": False},
     gated_linear_unit=True,
     activation="quick_gelu",
     activation_func_clamp_value=7.0,
@@ -173,14 +172,14 @@ _GPT_OSS = dict(
     moe_aux_loss_coeff=0.001,
 )
 _DEEPSEEK = dict(
-    _EXPERTS,
+    _LLAMA,
     layernorm_epsilon=1e-6,
     multi_latent_attention=True,
     moe_router_load_balancing_type="seq_aux_loss",
     moe_aux_loss_coeff=0.001,
 )
 _OLMOE = dict(
-    _EXPERTS,
+    _LLAMA,
     qk_layernorm=True,
     qk_layernorm_full_width=True,
     moe_router_topk=8,

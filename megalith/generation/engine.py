@@ -99,9 +99,10 @@ class Engine:
         a step as a CUDA graph: None: on a GPU."""
         self.device, self.dtype, self.tp = torch.device(device), dtype, tp
         on_gpu = self.device.type == "cuda"
-        self.config = config = model_config.model_copy(
-            update={"mtp_num_layers": None, "moe_grouped_gemm": on_gpu and dtype == torch.bfloat16}
-        )
+        grouped = on_gpu and dtype == torch.bfloat16
+        # Of a step's few rows nothing is to be fused.
+        experts = {"moe_grouped_gemm": grouped, "moe_permute_fusion": False}
+        self.config = config = model_config.model_copy(update={"mtp_num_layers": None, **experts})
         if config.model_type == "t5":
             raise ConfigError(
                 "model.model_type is t5, whose decoder answers another sequence, which an engine does not take: "

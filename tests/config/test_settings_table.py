@@ -82,9 +82,9 @@ SETTINGS = [
     ("model.num_experts",                              8, "model.num_experts", 8, None),
     ("model.moe_router_topk",                          4, "model.moe_router_topk", 4, 2),
     ("model.moe_aux_loss_coeff",                       0.01, "model.moe_aux_loss_coeff", 0.01, 0.0),
-    ("model.moe_grouped_gemm",                         True, "model.moe_grouped_gemm", True, False),
+    ("model.moe_grouped_gemm",                         False, "model.moe_grouped_gemm", False, True),
     ("model.expert_model_parallel_size",               2, "parallel.expert_model_parallel_size", 2, 1),
-    ("model.moe_permute_fusion",                       True, "model.moe_permute_fusion", True, False),
+    ("model.moe_permute_fusion",                       False, "model.moe_permute_fusion", False, True),
     # checkpoints and failures
     ("checkpoint.save",                                "runs/a", "train.output_dir", "runs/a", "output"),
     ("checkpoint.load",                                "runs/a", "checkpoint.load", "runs/a", None),

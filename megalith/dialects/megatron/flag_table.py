@@ -25,6 +25,7 @@ NO_CODE = "no code out of a model's folder is ever run"
 OVERLAP = (
     "communication overlaps with compute where it can, without being asked; gradients are summed in fp32"
 )
+PERMUTED = "what is around the experts' matmuls is fused without being asked"
 TP_OVERLAP = (
     "TP's communication needs no buffers of its own; parallel.tp_comm_overlap is another way, by ping-pong"
 )
@@ -146,7 +147,6 @@ FLAGS: dict[str, Flag] = {
     "--moe-pad-expert-input-to-capacity":    Sets("switch", "model.moe_pad_expert_input_to_capacity"),
     "--moe-router-force-load-balancing":     Sets("switch", "model.moe_router_force_load_balancing"),
     "--moe-grouped-gemm":                    Sets("switch", "model.moe_grouped_gemm"),
-    "--moe-permute-fusion":                  Sets("switch", "model.moe_permute_fusion"),
     # sets: parallel
     "--tensor-model-parallel-size":                       Sets("int", "parallel.tensor_model_parallel_size", default=1),
     "--pipeline-model-parallel-size":                     Sets("int", "parallel.pipeline_model_parallel_size", default=1),
@@ -594,6 +594,7 @@ FLAGS: dict[str, Flag] = {
     "--use-same-sampling-seed-across-dp-ranks":                       NoEffect("switch", INFERENCE),
     # no effect: overlap
     "--overlap-grad-reduce":                                 NoEffect("switch", OVERLAP),
+    "--moe-permute-fusion":                                  NoEffect("switch", PERMUTED),
     "--overlap-param-gather":                                NoEffect("switch", OVERLAP),
     "--overlap-moe-expert-parallel-comm":                    NoEffect("switch", OVERLAP),
     "--ddp-num-buckets":                                     NoEffect("int", OVERLAP),
