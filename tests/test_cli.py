@@ -298,7 +298,8 @@ def test_help_imports_neither_torch_nor_numpy_nor_the_configuration():
 
 
 @pytest.mark.skipif(
-    find_spec("triton") is not None, reason="kernels are registered where Triton is, by torch._dynamo"
+    find_spec("triton") is not None,
+    reason="where Triton is, torch.library.triton_op imports torch._dynamo for each operator that it registers",
 )
 def test_a_plan_waits_for_no_import_that_it_does_not_need():
     code = (

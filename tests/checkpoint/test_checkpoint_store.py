@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import sys
 
 import fsspec
 import pytest
@@ -81,11 +82,11 @@ def test_a_run_is_saved_kept_listed_and_loaded_as_in_a_folder(store, tiny_run, t
         checkpoint = open_checkpoint(path)
         assert checkpoint.folder == saved and tiny_run(seed=5).load(checkpoint).equals(run)
     assert [file.name for file in checkpoint.tokenizer_folder.iterdir()] == ["t.json"]
-    gc.collect()  # Python 3.13's contextlib leaves cycles
+    if sys.version_info >= (3, 13):  # its contextlib leaves cycles
+        gc.collect()
     assert len(list((tmp_path / "fetched").glob(f"{FETCHED}*"))) == 1  # the others are done with
     del checkpoint
-    gc.collect()
-    assert not list((tmp_path / "fetched").iterdir())
+    assert not list((tmp_path / "fetched").glob(f"{FETCHED}*"))
     assert open_checkpoint("memory://bucket/other") is None
     with pytest.raises(
         CheckpointError, match=r"no checkpoint memory://.*step_00000001; .* has the steps 2, 3"

@@ -39,7 +39,8 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
 
 
 @pytest.mark.skipif(
-    find_spec("triton") is not None, reason="kernels are registered where Triton is, by torch._dynamo"
+    find_spec("triton") is not None,
+    reason="where Triton is, torch.library.triton_op imports torch._dynamo for each operator that it registers",
 )
 @pytest.mark.processes
 def test_importing_the_trainer_imports_no_compiler():
