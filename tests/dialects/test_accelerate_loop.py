@@ -2,6 +2,7 @@
 
 import copy
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,10 @@ from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-from megalith.cli.main import main
 from megalith.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate" / "train.py"
+MERGES = EXAMPLE.with_name("merge_megatron_checkpoint.py")
 
 
 def padded(side):
@@ -292,14 +293,15 @@ def together(wanted, folder, cases):
     assert losses[-1] < losses[0] - 0.5, losses
 
 
-def test_two_processes(pool, tmp_path):
+def test_two_processes(pool, tmp_path, monkeypatch):
     """One job: importing transformers takes a rank as long as five cases."""
     wanted = reference("llama", steps=2 * STEPS)
     pool.run(together, wanted, tmp_path, cases_of(2, every=False), size=2)
-    assert (
-        main(["checkpoint", "merge", "--hf", str(tmp_path / "state"), str(tmp_path / "pytorch_model.bin")])
-        == 0
-    )
+    words = ["--checkpoint-dir", str(tmp_path / "state"), "--output", str(tmp_path / "pytorch_model.bin")]
+    monkeypatch.setattr(sys, "argv", [str(MERGES), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(MERGES), run_name="__main__")
+    assert not ended.value.code
     wanted = reference("llama", data=samples(2 * STEPS * BATCH))[1]
     merged = type(model_of("llama")).from_pretrained(tmp_path)  # by its config.json
     check(([], merged.state_dict()), ([], wanted))
