@@ -41,7 +41,8 @@ DROPPED = 1.5  # the same with attention dropout
 BIASED = 4  # the same with learned relative positions, whose kernel takes a bias (docs/performance.md)
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
-EXPERTS = 0.85  # of a dense GEMM's rate
+EXPERTS = 0.62  # of a dense GEMM's rate, the grouped GEMM
+EVEN = 0.85  # the same of experts that are all known to have as many rows, a batched matmul
 OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # of a layer on the host, both passes
 GATHERING, REDUCING = 12, 13  # bytes a parameter of FSDP2: casts and copies of an all-gather, of a reduction
 SUMMING = 10  # bytes a parameter that a micro-batch's gradients are added by
@@ -213,7 +214,8 @@ class Passes:
                 tokens = int(tokens / share_of_tokens(self.config, number))
             if experts:
                 etp = self.parallel.expert_tensor_parallel_size
-                tokens, rate = self.tokens * self.model.moe_router_topk * etp // self.tensor, factor * EXPERTS
+                tokens = self.tokens * self.model.moe_router_topk * etp // self.tensor
+                rate = factor * self._rate_of_experts()
             one = self.rates.matmul(tokens, columns, rows, dtype, rate)
             there["GEMMs"] += one
             back["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
@@ -228,8 +230,13 @@ class Passes:
 
     def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
         if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
-            return "bf16", EXPERTS if experts else 1.0
+            return "bf16", self._rate_of_experts() if experts else 1.0
         return dtype, rate
+
+    def _rate_of_experts(self) -> float:
+        model = self.model
+        even = model.moe_router_force_load_balancing or model.moe_pad_expert_input_to_capacity
+        return EVEN if even and not is_static(model, self.parallel) else EXPERTS
 
     def _casts(
         self,
@@ -351,10 +358,17 @@ class Passes:
         """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition."""
         here = self.meta.in_layers([number])
         own = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
+        cast = (4 + self.width) * (self.width != 4) / self.streams
+        if not self.fsdp or self._experts_whole():
+            once = self.config.train.moe_cache_weights is True
+            there["elementwise"] += cast * here["experts"] / (self.micro_batches if once else 1)
+            if not once:
+                for work in (back, again):
+                    work["elementwise"] += cast * here["experts"]
         if not self.fsdp:
-            cast = (4 + self.width) * own * (self.width != 4) / self.streams
-            there["elementwise"] += cast
-            again["elementwise"] += cast
+            dense = cast * (own - here["experts"])
+            there["elementwise"] += dense
+            again["elementwise"] += dense
             back["elementwise"] += (0 if self.frozen else SUMMING) * own / self.streams
         else:
             self._sharded(own, there, back)
