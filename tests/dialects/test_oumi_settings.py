@@ -411,6 +411,21 @@ def test_params_divide_and_refuse_as_the_document_says(written):
     assert translate_oumi(tree, 16).tree == asked(written()).tree
 
 
+def test_what_a_file_says_counts_in_python_though_it_is_the_default(written):
+    """sampling_config's defaults are others than grpo's."""
+
+    def in_python(word):
+        return translate_oumi(oumi_params.TrainingConfig.from_yaml(written(), [word]).to_tree(), 16)
+
+    long = in_python("--megatron.sampling_config.max_tokens=512").tree
+    assert long == asked(written(), "--megatron.sampling_config.max_tokens=512").tree
+    assert long["rl"]["max_completion_length"] == 512 != asked(written()).tree["rl"]["max_completion_length"]
+    for word in ("--megatron.sampling_config.top_p=0.9", "--megatron.sampling_config.temperature=0.7"):
+        with pytest.raises(ConfigError) as raised:
+            in_python(word)
+        assert str(raised.value) == refusal(written(), word)
+
+
 EXAMPLES = {  # file: GPUs, the device that it is for, whether it fits
     "llama70b_16gpu": (16, "A100", False),
     "llama70b_16gpu_80gb": (16, "A100", True),

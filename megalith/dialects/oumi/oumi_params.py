@@ -1,7 +1,8 @@
 """Oumi's parameters in Python: MegatronParams and its sections, GrpoParams, and a TrainingConfig of all.
 
 What is left at its default is as a key that is not in the YAML, so that a default of one place never contradicts a
-value of another. The defaults are those of the table of keys; a test compares them.
+value of another; what a file says counts, though it be the default. The defaults are those of the table of keys; a test
+compares them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from megalith.dialects.oumi.oumi_settings import read_configuration
 from megalith.errors import ConfigError
 
 
+class OumiSection:
+    """A section of a configuration."""
+
+    written: frozenset[str] = frozenset()
+    """The keys of it that a file has."""
+
+
 @dataclass
-class MegatronDDPConfig:
+class MegatronDDPConfig(OumiSection):
     """megatron.ddp_config."""
 
     grad_reduce_in_fp32: bool = True
@@ -29,7 +37,7 @@ class MegatronDDPConfig:
 
 
 @dataclass
-class MegatronOptimizerConfig:
+class MegatronOptimizerConfig(OumiSection):
     """megatron.optimizer_config."""
 
     optimizer_cpu_offload: bool = False
@@ -39,7 +47,7 @@ class MegatronOptimizerConfig:
 
 
 @dataclass
-class MegatronTransformerConfig:
+class MegatronTransformerConfig(OumiSection):
     """megatron.transformer_config: what is recomputed."""
 
     recompute_granularity: str | None = None
@@ -49,7 +57,7 @@ class MegatronTransformerConfig:
 
 
 @dataclass
-class MegatronCheckpointConfig:
+class MegatronCheckpointConfig(OumiSection):
     """megatron.checkpoint_config."""
 
     use_async_checkpoint: bool = False
@@ -58,7 +66,7 @@ class MegatronCheckpointConfig:
 
 
 @dataclass
-class MegatronSamplingConfig:
+class MegatronSamplingConfig(OumiSection):
     """megatron.sampling_config. Defaults are the branch's; a value counts where it is another."""
 
     temperature: float = 0.7
@@ -69,7 +77,7 @@ class MegatronSamplingConfig:
 
 
 @dataclass
-class MegatronGRPOConfig:
+class MegatronGRPOConfig(OumiSection):
     """megatron.grpo_config: the objective."""
 
     kl_beta: float = 0.001
@@ -81,7 +89,7 @@ class MegatronGRPOConfig:
 
 
 @dataclass
-class MegatronParams:
+class MegatronParams(OumiSection):
     """The section megatron: how the model is laid out, trained and sampled from."""
 
     tensor_model_parallel_size: int = 1
@@ -172,7 +180,7 @@ class MegatronParams:
 
 
 @dataclass
-class GrpoParams:
+class GrpoParams(OumiSection):
     """The section grpo, or training.grpo: groups, sampling and the clip."""
 
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -191,7 +199,7 @@ class GrpoParams:
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(OumiSection):
     """A whole configuration. `model`, `data`, `training`, `peft`, `fsdp` and `deepspeed` are dicts of Oumi's keys."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -214,10 +222,12 @@ class TrainingConfig:
         for name, kind in (("megatron", MegatronParams), ("grpo", GrpoParams)):
             if name in made:
                 made[name] = _built(kind, made[name], name)
-        return cls(**made)
+        config = cls(**made)
+        config.written = frozenset(made)
+        return config
 
     def to_tree(self) -> dict[str, Any]:
-        """What is not left at its default, as sections."""
+        """What is not left at its default, or stands in the file, as sections."""
         return tree_of(self)
 
 
@@ -239,7 +249,9 @@ def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
         name: _built(KINDS[name], value or {}, f"{where}.{name}") if name in KINDS else value
         for name, value in values.items()
     }
-    return kind(**inner)
+    section = kind(**inner)
+    section.written = frozenset(inner)
+    return section
 
 
 def tree_of(config: Any) -> dict[str, Any]:
@@ -256,7 +268,7 @@ def tree_of(config: Any) -> dict[str, Any]:
     for one in fields(config):
         value = getattr(config, one.name)
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if value != default:
+        if value != default or one.name in getattr(config, "written", ()):
             found[one.name] = _plain(value)
     return {name: value for name, value in found.items() if value not in ({}, None)}
 
