@@ -261,12 +261,8 @@ def with_static_dispatch(
     reads = not has_grouped_kernel(model, parallel, config.train.precision)
     if not machine.memory or reads or sends_more or not is_static(model, on.parallel):
         return off, []
-    expected = fullest(on, world_size, meta)
-    if expected > USABLE * machine.memory:
-        return off, []
-    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {machine.memory / 1e9:.1f}"
-    why = f"{met:.1f} of {size} ranks have experts of a token, {figures}"
-    return on, [f"chosen by auto, of parallel: moe_static_dispatch true ({why})"]
+    why = f"{met:.1f} of {size} ranks have experts of a token, "
+    return _where_it_fits(on, off, "parallel.moe_static_dispatch", world_size, machine.memory, meta, why)
 
 
 def with_cached_weights(
@@ -282,11 +278,7 @@ def with_cached_weights(
     again = parallel.recompute_granularity is not None or parallel.overlaps
     if not memory or not casts_weights_once(on) or (passes == 1 and not again):
         return off, []
-    expected = fullest(on, world_size, meta)
-    if expected > USABLE * memory:
-        return off, []
-    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return on, [f"chosen by auto, of train: fp8_cache_weights true ({figures})"]
+    return _where_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta)
 
 
 def with_cached_experts(
@@ -302,11 +294,25 @@ def with_cached_experts(
         return off, []
     if gathered and expert_data_parallel_size(parallel, world_size) > 1:
         return off, []
+    return _where_it_fits(on, off, "train.moe_cache_weights", world_size, memory, meta)
+
+
+def _where_it_fits(
+    on: RunConfig,
+    off: RunConfig,
+    setting: str,
+    world_size: int,
+    memory: int,
+    meta: MetaModel | None,
+    why: str = "",
+) -> tuple[RunConfig, list[str]]:
+    """`on` and a line that says so, where that is expected to fit into `memory`; else `off`."""
     expected = fullest(on, world_size, meta)
     if expected > USABLE * memory:
         return off, []
-    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return on, [f"chosen by auto, of train: moe_cache_weights true ({figures})"]
+    section, _, name = setting.partition(".")
+    figures = f"{why}{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return on, [f"chosen by auto, of {section}: {name} true ({figures})"]
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
