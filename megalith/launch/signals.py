@@ -16,6 +16,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -39,6 +41,19 @@ class StopSignals:
         self._announces, self._saves = announces, saves
         self._came: dict[int, float] = {}  # when each signal came first
         self._obeyed: float | None = None
+        self._meeting = False
+
+    @contextmanager
+    def while_meeting(self) -> Iterator[None]:
+        """In it, while the processes of the run find each other, a signal ends this one at once: those that it waits
+        for may never come, and there is no step yet whose end could be the run's."""
+        self._meeting = True
+        if self.asked is not None:
+            self._leave(self.asked)
+        try:
+            yield
+        finally:
+            self._meeting = False
 
     def obey(self) -> None:
         """To be called by the loop when it has seen that it is to end: what comes from now on is another wish."""
@@ -72,7 +87,14 @@ class StopSignals:
             if byte[0] in self._handlers:
                 self._take(signal.Signals(byte[0]))
 
+    def _leave(self, number: signal.Signals) -> None:
+        print(f"error: {number.name} before the processes of the run had found each other", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + number)
+
     def _take(self, number: signal.Signals) -> None:
+        if self._meeting:
+            self._leave(number)
         now = time.monotonic()
         is_new = number not in self._came
         first = self._came.setdefault(number, now)

@@ -83,7 +83,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         claimed(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
         failures_kept(output, attempt, process.rank),
     ):
-        init_distributed(device, longer(timeout))
+        with signals.while_meeting() if process.world_size > 1 else nullcontext():
+            init_distributed(device, longer(timeout))
         machine = machine_of(config, device)
         config, chosen = with_auto(config, process.world_size, machine)
         notes += chosen + overlap_notes(config, compiles(config, device))

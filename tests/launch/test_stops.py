@@ -111,6 +111,16 @@ def test_a_second_sigusr1_or_sighup_changes_nothing(take, number, capsys):
     assert capsys.readouterr().err.count("stopping after this step") == 1
 
 
+def test_a_signal_while_the_processes_find_each_other_ends_this_one_for_no_step_may_ever_come(take, capsys):
+    came = StopSignals()
+    with pytest.raises(Left, match="143"), came.while_meeting():
+        take(came, signal.SIGTERM)
+    assert "before the processes of the run had found each other" in capsys.readouterr().err
+    take(came, signal.SIGTERM)  # they have: it is the first wish of a run that trains
+    with pytest.raises(Left, match="143"), came.while_meeting():
+        raise AssertionError("what was asked before counts too")
+
+
 def test_only_the_first_rank_announces(take, capsys):
     take(StopSignals(announces=False), signal.SIGTERM)
     assert capsys.readouterr().err == ""
