@@ -100,7 +100,7 @@ class Engine:
         self.device, self.dtype, self.tp = torch.device(device), dtype, tp
         on_gpu = self.device.type == "cuda"
         grouped = on_gpu and dtype == torch.bfloat16
-        # Of a step's few rows nothing is to be fused.
+        # A step has few rows: no kernels are compiled for what is around their matmuls.
         experts = {"moe_grouped_gemm": grouped, "moe_permute_fusion": False}
         self.config = config = model_config.model_copy(update={"mtp_num_layers": None, **experts})
         if config.model_type == "t5":

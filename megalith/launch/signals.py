@@ -23,6 +23,7 @@ from types import TracebackType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 URGENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these is obeyed at once
 NO_SIGNAL = b"\0"
+MEETING = "before the processes of the run had found each other"
 ONE_WISH = 1.0  # seconds in which the same signal counts once: a launcher and its scheduler may both send it
 
 
@@ -49,7 +50,7 @@ class StopSignals:
         for may never come, and there is no step yet whose end could be the run's."""
         self._meeting = True
         if self.asked is not None:
-            self._leave(self.asked)
+            _leave(self.asked, f"{self.asked.name} {MEETING}")
         try:
             yield
         finally:
@@ -87,14 +88,9 @@ class StopSignals:
             if byte[0] in self._handlers:
                 self._take(signal.Signals(byte[0]))
 
-    def _leave(self, number: signal.Signals) -> None:
-        print(f"error: {number.name} before the processes of the run had found each other", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(128 + number)
-
     def _take(self, number: signal.Signals) -> None:
         if self._meeting:
-            self._leave(number)
+            _leave(number, f"{number.name} {MEETING}")
         now = time.monotonic()
         is_new = number not in self._came
         first = self._came.setdefault(number, now)
@@ -107,13 +103,16 @@ class StopSignals:
                 flush=True,
             )
         if number in URGENT and now - first > ONE_WISH and self._knows_of(number, first):
-            print(f"error: a second {number.name}: leaving at once, without a checkpoint", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(128 + number)
+            _leave(number, f"a second {number.name}: leaving at once, without a checkpoint")
 
     def _knows_of(self, number: signal.Signals, first: float) -> bool:
         """Whether who sends a signal again has reason to: the loop acts on it, or it was a user's, who was asked to."""
         return number is signal.SIGINT or (self._obeyed is not None and first <= self._obeyed)
+
+
+def _leave(number: signal.Signals, why: str) -> None:
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def _note(number: int, frame: object) -> None:

@@ -290,7 +290,8 @@ def with_cached_experts(
         return config, []
     on, off = (config.with_settings({"train.moe_cache_weights": value}) for value in (True, False))
     gathered = parallel.data_parallel_sharding_strategy != "no_shard"
-    if not memory or config.model.num_experts is None or train.precision == "fp32":
+    stored = train.precision == "bf16" and config.lora.rank is not None  # frozen, in what matmuls take
+    if not memory or config.model.num_experts is None or train.precision == "fp32" or stored:
         return off, []
     if gathered and expert_data_parallel_size(parallel, world_size) > 1:
         return off, []

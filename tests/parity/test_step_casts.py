@@ -77,6 +77,7 @@ def test_auto_casts_experts_once_where_memory_suffices_and_fsdp_gathers_none():
         ({}, 1, 10**5, False),
         ({}, 1, 0, False),
         ({"train.precision": "fp32"}, 1, 80 * 10**9, False),
+        ({"lora.rank": 4}, 1, 80 * 10**9, False),
         (sharded, 2, 80 * 10**9, False),
         (sharded | {"parallel.expert_model_parallel_size": 2}, 2, 80 * 10**9, True),
     ):
