@@ -161,15 +161,15 @@ class Section(BaseModel):
         """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
         lacks = (
             (name, next((n for n in needs if not n.met(self, whole)), None))
-            for name, needs in _conditions(type(self))
+            for name, _, needs in _conditions(type(self))
         )
         return {name: need for name, need in lacks if need is not None}
 
     def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
         """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
-        for name, needs in _conditions(type(self)):
+        for name, default, needs in _conditions(type(self)):
             value = getattr(self, name)
-            if value == type(self).model_fields[name].default:
+            if value == default:
                 continue
             need = next((each for each in needs if not each.met(self, whole)), None)
             if need is not None and need.strict:
@@ -198,9 +198,10 @@ class Section(BaseModel):
 
 
 @functools.cache
-def _conditions(section: type[Section]) -> list[tuple[str, list[Needs]]]:
-    """The fields that need something, with what: the search of a plan asks thousands of times."""
-    return [(name, needs) for name in section.model_fields if (needs := section.needed(name))]
+def _conditions(section: type[Section]) -> list[tuple[str, Any, list[Needs]]]:
+    """The fields that need something, with default and needs: the search of a plan asks thousands of times."""
+    fields = section.model_fields.items()
+    return [(name, field.default, needs) for name, field in fields if (needs := section.needed(name))]
 
 
 @functools.cache

@@ -28,6 +28,11 @@ CLEAN = {  # what a search decides
         "tp_comm_overlap": "auto", "fsdp_unsharded_layers": "auto", "symmetric_memory_groups": "auto",
     }.items()
 }  # fmt: skip
+# Whose `auto` hangs on a device's memory (planner/layout.py).
+BY_MEMORY = (
+    PARALLEL + "recompute_saves_attention", "runtime.activation_memory_budget", PARALLEL + "moe_static_dispatch",
+    PARALLEL + "fsdp_unsharded_layers", "train.fp8_cache_weights", "train.moe_cache_weights",
+)  # fmt: skip
 # From the cheapest on.
 NO_GEMM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]}
 SHARDS = {"save_gathered_inputs": False}  # under SP

@@ -106,10 +106,13 @@ class MetaModel:
 
     def in_layers(self, numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
         """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
+        key = tuple(numbers)
+        return self.once(("layers", key, matrices), partial(self._in_layers, key, matrices))
+
+    def _in_layers(self, numbers: tuple[int, ...], matrices: bool) -> Counter[str]:
         total: Counter[str] = Counter()
         for number, times in self.kinds(numbers).items():
-            count = partial(self._count, self.layer(number), matrices)
-            one = self.once(("layer", number, matrices), count)
+            one = self.once(("layer", number, matrices), partial(self._count, self.layer(number), matrices))
             total.update({part: times * size for part, size in one.items()})
         return total
 
@@ -127,14 +130,15 @@ class MetaModel:
         last = (
             self.config.encoder_layers - 1
         )  # behind it stands a norm, and each stage has relative positions
-        ends = [chunk for chunk in chunks if chunk.embedding or chunk.head or last >= 0]
-
-        def count() -> Counter[str]:
-            kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
-            return sum(map(self._count, kept), Counter())
-
+        ends = tuple(chunk for chunk in chunks if chunk.embedding or chunk.head or last >= 0)
+        if not ends:
+            return Counter()
         held = tuple((chunk.embedding, chunk.head, last in chunk.layers) for chunk in ends)
-        return self.once(held, count)
+        return self.once(held, partial(self._outside, ends))
+
+    def _outside(self, ends: tuple[Stage, ...]) -> Counter[str]:
+        kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
+        return sum(map(self._count, kept), Counter())
 
     @property
     def output_matrix(self) -> int:

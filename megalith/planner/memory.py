@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -80,7 +80,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part.name) for part in fields(self))
+        state = self.weights + self.compute_copy + self.gradients + self.optimizer
+        return state + self.activations + self.loss
 
 
 class StageMemory:

@@ -9,7 +9,7 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.parallel.pipeline.stages import virtual_size
-from megalith.planner.candidates import CLEAN
+from megalith.planner.candidates import CLEAN, PARALLEL
 from megalith.planner.counts import Throughput
 from megalith.planner.memory import MemoryEstimate
 from megalith.planner.rates import Rates
@@ -61,10 +61,12 @@ class PlannedLayout:
             found.append(f"recomputed: {modules}")
         if not parallel.save_gathered_inputs:
             found.append("gathered again")
+        if PARALLEL + "fsdp_unsharded_layers" in self.settings:
+            number = parallel.fsdp_unsharded_layers
+            found.append("1 layer stays gathered" if number == 1 else f"{number} layers stay gathered")
         if self.config.optim.reduces_moments:
-            found.append(
-                f"moments in {self.config.optim.exp_avg_dtype} and {self.config.optim.exp_avg_sq_dtype}"
-            )
+            dtypes = {self.config.optim.exp_avg_dtype: 1, self.config.optim.exp_avg_sq_dtype: 2}
+            found.append(f"moments in {' and '.join(dtypes)}")
         if self.config.optim.optimizer_cpu_offload:
             found.append("optimizer state on the host")
         return ", ".join(found)

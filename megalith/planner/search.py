@@ -10,7 +10,9 @@ best few are laid out in full and their pipelines simulated, with stages as uneq
 from __future__ import annotations
 
 import heapq
+from bisect import bisect, bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
 from megalith.planner.candidates import (
+    BY_MEMORY,
     CLEAN,
     OFFLOADED,
     PARALLEL,
@@ -56,26 +59,28 @@ def plan(
     gpus_per_node: int = 8,
     top: int = 10,
     rates: Rates | None = None,
+    memory_gb: float | None = None,
     show_progress: bool = False,
 ) -> PlanAnswer:
     """The layouts of `config`'s job on `gpus` devices, the fastest first; its own layout is not looked at.
 
-    `device`: the driver's name or a short one like H100; None: the H200, whose rates were measured. Raises ConfigError
-    for a name that is not known, and where a model cannot be trained in any layout: with the trainer's own sentence.
+    `device`: the driver's name or a short one like H100; None: the H200, whose rates were measured. `memory_gb`: of a
+    device (10^9 bytes) that the job may take; None: what it has. Raises ConfigError for a name that is not known, and
+    where a model cannot be trained in any layout: with the trainer's own sentence.
     """
     if gpus < 1 or gpus_per_node < 1:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
     check_model(config.model)
     rates = rates or rates_of(device)
-    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
-    search = _Search(answer, show_progress)
+    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
+    search = _Search(answer, memory_gb is not None, show_progress)
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
     check_optimizer(config.optim)
-    search.run({})
+    search.run()
     adam, reduced = config.optim.optimizer in ("adamw", "adam"), config.optim.reduces_moments
     for smaller in [*(REDUCED if adam else []), *([] if reduced else [OFFLOADED])]:
         if not answer.fitting:
-            search.run(smaller)
+            search.run_again(smaller, top)
     if not answer.tried:
         least = least_batch(config, gpus, gpus_per_node)
         known = answer.refused and config.train.global_batch_size >= least
@@ -99,48 +104,86 @@ def _too_few(answer: PlanAnswer, least: int) -> str:
     )
 
 
-def usable_bytes(rates: Rates) -> float:
-    """Of a device, for what the estimate counts."""
+def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
+    """Of a device, for what the estimate counts; `memory_gb`: at most. Raises ConfigError for more than it has."""
     share, libraries = SPARE
-    return rates.wiring.memory * 1e9 * share - libraries
+    usable = rates.wiring.memory * 1e9 * share - libraries
+    if memory_gb is None:
+        return usable
+    if memory_gb * 1e9 > usable:
+        raise ConfigError(
+            f"--memory-gb is {memory_gb:g}, and of the {rates.wiring.memory:g} GB of {rates.device} a job has "
+            f"{usable / 1e9:.1f}; give less, or leave it out"
+        )
+    return memory_gb * 1e9
 
 
-def planned(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8) -> PlannedLayout:
+def planned(
+    config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8, memory_gb: float | None = None
+) -> PlannedLayout:
     """The layout that `config` says, in full. Raises ConfigError where the trainer refuses it."""
     check_layout(config, gpus)
     check_optimizer(config.optim)
-    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
-    search = _Search(answer)
+    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
+    search = _Search(answer, memory_gb is not None)
     return search.laid_out(config, {})
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """What the trainer takes, before it is known what is recomputed."""
+
+    chosen: RunConfig
+    """With what is fastest for `auto`."""
+    assignment: Assignment
+    settings: dict[str, Any]
+    ways: list[dict[str, Any]]
+    """To recompute, from the cheapest on."""
+
+
 class _Search:
-    def __init__(self, answer: PlanAnswer, show_progress: bool = False):
+    def __init__(self, answer: PlanAnswer, limited: bool = False, show_progress: bool = False):
+        """`limited`: to less than the devices have, which the run itself would not know of."""
         self.answer, self.config, self.show_progress = answer, answer.config, show_progress
+        self.limited = limited
         self.world, self.rates = answer.gpus, answer.rates
         self.meta = MetaModel(self.config.model, self.config.lora)
         model, data, lora = self.config.model, self.config.data, self.config.lora
         self.flops = flops_per_token(model, data.seq_length, lora, data.decoder_length).causal
         self.machine = self.rates.machine(self.world, answer.gpus_per_node)
+        if limited:
+            self.machine = replace(self.machine, memory=int(answer.usable / USABLE))
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
+        self.without_state: list[tuple[float, _Candidate]] = []
+        """Those of which nothing has fitted, with the bytes that they take at least beside the optimizer's state."""
         self.tight = False
         self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
 
-    def run(self, more: Mapping[str, Any]) -> None:
-        """Tries every candidate, with these settings besides."""
+    def run(self) -> None:
+        """Tries every candidate."""
         every = list(candidates(self.config, self.world, self.answer.gpus_per_node))
         with Progress("plan", len(every), "candidates", show=self.show_progress) as progress:
-            for candidate in every:
-                gathers = candidate[PARALLEL + "sequence_parallel"]
-                ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
-                if (chosen := self._chosen(settings := candidate | more)) is not None:
-                    self._recompute(*chosen, settings, ways)
+            for settings in every:
+                if (candidate := self._candidate(settings)) is not None:
+                    self._recompute(candidate)
                 progress.add()
 
-    def _chosen(self, settings: dict[str, Any]) -> tuple[RunConfig, Assignment] | None:
-        """With what is fastest for `auto`, whatever is recomputed, and its layers by rank; None where the trainer
-        refuses it."""
+    def run_again(self, more: Mapping[str, Any], nearest: int) -> None:
+        """With these settings, which make the optimizer's state smaller: tries the candidates that would fit without
+        any, and so many of the others that come nearest."""
+        every = list(self.without_state)
+        sizes = sorted(least for least, _ in every)
+        most = max(sizes[: bisect(sizes, self.answer.usable) + nearest], default=0)
+        near = [candidate for least, candidate in every if least <= most]
+        optim = {path.partition(".")[2]: value for path, value in more.items()}
+        for each in near:
+            chosen = each.chosen.model_copy(update={"optim": each.chosen.optim.model_copy(update=optim)})
+            self._recompute(replace(each, chosen=chosen, settings=each.settings | more))
+        self.without_state = every
+
+    def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
+        """None where the trainer refuses it."""
         sections: dict[str, dict[str, Any]] = {}
         for path, value in settings.items():
             section, _, name = path.partition(".")
@@ -151,24 +194,22 @@ class _Search:
         }
         try:
             chosen, _ = with_fastest(self.clean.model_copy(update=given), self.machine)
-            return chosen, assign_layers(chosen.model, chosen.parallel)
+            assignment = assign_layers(chosen.model, chosen.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
             return None
+        gathers = settings[PARALLEL + "sequence_parallel"]
+        ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
+        return _Candidate(chosen, assignment, settings, ways)
 
-    def _recompute(
-        self,
-        chosen: RunConfig,
-        assignment: Assignment,
-        settings: dict[str, Any],
-        ways: list[dict[str, Any]],
-    ) -> None:
+    def _recompute(self, candidate: _Candidate) -> None:
         """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
         does not fit, the others need not be tried; after a layout of which none has fitted it comes first."""
-        *ways, full = ways
-        attempt = partial(self._try, chosen, assignment, settings)
-        layers = self.config.model.num_layers // chosen.parallel.pipeline_model_parallel_size
+        *ways, full = candidate.ways
+        attempt = partial(self._try, candidate)
+        layers = self.config.model.num_layers // candidate.chosen.parallel.pipeline_model_parallel_size
         ask, least = layers >= DEEP, None
+        first = len(self.too_large)
         if ask and self.tight:
             ask, least = False, attempt(full)
         for way in ways:
@@ -181,6 +222,9 @@ class _Search:
                 ask, least = False, attempt(full)
         least = least or attempt(full)
         self.tight = least is not None and not self._count(least)
+        tried = self.too_large[first:]
+        if tried and (least is None or self.tight):
+            self.without_state.append((min(map(_without_state, tried)), candidate))
 
     def _count(self, layout: PlannedLayout) -> bool:
         """Whether it fits."""
@@ -189,10 +233,9 @@ class _Search:
         (self.found if layout.fits else self.too_large).append(layout)
         return layout.fits
 
-    def _try(
-        self, chosen: RunConfig, assignment: Assignment, settings: dict[str, Any], way: dict[str, Any]
-    ) -> PlannedLayout | None:
+    def _try(self, candidate: _Candidate, way: dict[str, Any]) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
+        chosen, assignment = candidate.chosen, candidate.assignment
         try:
             parallel = chosen.parallel.model_copy(update=way)  # unchecked: the values are those of RECOMPUTED
             config = chosen.model_copy(update={"parallel": parallel})
@@ -204,7 +247,7 @@ class _Search:
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         config, memory = self._gathered(config, assignment, micro_batches)
-        settings = settings | {PARALLEL + name: value for name, value in way.items()}
+        settings = candidate.settings | {PARALLEL + name: value for name, value in way.items()}
         if max(each.total for each in memory) > self.answer.usable:
             return PlannedLayout(config, settings, self.world, memory)
         return self._timed(config, settings, memory, exact=False)
@@ -220,15 +263,25 @@ class _Search:
     def _gathered(
         self, config: RunConfig, assignment: Assignment, micro_batches: int
     ) -> tuple[RunConfig, list[MemoryEstimate]]:
-        """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
+        """With fsdp_unsharded_layers as the trainer chooses it."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
-        if auto and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
-            parallel = config.parallel.model_copy(update={"fsdp_unsharded_layers": config.model.num_layers})
-            every = config.model_copy(update={"parallel": parallel})
-            memory = self._memory(every, assignment, micro_batches)
-            if max(each.total for each in memory) <= USABLE * self.rates.wiring.memory * 1e9:
-                return every, memory
-        return config, self._memory(config, assignment, micro_batches)
+        if not auto or config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
+            return config, self._memory(config, assignment, micro_batches)
+
+        def keeping(number: int) -> tuple[RunConfig, list[MemoryEstimate]]:
+            parallel = config.parallel.model_copy(update={"fsdp_unsharded_layers": number})
+            kept = config.model_copy(update={"parallel": parallel})
+            return kept, self._memory(kept, assignment, micro_batches)
+
+        def expected(number: int) -> int:
+            return max(each.total for each in keeping(number)[1])
+
+        room = USABLE * self.machine.memory
+        none, most = keeping(0), max(len(chunk.layers) for chunks in assignment for chunk in chunks)
+        if max(each.total for each in none[1]) > room:
+            return none
+        number = most if expected(most) <= room else bisect_right(range(1, most), room, key=expected)
+        return keeping(number)
 
     def _memory(self, config: RunConfig, assignment: Assignment, micro_batches: int) -> list[MemoryEstimate]:
         """Of the ranks that may be the fullest: the first, which holds most, the second, the last with the head."""
@@ -258,7 +311,11 @@ class _Search:
     def laid_out(self, config: RunConfig, settings: dict[str, Any]) -> PlannedLayout:
         if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
+        asked = config
         config, _ = with_auto(config, self.world, self.machine, self.meta)
+        if self.limited and settings:
+            whole = self.rates.machine(self.world, self.answer.gpus_per_node)
+            settings = settings | _by_memory(with_auto(asked, self.world, whole, self.meta)[0], config)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)
@@ -276,8 +333,28 @@ class _Search:
         ]
 
 
+def _without_state(layout: PlannedLayout) -> int:
+    return max(each.total - each.optimizer for each in layout.memory)
+
+
+def _by_memory(whole: RunConfig, limited: RunConfig) -> dict[str, Any]:
+    """What was chosen otherwise than for a device's whole memory."""
+    found = {}
+    for path in BY_MEMORY:
+        section, _, name = path.partition(".")
+        value = getattr(getattr(limited, section), name)
+        if value != getattr(getattr(whole, section), name):
+            found[path] = value
+    return found
+
+
 def longest_sequence(
-    config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8, show_progress: bool = False
+    config: RunConfig,
+    gpus: int,
+    rates: Rates,
+    gpus_per_node: int = 8,
+    memory_gb: float | None = None,
+    show_progress: bool = False,
 ) -> PlanAnswer | None:
     """The answer for the longest sequence, a multiple of 1,024, of which some layout fits; the tokens of a step stay
     about as many. None where not even 1,024 tokens fit."""
@@ -293,7 +370,8 @@ def longest_sequence(
             "train.global_batch_size": batch,
         }
         try:
-            found = plan(config.with_settings(asked), gpus, rates=rates, gpus_per_node=gpus_per_node, top=1)
+            options = dict(rates=rates, gpus_per_node=gpus_per_node, memory_gb=memory_gb)
+            found = plan(config.with_settings(asked), gpus, top=1, **options)
         except ConfigError:
             return None
         finally:

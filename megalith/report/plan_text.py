@@ -48,13 +48,21 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     ]
     if not answer.best:
         return "\n".join([*parts, *map(paragraph, _nothing_fits(answer))])
-    parts += [best_table(answer, tokens, price), MFU_NOTE, "", layout_details(answer.best[0])]
+    parts += [best_table(answer, tokens, price), MFU_NOTE]
+    optim = answer.best[0].config.optim
+    if optim.reduces_moments and not config.optim.reduces_moments:
+        parts += [paragraph(MOMENTS_NOTE.format(optim.exp_avg_dtype))]
+    parts += ["", layout_details(answer.best[0])]
     if explain:
         parts += ["", *map(paragraph, explained(answer))]
     return "\n".join(parts)
 
 
 MFU_NOTE = "MFU by the causal convention (attention's matrix at half); memory of the fullest GPU, estimated."
+MOMENTS_NOTE = (
+    "note: nothing fits with the moments in fp32 on the GPUs. In {} they change the updates' numbers: see "
+    "optim.exp_avg_dtype"
+)
 
 
 def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) -> str:

@@ -189,6 +189,28 @@ def test_what_the_search_leaves_out_would_not_have_fitted(monkeypatch):
     assert found.too_large[0].settings == every.too_large[0].settings
 
 
+def test_what_is_planned_for_part_of_a_gpu_stays_within_it_where_nobody_says_so(tmp_path, capsys):
+    """Llama-3-8B on two GPUs in 98 GB, moments in bf16: beside TP2 the search has the layout that was measured
+    (RESULTS.md), norms and activation functions recomputed, most layers gathered."""
+    job = ["llama3-8b", "--gpus", "2", "--global-batch-size", "4"]
+    moments = ["--optim.exp_avg_dtype", "bf16", "--optim.exp_avg_sq_dtype", "bf16"]
+    assert main(["plan", *job, *moments, "--memory-gb", "98", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parts = [each["settings"].get("parallel", {}) for each in found["best"]]
+    (like,) = (n for n, each in enumerate(parts) if 20 < each.get("fsdp_unsharded_layers", 0) < 30
+               and each["recompute_modules"] == ["layernorm", "mlp_act"])  # fmt: skip
+    best = found["best"][like]
+    assert max(each["bytes"] for each in found["best"]) <= 98e9
+    tree = {"model": {"preset": "llama3-8b"}, "data": {"mock": True, "seq_length": 8192}, "optim": {"lr": 1e-4},
+            "train": {"train_iters": 1, "precision": "bf16", "global_batch_size": 4}}  # fmt: skip
+    for section, values in best["settings"].items():
+        tree.setdefault(section, {}).update(values)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert main(["plan", "show", str(file), *job[1:], *moments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == best["bytes"]
+
+
 def test_a_published_layout_fits_and_is_no_faster_than_the_best(llama):
     """Megatron-LM's layouts of Llama-3-8B on 8 H200."""
     config, answer = llama
@@ -221,6 +243,10 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
         (["plan", "gpt2-lage", "--gpus", "8"], "gpt2-large"),
         (["plan", "gpt2", "--gpus", "0"], "--gpus is 0; give a number above 0"),
         (["plan", "gpt2", "--gpus", "8", "--top", "0"], "--top is 0; give a number above 0"),
+        (
+            ["plan", "gpt2", "--gpus", "8", "--device", "H100", "--memory-gb", "85"],
+            "a job has 80.3; give less",
+        ),
         (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0; give a number above 0"),
         (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0; give a number of 0 or more"),
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
