@@ -7,8 +7,9 @@
 Each run is `megalith grpo` from the same fine-tuned policy on the sums of examples/grpo. In `split` a server of our own
 engine (engine_server.py) has the second GPU and the trainer the first, so only the order of their work differs between
 `--ahead` 0 and more; `colocated` has our engine beside the trainer on both GPUs. Seconds are medians of the steps after
-the first five, rewards means of ten steps. A line of JSON; the bar is one batch ahead at 1.25 × the steps on policy in
-the same split, with a mean reward of the last ten steps no more than 0.05 below.
+the first five, rewards means of ten steps. A line of JSON, and on standard error each run's as it ends; the bar is one
+batch ahead at 1.25 × the steps on policy in the same split, with a mean reward of the last ten steps no more than 0.05
+below.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,13 @@ def main() -> None:
         found["model"] = "arithmetic" if args.small else "arithmetic_100m"
         setup = Setup(args, (args.folder or Path(temporary)).absolute())
         setup.tune()
-        for ahead in args.ahead:
-            found["runs"][f"split, {ahead} ahead"] = setup.split(ahead)
+        runs: dict[str, Callable[[], dict[str, Any]]]
+        runs = {f"split, {ahead} ahead": partial(setup.split, ahead) for ahead in args.ahead}
         if args.least is None:
-            found["runs"]["colocated, on policy"] = setup.colocated()
+            runs["colocated, on policy"] = setup.colocated
+        for name, run in runs.items():
+            found["runs"][name] = run()
+            print(json.dumps({name: found["runs"][name]}), file=sys.stderr, flush=True)
     found |= compared(found["runs"])
     print(json.dumps(found | surroundings()), flush=True)
     if args.results:
