@@ -181,10 +181,15 @@ def try_extra(extra: str, wheel: Path, base: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("extras", nargs="*", choices=["none", *EXTRAS], default=["none", *EXTRAS])
+    parser.add_argument(
+        "extras", nargs="*", metavar="EXTRA", help=f"of none, {', '.join(EXTRAS)}; default all"
+    )
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--folder", type=Path, help="where the environments are made and left")
     options = parser.parse_args()
+    extras = options.extras or ["none", *EXTRAS]
+    if unknown := set(extras) - {"none", *EXTRAS}:  # which choices= would say of a list without a word too
+        parser.error(f"no extra: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).absolute()
         base = folder / "base"
@@ -197,7 +202,7 @@ def main() -> None:
         print(
             f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, what the repository has and nothing besides"
         )
-        for extra in options.extras:
+        for extra in extras:
             start = time.monotonic()
             try_extra(extra, wheel, base, folder / extra)
             shutil.rmtree(folder / extra)
