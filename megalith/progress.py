@@ -14,7 +14,7 @@ from typing import TextIO
 QUIET = 2.0  # seconds in which nothing is said
 REDRAWN = 0.1  # seconds between two states of the live line
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-BAR = 20  # columns
+BAR, SHORTEST = 20, 5  # columns
 NARROWEST = 20  # columns of a terminal with a live line
 BYTES = "bytes"
 
@@ -69,12 +69,14 @@ class Progress(AbstractContextManager):
         self._next = now + (LINE_INTERVAL if self._live is None else REDRAWN)
 
     def _drawn(self, figures: str):
-        """The live line: what does not fit is cut off at its end."""
+        """The live line: where it does not fit the bar is shorter, then gone, and then its end is cut off."""
         from rich.text import Text
 
         full, empty = "#-" if self._live.console.options.ascii_only else "━╌"
-        done = round(BAR * min(self.done / self._total, 1)) if self._total else 0
-        bar = [(done * full, "green"), ((BAR - done) * empty, "dim"), " "] if self._total else []
+        room = self._live.console.width - len(f"{self._title}  {figures}")
+        columns = min(BAR, room) if self._total and room >= SHORTEST else 0
+        done = round(columns * min(self.done / self._total, 1)) if columns else 0
+        bar = [(done * full, "green"), ((columns - done) * empty, "dim"), " "] if columns else []
         return Text.assemble(f"{self._title} ", *bar, figures, no_wrap=True, overflow="crop", end="")
 
     def _share(self) -> str:

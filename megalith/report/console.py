@@ -16,9 +16,10 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megalith import progress
@@ -241,8 +242,11 @@ class LiveConsole(TrainingConsole):
         super().__init__(total_steps, log_interval)
         self._refresh_seconds, self._refreshed = refresh_seconds, -math.inf
         # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
+        position = Column(no_wrap=True, min_width=len(f"step {total_steps}/{total_steps}"))  # never cut off
         self._progress = Progress(
-            TextColumn("[bold]{task.description} {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn(
+                "[bold]{task.description} {task.completed:.0f}/{task.total:.0f}", table_column=position
+            ),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[status]}"),
             console=console,
@@ -254,11 +258,12 @@ class LiveConsole(TrainingConsole):
         self._evaluation: TaskID | None = None
 
     def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
-        status = f"loss {_loss(metrics.loss)}  lr {metrics.lr:.2e}"
-        if metrics.tokens_per_second_per_device is not None:
-            status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
+        status = f"loss {_loss(metrics.loss)}"
         for name, value in figures.items():
             status += "" if value is None else f"  {name} {value:.4g}"
+        status += f"  lr {metrics.lr:.2e}"
+        if metrics.tokens_per_second_per_device is not None:
+            status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
         super().log_step(metrics, figures)
         self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
@@ -326,7 +331,9 @@ class LiveConsole(TrainingConsole):
         return Text(f"{step:>{len(str(self._total_steps))}}/{self._total_steps}")
 
     def _print(self, line: Text) -> None:
-        self._progress.console.print(line, soft_wrap=True)
+        """Broken between words, unless one is wider than the terminal: a path stays whole for who copies it."""
+        console = self._progress.console
+        console.print(line, soft_wrap=max(map(cell_len, line.plain.split()), default=0) > console.width)
 
     def __enter__(self) -> LiveConsole:
         self._progress.start()

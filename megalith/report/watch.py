@@ -43,8 +43,10 @@ COLUMNS = (
     "left",
     "wrote",
 )
-NARROW = ("run", "step", "loss", "", "reward", "left", "wrote")  # of a terminal below WIDE columns
-WIDE = 120
+NARROW = {  # of a terminal below so many columns
+    60: ("run", "step", "loss", "left"),
+    120: ("run", "step", "loss", "", "reward", "left", "wrote"),
+}
 
 
 def watch(
@@ -72,12 +74,9 @@ def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]
     """A row a run with the newest events below, and whether every run has made its last step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     looks = [Look(printable(name), folder) for name, folder in runs.items()]
+    fitting = next((headings for below, headings in NARROW.items() if width < below), COLUMNS)
     absent = () if any(look.has_rewards for look in looks) else ("reward",)
-    shown = [
-        n
-        for n, heading in enumerate(COLUMNS)
-        if (width >= WIDE or heading in NARROW) and heading not in absent
-    ]
+    shown = [n for n, heading in enumerate(COLUMNS) if heading in fitting and heading not in absent]
     for n in shown:
         table.add_column(COLUMNS[n], justify="left" if n == 0 else "right", no_wrap=n > 0, overflow="fold")
     for look in looks:

@@ -112,13 +112,24 @@ def _plain(text):
 
 def test_terminal_shows_a_live_line_for_each_step():
     text = _plain(_live(lambda console: [console.log_step(_step(step)) for step in range(1, 4)]))
-    assert re.search(r"step 3/500 ━+ ETA 0:03:38  loss 6\.1598  lr 6\.00e-05  74\.8k tok/s", text)
+    assert re.search(r"step 3/500 +━+ ETA 0:03:38  loss 6\.1598  lr 6\.00e-05  74\.8k tok/s", text)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_live_line_never_wraps(width):
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_live_line_never_wraps_and_keeps_step_and_eta(width):
     text = _plain(_live(lambda console: console.log_step(_step(499, loss=10.2918)), width=width))
-    assert all(len(part) <= width for part in re.split(r"[\r\n]", text))
+    states = re.split(r"[\r\n]", text)
+    assert all(len(state) <= width for state in states)
+    assert any("step 499/500" in state and "ETA 0:00:0" in state for state in states)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"), [(40, ["saved runs/a/checkpoints/step_00000012 in", "0.3 s"]), (20, None)]
+)
+def test_a_terminals_lines_break_between_words_and_leave_a_path_whole(width, lines):
+    note = "saved runs/a/checkpoints/step_00000012 in 0.3 s"
+    text = _plain(_live(lambda console: console.note(note), width=width + 1))
+    assert "\n".join(lines or [note]) in re.sub(r"[ \r]*\n", "\n", text)
 
 
 def test_terminal_keeps_one_line_an_interval_and_one_an_evaluation():
@@ -128,7 +139,9 @@ def test_terminal_keeps_one_line_an_interval_and_one_an_evaluation():
         console.log_evaluation(20, 2.0)
         console.note("saved runs/[a]/checkpoints/step_00000020")
 
-    kept = [line for line in _plain(_live(report)).splitlines() if "step " not in line and line.strip()]
+    kept = [
+        line for line in _plain(_live(report, width=120)).splitlines() if "step " not in line and line.strip()
+    ]
     first = (
         " 10/500  loss 6.1598  grad 1.09  lr 6.00e-05  74.8k tok/s  438 ms  368 TFLOP/s  MFU 37.1%  64.8 GB"
     )
@@ -155,7 +168,9 @@ def test_an_evaluation_has_a_bar_on_a_terminal_and_a_line_in_a_pipe():
 
 
 def test_terminal_shows_a_lost_loss():
-    text = _plain(_live(lambda console: console.log_step(_step(10, loss=math.nan, nan_iterations=1))))
+    text = _plain(
+        _live(lambda console: console.log_step(_step(10, loss=math.nan, nan_iterations=1)), width=120)
+    )
     assert "loss NaN" in text and "1 NaN" in text
 
 

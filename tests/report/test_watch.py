@@ -11,9 +11,9 @@ from megalith.report.page.charts import sparkline
 from megalith.report.watch import watch
 
 
-def shown(folders, **more) -> str:
+def shown(folders, width=160, **more) -> str:
     stream = io.StringIO()
-    watch(list(map(str, folders)), Console(file=stream, width=160, force_terminal=False), 1.0, **more)
+    watch(list(map(str, folders)), Console(file=stream, width=width, force_terminal=False), 1.0, **more)
     return stream.getvalue()
 
 
@@ -35,6 +35,11 @@ def test_a_row_has_the_newest_figures_and_the_time_left_by_the_last_steps(tmp_pa
     ):
         assert figure in row
     assert "far above" in shown([run], once=True)
+    narrow = shown([run], width=40, once=True)
+    assert (
+        all(figure in narrow for figure in ("run ", "60/3,660", "2.3983", "0:00:40"))
+        and "wrote" not in narrow
+    )
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
     assert "reward" not in shown([run], once=True)
 
