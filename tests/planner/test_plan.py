@@ -13,7 +13,6 @@ import megalith
 from benchmarks.measured_rows import OLD, ROWS, TOLD, TRADEOFFS, TWO_GPUS, WITH_CASTS
 from benchmarks.plan_accuracy import (
     ON_80_GB,
-    as_in_2021,
     as_megatron_core,
     expected,
     feasible,
@@ -129,25 +128,19 @@ def test_a_published_layout_of_80_gb_is_feasible(row):
     assert planned(row.config().with_settings(ON_80_GB), row.gpus, rates_of(row.device)).fits
 
 
-@pytest.fixture(scope="module")
-def decade() -> dict[str, float]:
-    return sc21()
-
-
-def test_a_decade_of_models_is_within_twenty_percent(decade):
-    assert decade == pytest.approx({row[0]: row[-1] for row in SC21}, rel=0.2)
-
-
-def test_with_the_attention_of_its_time_a_decade_of_models_comes_in_the_papers_order(decade):
-    """All but 7.5B, which the paper has in the fourth place and we in the second. Of ours the small ones come first,
-    since attention that is fused takes most from them."""
-    assert decade["1.7B"] > decade["310B"]
-    with as_in_2021():
-        found = sc21()
-    published = {row[0]: row[-1] for row in SC21 if row[0] != "7.5B"}
-    for slower, faster in itertools.permutations(published, 2):
-        if published[slower] < published[faster]:
-            assert found[slower] < found[faster], (slower, faster)
+def test_models_of_2021_as_they_were_run_then_are_within_twenty_percent_and_in_order():
+    """But for 7.5B, before which the paper has two more, and for 18.4B and 1.7B, 1.5 % apart in it. As Megalith makes a
+    step the small ones come first, since attention that is fused takes most from them."""
+    found, published = sc21(in_2021=True), {row[0]: row[-1] for row in SC21}
+    assert found == pytest.approx(published, rel=0.2)
+    wrong = {
+        (slower, faster)
+        for slower, faster in itertools.permutations(published, 2)
+        if published[slower] < published[faster] and found[slower] >= found[faster]
+    }
+    assert wrong <= {("18.4B", "1.7B"), ("39.1B", "7.5B"), ("76.1B", "7.5B")}
+    now = sc21(rows=[SC21[0], SC21[-3]])
+    assert now["1.7B"] > now["310B"]
 
 
 @pytest.mark.full
