@@ -35,6 +35,7 @@ from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import Layout, build_layout, with_auto
+from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import rates_of
 from megalith.remote import size_of
 from megalith.report.layout_text import layout_text, paragraph
@@ -141,6 +142,7 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     config, notes = opened(config, world_size)
     alone = Machine(min(gpus_per_node, world_size))
     machine = alone if device is None else rates_of(device).machine(world_size, gpus_per_node)
+    notes += micro_batch_notes(config, world_size, machine)
     config, chosen = with_auto(config, world_size, machine)
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)

@@ -29,6 +29,7 @@ from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout, with_auto
+from megalith.planner.micro_batches import micro_batch_notes
 from megalith.remote import StorePath
 from megalith.report.console import megatron_evaluation_line
 from megalith.report.measured_step import StartClock
@@ -86,6 +87,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         with signals.while_meeting() if process.world_size > 1 else nullcontext():
             init_distributed(device, longer(timeout))
         machine = machine_of(config, device)
+        if process.is_first and task is None:
+            notes += micro_batch_notes(config, process.world_size, machine)
         config, chosen = with_auto(config, process.world_size, machine)
         notes += chosen + overlap_notes(config, compiles(config, device))
         mesh = build_mesh(

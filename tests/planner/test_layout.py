@@ -16,6 +16,7 @@ from megalith.planner.layout import (
     with_static_dispatch,
     with_unsharded_layers,
 )
+from megalith.planner.micro_batches import micro_batch_notes
 from megalith.report.layout_text import layout_text
 
 FIELD = "parallel.fsdp_unsharded_layers"
@@ -205,6 +206,7 @@ def test_auto_lowers_the_budget_of_activations_where_a_compiled_run_would_not_fi
     assert chosen(short, {field: 1.0}) == 1 and chosen(10**13, {field: 0.65}) == 0.65
 
 
+LENGTHS = ["train.precision=bf16", "data.mock=true", "data.seq_length=8192", "train.global_batch_size=4"]
 QWEN3 = [
     "model.preset=qwen3-30b-a3b", "model.num_layers=8", "model.moe_grouped_gemm=true", "model.moe_permute_fusion=true",
     "train.precision=bf16",
@@ -239,6 +241,23 @@ def test_auto_dispatches_in_static_buffers_where_that_sends_few_more_tokens_and_
     assert (
         sent[1] == sent[0] * 4 // 8
     )  # the estimate of exact sizes counts a row for each of a token's 8 experts
+
+
+def test_larger_micro_batch_that_fits_is_named():
+    def named(memory: int, **settings) -> str:
+        sections = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
+        sharded = "parallel.data_parallel_sharding_strategy=optim_grads_params"
+        config = RunConfig.load(None, ["model.preset=llama3-8b", *LENGTHS, sharded, *sections])
+        return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory)))[:27]
+
+    h200, h100 = 150_754_000_000, 85_521_000_000
+    assert named(h200) == "train.micro_batch_size 2 is"
+    assert named(h200, train__global_batch_size=16) == "train.micro_batch_size 2 is"  # 4 would not fit
+    assert (
+        named(10**12, train__global_batch_size=16) == "train.micro_batch_size 4 is"
+    )  # 8 are enough tokens alone
+    assert not named(h100) and not named(0) and not named(h200, train__micro_batch_size=2)
+    assert not named(10**12, parallel__pipeline_model_parallel_size=2)
 
 
 def test_alternative_that_the_trainer_refuses_is_none():
