@@ -51,7 +51,9 @@ def measured_rows(text: str) -> list[list[float]]:
     ids=lambda parallel: ", ".join(f"{name} {value}" for name, value in parallel.items()),
 )
 def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel, model):
-    micro = 32 if "tensor_model_parallel_size" in parallel else 8  # in halves, each of which takes the host its time
+    micro = (
+        32 if "tensor_model_parallel_size" in parallel else 8
+    )  # in halves, each of which takes the host its time
     text = gpus.run(printed_by_run, large(tmp_path, model, micro, **parallel))[0]
     print(text)
     rows = measured_rows(text)
