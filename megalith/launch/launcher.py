@@ -8,6 +8,8 @@ find each other.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -187,9 +189,14 @@ def _name_start(store: dist.Store, name: str, others: Collection[int], deadline:
 
 
 def end_distributed() -> None:
-    """Leaves the job after it has gone well. After an error a process just ends: the others are stopped."""
+    """Leaves the job after it has gone well. After an error a process just ends: the others are stopped.
+
+    Models hold their groups, in cycles, and gloo's have threads. Where one of these lets go of a tensor while the
+    interpreter ends, the process aborts; so what is garbage then is collected before.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        atexit.register(gc.collect)
 
 
 def launch(
