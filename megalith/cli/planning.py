@@ -100,6 +100,7 @@ def run_layouts(args: Arguments) -> int:
 
     _refuse_nonsense(args, "top")
     config, rates = _job(args)
+    _say_what_is_chosen(args)
     if args.longest:
         answer = longest_sequence(
             config, args.gpus, rates, args.gpus_per_node, args.memory_gb, show_progress=True
@@ -122,6 +123,20 @@ def run_layouts(args: Arguments) -> int:
     if answer.best and args.write:
         _write(answer, args)
     return 0 if answer.best else ConfigError.exit_code
+
+
+def _say_what_is_chosen(args: Arguments) -> None:
+    """Of the command line's settings, those that the search decides."""
+    from megalith.config.run import parse_overrides
+    from megalith.planner.candidates import CLEAN, OFFLOADED
+
+    given = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
+    chosen = [name for name in given if name in (*CLEAN, *OFFLOADED, "train.micro_batch_size")]
+    if chosen:
+        print(
+            f"note: {', '.join(chosen)}: the plan chooses, whatever is given; `megalith plan show` judges one layout",
+            file=sys.stderr,
+        )
 
 
 def run_show(args: Arguments) -> int:

@@ -37,13 +37,14 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     batch, seq = config.train.global_batch_size, config.data.seq_length
     precision = "FP8" if config.train.fp8_format else config.train.precision
     model = config.model.preset or config.model.init_from or "the model"
+    tried = "One layout" if answer.tried == 1 else f"{answer.tried:,} layouts"
     room = f"{answer.fitting:,} fit in {answer.usable / GB:.0f} GB a GPU"
     sequences = "one sequence" if batch == 1 else f"{batch:,} sequences"
     parts = [
         paragraph(
             f"{model} on {answer.gpus:,} {rates.device}, {answer.gpus_per_node} a node: "
             f"{sequences} of {seq:,} tokens a step, {precision}. "
-            f"{answer.tried:,} layouts tried, {room}. Rates: {rates.source}."
+            f"{tried} tried, {room}. Rates: {rates.source}."
         )
     ]
     if not answer.best:

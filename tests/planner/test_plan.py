@@ -278,7 +278,9 @@ def test_the_file_that_is_written_is_the_layout_that_was_planned(tmp_path, capsy
         "0.95",
     ]
     assert main([*words, "--write", str(file), "--png", str(picture)]) == 0
-    best = json.loads(capsys.readouterr().out)["best"][0]
+    told = capsys.readouterr()
+    assert "parallel.expert_tensor_parallel_size: the plan chooses, whatever is given" in told.err
+    best = json.loads(told.out)["best"][0]
     assert best["cost"] == pytest.approx(best["days"] * 24 * 4 * 2)
     assert picture.stat().st_size > 10_000
     assert main(["plan", "show", str(file), "--gpus", "4", "--json"]) == 0
