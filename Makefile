@@ -3,6 +3,7 @@
 #   make test    creates .venv, tests everything: seven minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: a minute and a half; make test-all  every layout with every feature too
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
+#   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-lo
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-quick test-all test-site test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
+.PHONY: setup train test test-quick test-all test-site test-docs test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
 
 setup: $(READY)
 
@@ -73,6 +74,9 @@ test-all: $(READY) lint
 
 test-site: $(READY) docs
 	$(BIN)/python -m pytest tests/in_browser.py
+
+test-docs: $(READY)
+	$(BIN)/python tests/page_trials.py $(PAGES)
 
 test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)

@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from page_trials import BEFORE, INSTEAD, NAME, PAGES, fences, is_tried, lines_of
 
 from benchmarks import headlines
 from megalith.bench.bench_command import OTHERS
@@ -24,13 +25,7 @@ from megalith.dialects.oumi import oumi_command
 from megalith.dialects.oumi.oumi_migration import migrated
 
 ROOT = Path(__file__).parents[1]
-DOCS = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md")
-    ),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+DOCS = [*PAGES, ROOT / "benchmarks" / "RESULTS.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = sorted((ROOT / "megalith").rglob("*.py"))
 
@@ -58,7 +53,7 @@ FILE = re.compile(
     r"\b(?:megalith|tests|benchmarks|examples|docs|deploy)/[\w/.-]*\.(?:py|yaml|md|sh|jinja|json)\b"
 )
 PROGRAM = re.compile(
-    r"(\$ )?(megalith|python|torchrun|make|pytest|pip|docker|kubectl|sbatch|[A-Z_]+=\S+ \w+) "
+    r"(megalith(?! \d)|python|torchrun|accelerate|make|pytest|pip|docker|kubectl|sbatch|([A-Z_]+=\S+ )+\w+) "
 )
 MORE = re.compile(  # more than one machine without a GPU, and other programs
     r"^(python -m benchmarks\.\w+|docker|kubectl|sbatch|.*vllm serve|.*sglang\S*)|--submit|--nnodes|--num_machines"
@@ -151,9 +146,7 @@ def test_every_example_stands_in_the_gallery_and_its_run_files_load():
 
 def blocks(page: Path) -> Iterator[str]:
     """A page's blocks of commands and of what they print, a command on a line."""
-    shown = re.sub(r"\\\n\s*", "", text_of(page))
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", shown, re.MULTILINE | re.DOTALL)
-    yield from (block for language, block in fences if language in ("", "bash"))
+    yield from (re.sub(r"\\\n\s*", "", block) for language, block in fences(page) if language in ("", "bash"))
 
 
 def commands() -> set[tuple[str, ...]]:
@@ -209,6 +202,25 @@ def test_every_other_command_of_a_page_names_what_is_there_and_says_what_it_need
         if PROGRAM.match(line) and (found := list(wrong_in(line, block, page)))
     }
     assert not wrong
+
+
+def test_every_block_of_commands_is_tried_or_says_what_it_needs():
+    """`make test-docs` runs what is marked as bash, to the last line."""
+    tried, needs = 0, 0
+    for page in PAGES:
+        shells = [block for language, block in fences(page) if language in ("sh", "shell", "console", "text")]
+        assert not shells, f"{page}: commands are marked as bash, what they print has no language"
+        for language, block in fences(page):
+            if language == "bash" and not NAME.match(block):
+                for line in lines_of(block):
+                    known = PROGRAM.match(line)
+                    assert known or block.startswith("# needs "), f"{page}: no command that is known: {line}"
+                    tried, needs = tried + is_tried(block, line), needs + ("# needs " in block)
+            elif not language:
+                inside = [line for line in block.splitlines() if PROGRAM.match(line) and "[-" not in line]
+                assert not inside, f"{page}: commands in a block that is not marked as bash: {inside}"
+    assert tried > 100 and needs > 20
+    assert {*INSTEAD, *BEFORE} <= {str(page.relative_to(ROOT)) for page in PAGES}
 
 
 def test_every_command_of_the_documentation_is_one_that_the_command_line_takes():
