@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # they read their own options
     if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
+    if arguments[0] == "plan":  # its answer ends with who reads it
+        return _told(lambda: plan(arguments))
     with lasting_streams():
         return _told(lambda: own[arguments[0]](arguments))
 

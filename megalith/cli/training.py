@@ -86,6 +86,8 @@ def train(arguments: list[str]) -> int:
             return rollout_dry_run(config, place.nproc or 1)
         from megalith.training.precheck import dry_run
 
+        if launcher.world_size is not None and launcher.world_size < 1:
+            raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
         print(dry_run(config, launcher.world_size or place.nproc or 1, launcher.device))
         return 0
     if place.nproc is not None:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError, nearest_of
 from megalith.hardware import GIGA, KNOWN_DEVICES, TERA, Datasheet, device_info
@@ -274,6 +275,15 @@ def _by_ratio(table: Rates, name: str) -> Rates:
 
 def _peak(sheet: Datasheet) -> float:
     return sheet.bf16 or sheet.fp16
+
+
+def check_precision(config: RunConfig, rates: Rates) -> None:
+    """Raises ConfigError where the chip does not multiply in what the run asks for."""
+    if config.train.fp8_format is not None and "fp8" not in rates.matmuls:
+        raise ConfigError(
+            f"train.fp8_format is {config.train.fp8_format}, and {rates.device} has no FP8 matmuls; leave it out to "
+            "train in bf16, or name another --device"
+        )
 
 
 def peak_flops(rates: Rates, dtype: str) -> float | None:

@@ -40,7 +40,7 @@ from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throu
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout
-from megalith.planner.rates import Rates, peak_flops, rates_of
+from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
 from megalith.planner.step_time import short_schedule, step_time
 from megalith.progress import Progress
 
@@ -72,6 +72,7 @@ def plan(
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
     check_model(config.model)
     rates = rates or rates_of(device)
+    check_precision(config, rates)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
     search = _Search(answer, memory_gb is not None, show_progress)
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
@@ -124,6 +125,7 @@ def planned(
     """The layout that `config` says, in full. Raises ConfigError where the trainer refuses it."""
     check_layout(config, gpus)
     check_optimizer(config.optim)
+    check_precision(config, rates)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
     search = _Search(answer, memory_gb is not None)
     return search.laid_out(config, {})

@@ -11,6 +11,7 @@ that exchanges nothing and on the meta device, and the bytes of weights that eac
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
@@ -36,7 +38,7 @@ from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
-from megalith.planner.rates import rates_of
+from megalith.planner.rates import check_precision, rates_of
 from megalith.remote import size_of
 from megalith.report.layout_text import layout_text, paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
@@ -127,12 +129,14 @@ class BuiltRank:
     rank: int
     weights: int
     """Bytes that it has."""
+    longest: int
+    """The same with shards as long as the first rank's; a last one may have fewer rows, or none."""
     expected: int
     """The planner's."""
 
     @property
     def agrees(self) -> bool:
-        return abs(self.weights - self.expected) <= DIFFERENCE * self.expected
+        return abs(self.longest - self.expected) <= DIFFERENCE * self.expected
 
 
 def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_per_node: int = 8) -> str:
@@ -141,7 +145,10 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     and a TrainingError where a rank has other weights than the planner counts."""
     config, notes = opened(config, world_size)
     alone = Machine(min(gpus_per_node, world_size))
-    machine = alone if device is None else rates_of(device).machine(world_size, gpus_per_node)
+    machine = alone
+    if device is not None:
+        check_precision(config, rates := rates_of(device))
+        machine = rates.machine(world_size, gpus_per_node)
     notes += micro_batch_notes(config, world_size, machine)
     config, chosen = with_auto(config, world_size, machine)
     layout = build_layout(config, world_size)
@@ -149,18 +156,17 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
     figures: dict[tuple[int, int], list[int]] = {}
     for built in ranks:
-        figures.setdefault((built.weights, built.expected), []).append(built.rank)
+        figures.setdefault((built.weights, built.longest, built.expected), []).append(built.rank)
     told = [
         paragraph(
             f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / 1e9:.4f} GB of weights built, "
-            f"{planned / 1e9:.4f} planned"
+            f"{planned / 1e9:.4f} planned{', the last shards of several being shorter' * (weights < longest)}"
         )
-        for (weights, planned), alike in figures.items()
+        for (weights, longest, planned), alike in figures.items()
     ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
-            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts:\n"
-            + "\n".join(told)
+            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts: {'; '.join(told)}"
         )
     return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; no device was used"])
 
@@ -179,8 +185,19 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
             config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
         )
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
-        weights = sum(local(p).nbytes for chunk in chunks for p in _own(chunk.parameters()))
-    return BuiltRank(rank, weights, layout.stage_of(rank).memory.weights)
+        own = [parameter for chunk in chunks for parameter in _own(chunk.parameters())]
+        weights, longest = sum(local(each).nbytes for each in own), sum(map(_longest, own))
+    return BuiltRank(rank, weights, longest, layout.stage_of(rank).memory.weights)
+
+
+def _longest(parameter: torch.nn.Parameter) -> int:
+    """Bytes of the longest shard."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
+    return math.prod(shape) * parameter.element_size()
 
 
 def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:

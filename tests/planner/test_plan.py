@@ -255,6 +255,11 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
         ),
         (["plan", "gpt2", "--gpus", "8", "--optim.optimizer", "adamm"], "adamm"),
         (
+            ["plan", "gpt2", "--gpus", "8", "--device", "A100", "--train.fp8_format", "hybrid"],
+            "has no FP8 matmuls",
+        ),
+        (["train", "--dry-run", "--world-size", "0"], "--world-size is 0; give 1 or more"),
+        (
             ["plan", "gpt2", "--gpus", "256", "--global-batch-size", "63"],
             "train.global_batch_size is 63, and 256 GPUs need 64 or a multiple of it",
         ),
@@ -406,6 +411,11 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     ranks = build_ranks(build_layout(config, 32))
     assert [built.rank for built in ranks] == [0, 16, 31]
     assert all(built.agrees for built in ranks)
+    uneven = config.with_settings({"model.vocab_size": 50304, "train.global_batch_size": 80})
+    *_, last = build_ranks(
+        build_layout(uneven, 320)
+    )  # 80 shards of 25,152 rows, of which the last has 30 too few
+    assert last.weights < 0.97 * last.expected and last.agrees
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
     assert main(["train", str(file), "--dry-run", "--world-size", "32"]) == 0
