@@ -39,7 +39,7 @@ class Progress(AbstractContextManager):
         self._title, self._total, self._unit = title, total or None, unit
         self._stream = (sys.stderr if stream is None else stream) if show else None
         self._live = self._figures = None
-        self._said = False
+        self._said, self._bar = False, BAR
         self.done = 0.0
         self._start = time.monotonic()
         self._next = self._start + QUIET
@@ -74,7 +74,8 @@ class Progress(AbstractContextManager):
 
         full, empty = "#-" if self._live.console.options.ascii_only else "━╌"
         room = self._live.console.width - len(f"{self._title}  {figures}")
-        columns = min(BAR, room) if self._total and room >= SHORTEST else 0
+        self._bar = min(self._bar, room)  # and not longer again with shorter figures
+        columns = self._bar if self._total and self._bar >= SHORTEST else 0
         done = round(columns * min(self.done / self._total, 1)) if columns else 0
         bar = [(done * full, "green"), ((columns - done) * empty, "dim"), " "] if columns else []
         return Text.assemble(f"{self._title} ", *bar, figures, no_wrap=True, overflow="crop", end="")
