@@ -220,7 +220,8 @@ class Engine:
         sequences = sequences_of(prompts, sampling, num_generations, self.config, self.max_tokens)
         keys = range(len(prompts)) if keys is None else keys
         check_keys(keys, len(prompts), num_generations)
-        numbers = torch.tensor([key * MOST_GENERATIONS + g for key in keys for g in range(num_generations)])
+        numbers = [key * MOST_GENERATIONS + g for key in keys for g in range(num_generations)]
+        numbers = torch.tensor(numbers, dtype=torch.int64)  # a replica has none where prompts are few
         noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
         self._begin(sampling)
         waiting, pending = deque(sequences), deque()

@@ -185,13 +185,12 @@ def test_tensor_parallel_ranks_sample_the_tokens_of_one_process(pool, trained):
             assert each.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_replicas_share_out_prompts_and_the_first_rank_has_all(pool, trained):
+@pytest.mark.parametrize("prompts", [5, 1])  # of one the second replica has none
+def test_replicas_share_out_prompts_and_the_first_rank_has_all(pool, trained, prompts):
     model, _ = trained
-    sampling = Sampling(max_new_tokens=4, seed=2)
-    alone = complete(model, CHAINS[:5], sampling, num_generations=2)
-    first, *others = pool.run(
-        in_shares, model.config, dict(model.state_dict()), CHAINS[:5], sampling, 2, size=4
-    )
+    sampling, asked = Sampling(max_new_tokens=4, seed=2), CHAINS[:prompts]
+    alone = complete(model, asked, sampling, num_generations=2)
+    first, *others = pool.run(in_shares, model.config, dict(model.state_dict()), asked, sampling, 2, size=4)
     assert [(e.prompt, e.generation, e.ids, e.truncated) for e in first] == [
         (e.prompt, e.generation, e.ids, e.truncated) for e in alone
     ]
