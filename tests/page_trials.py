@@ -39,7 +39,7 @@ SMALLER = {  # how a command begins: the words that stand last, so that it is sm
     "megalith train": SMALL,
     "megalith distill": SMALL,
     "megalith teacher-logits": SMALL,
-    "megalith sft": "--sft.num_train_epochs 1 --data.num_workers 0",
+    "megalith sft": "--sft.num_train_epochs 2 --data.num_workers 0",
     "megalith dpo": "--dpo.num_train_epochs 1 --data.num_workers 0",
     "megalith grpo": "--train.train_iters 2 --train.global_batch_size 32 --optim.lr_warmup_iters 0",
     "megalith oumi train": "--training.max_steps=2",
@@ -47,7 +47,7 @@ SMALLER = {  # how a command begins: the words that stand last, so that it is sm
     "megalith parity": "--layouts tp2-sp cp2-a2a --steps 2",
 }
 GPT2 = ("{preset: gpt2}", "{preset: gpt2, num_layers: 6, hidden_size: 64, num_attention_heads: 4}")
-SUMS = ("--sft.num_train_epochs 1", "--train.train_iters 20 --optim.lr_warmup_iters 0")
+SUMS = ("--sft.num_train_epochs 2", "--train.train_iters 20 --optim.lr_warmup_iters 0")
 INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and files
     "README.md": (GPT2,),
     "docs/checkpoints.md": (GPT2, ("size 3 --train.train_iters 4", "size 3 --train.train_iters 6")),
@@ -62,6 +62,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     "docs/first_hour/oumi_verl.md": (SUMS,),
     "docs/grpo.md": (SUMS,),
     "docs/plan.md": (("--nproc 8", "--nproc 2"),),
+    "docs/sft.md": (("seq_length: 4096", "seq_length: 256"),),
 }
 
 QUICKSTART = (  # what the pages but FROM_NOTHING take for granted
@@ -121,6 +122,8 @@ BEFORE = {  # what a page's reader has done besides, or has not
         "python examples/grpo/make_sums.py data && head -20 data/sums.jsonl > data/held_out.jsonl && rm data/sums*",
     ),
     "docs/inference.md": ('echo The sea > prompts.txt && echo \'{"prompt": "The sea"}\' > prompts.jsonl',),
+    "docs/plan.md": ("sed -i 's/global_batch_size: 8/global_batch_size: 256/' run.yaml",),
+    "docs/preference.md": ("cp -r runs/quickstart runs/sft && cp -r data/tokenizer data/sft_tokenizer",),
     "docs/runs.md": (
         'python -c \'import s3fs; s3fs.S3FileSystem().put("runs/a", "bucket/runs/a", recursive=True)\'',
     ),
