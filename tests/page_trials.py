@@ -122,7 +122,9 @@ BEFORE = {  # what a page's reader has done besides, or has not
         "python examples/grpo/make_sums.py data && head -20 data/sums.jsonl > data/held_out.jsonl && rm data/sums*",
     ),
     "docs/inference.md": ('echo The sea > prompts.txt && echo \'{"prompt": "The sea"}\' > prompts.jsonl',),
-    "docs/plan.md": ("sed -i 's/global_batch_size: 8/global_batch_size: 256/' run.yaml",),
+    "docs/plan.md": (  # a run for 256 GPUs
+        "sed -i 's/h_size: 8/h_size: 256/; s/n_size: 128/n_size: 1024/; s/n_size: 384/n_size: 4096/' run.yaml",
+    ),
     "docs/preference.md": ("cp -r runs/quickstart runs/sft && cp -r data/tokenizer data/sft_tokenizer",),
     "docs/runs.md": (
         'python -c \'import s3fs; s3fs.S3FileSystem().put("runs/a", "bucket/runs/a", recursive=True)\'',
