@@ -10,7 +10,8 @@ from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
-NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True)
+ANY = {"least_work": 0.0}  # these models are too small for halves
+NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True, **ANY)
 TP2, CP2, CP4 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"context_parallel_size": 4}
 CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap", "symmetric_memory_groups"
 
@@ -25,18 +26,18 @@ def chosen(config: RunConfig, machine: Machine) -> list:
     "config, machine, expected",
     [
         (run(TP2), NODE, ["auto", None, True, ["tp"]]),
-        (run(TP2), Machine(2, compiled=True), ["auto", None, True, []]),  # no NVLink
-        (run(TP2), Machine(1, True, True), ["auto", None, True, []]),  # over two hosts
+        (run(TP2), Machine(2, compiled=True, **ANY), ["auto", None, True, []]),  # no NVLink
+        (run(TP2), Machine(1, True, True, **ANY), ["auto", None, True, []]),  # over two hosts
         (run(TP2), Machine(8), ["auto", None, False, []]),  # CPUs
         (run(TP2, 1), NODE, ["auto", None, False, []]),  # no halves
         (run(TP2, num_experts=2), NODE, ["auto", None, False, []]),
         (run(CP2), NODE, ["a2a", None, True, ["cp"]]),
         (run(CP2, 1), NODE, ["a2a", None, False, ["cp"]]),
-        (run(CP2), Machine(1, True, True), ["p2p", None, False, []]),
-        (run(CP4), Machine(2, True, True), ["a2a+p2p", [2, 2], True, ["cp"]]),
+        (run(CP2), Machine(1, True, True, **ANY), ["p2p", None, False, []]),
+        (run(CP4), Machine(2, True, True, **ANY), ["a2a+p2p", [2, 2], True, ["cp"]]),
         (run(CP2, num_attention_heads=3), NODE, ["p2p", None, False, []]),
         (run(CP4, num_attention_heads=6), NODE, ["a2a+p2p", [2, 2], True, ["cp"]]),
-        (run(TP2 | CP4), Machine(4, True, True), ["a2a+p2p", [2, 2], True, ["tp", "cp"]]),
+        (run(TP2 | CP4), Machine(4, True, True, **ANY), ["a2a+p2p", [2, 2], True, ["tp", "cp"]]),
         (run({}), NODE, ["auto", None, False, []]),
     ],
 )  # fmt: skip
@@ -60,6 +61,21 @@ def test_halves_that_fp8_cannot_take_are_not_made():
         assert chosen(config, NODE)[2] is halves
 
 
+@pytest.mark.parametrize("axis", [TP2, CP2])
+@pytest.mark.parametrize("fp8", [{}, {"train.fp8_format": "hybrid"}])
+def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
+    node = Machine(8, compiled=True, nvlink=True)
+    layer = 12 * 768**2  # weights
+    enough = node.least_work * 2 * (2 if fp8 else 1) / (6 * layer * 1024)  # sequences
+    for micro, halves in ((2 * int(enough / 2), False), (2 * int(enough / 2) + 2, True)):
+        config = run(axis, micro).with_settings(
+            {"data.seq_length": 1024, "train.global_batch_size": micro, **fp8}
+        )
+        found, (line,) = with_fastest(config, node)
+        assert found.parallel.tp_comm_overlap is halves
+        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP are done before" in line
+
+
 def test_what_is_set_by_hand_stays():
     by_hand = {"cp_comm_type": "p2p", "tp_comm_overlap": False, "symmetric_memory_groups": []}
     config = run(TP2 | CP2 | by_hand)
@@ -73,7 +89,7 @@ def test_attention_is_saved_where_heads_are_exchanged_and_refused_over_a_ring():
     found, _ = with_fastest(config, NODE)
     assert (found.parallel.cp_comm_type, found.parallel.recompute_saves_attention) == ("a2a", True)
     with pytest.raises(ConfigError, match=r"not with parallel\.cp_comm_type p2p"):
-        with_fastest(config, Machine(1, True, True))
+        with_fastest(config, Machine(1, True, True, **ANY))
 
 
 def test_a_line_says_what_was_chosen_and_why():
@@ -85,7 +101,7 @@ def test_a_line_says_what_was_chosen_and_why():
 
 
 def test_a_line_says_why_gpus_do_not_reach_each_other():
-    _, (line,) = with_fastest(run(TP2), Machine(2, compiled=True))
+    _, (line,) = with_fastest(run(TP2), Machine(2, compiled=True, **ANY))
     assert line == (
         "chosen by auto, of parallel: tp_comm_overlap true (two halves of a micro-batch); symmetric_memory_groups [] "
         "(no NVLink)"
@@ -103,5 +119,5 @@ def test_every_choice_would_be_accepted_from_a_run_file():
             tensor_model_parallel_size=tensor, context_parallel_size=context, pipeline_schedule=schedule
         )
         config = run(sizes | {"pipeline_model_parallel_size": pipeline}, micro, num_experts=experts)
-        found, _ = with_fastest(config, Machine(per_host, True, True))
+        found, _ = with_fastest(config, Machine(per_host, True, True, **ANY))
         check_training(found, world_size=tensor * context * pipeline)

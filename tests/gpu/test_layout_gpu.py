@@ -7,6 +7,7 @@ import torch
 from layout_job import configuration, links_between, printed_by_run
 
 import megalith
+from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.errors import TrainingError
 from megalith.report.metrics import read_records
 
@@ -70,6 +71,21 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
         assert 0.05 < sum(row[BUBBLE] for row in rows) / sum(row[STEP] for row in rows) < 0.6
 
 
+PLAIN, AUTO = dict(tp_comm_overlap=False, symmetric_memory_groups=[]), {}
+
+
+def step_times(gpus, folder, *ways: dict, model, micro, **parallel) -> list[float]:
+    """Medians of a step, ms, of runs with these settings of `parallel`."""
+    found = []
+    for number, way in enumerate(ways):
+        config = large(folder / str(number), model, micro, **parallel, **way)
+        settings = {"train.train_iters": 16, "checkpoint.save_at_end": False}
+        print(gpus.run(printed_by_run, config.with_settings(settings))[0])
+        steps = read_records(folder / str(number) / "metrics.jsonl")
+        found.append(statistics.median(step["step_time_ms"] for step in steps[7:]))  # the fifth is profiled
+    return found
+
+
 @pytest.mark.parametrize("model", [WIDE, LLAMA_8B], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
     "parallel",
@@ -81,14 +97,20 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
 )
 def test_what_auto_chooses_is_faster_than_without_overlap(gpus, tmp_path, parallel, model):
     """By the steps' times without the profiler, under which the host of two halves is late."""
-    times = []
-    for name, how in (("plain", dict(tp_comm_overlap=False, symmetric_memory_groups=[])), ("auto", {})):
-        config = large(tmp_path / name, model, micro=32, **parallel, **how)
-        print(gpus.run(printed_by_run, config.with_settings({"train.train_iters": 16}))[0])
-        steps = read_records(tmp_path / name / "metrics.jsonl")
-        times.append(statistics.median(step["step_time_ms"] for step in steps[7:]))  # the fifth is profiled
-    print(f"plain {times[0]:.1f} ms, auto {times[1]:.1f}")
-    assert times[1] < 0.99 * times[0]
+    plain, auto = step_times(gpus, tmp_path, PLAIN, AUTO, model=model, micro=32, **parallel)
+    print(f"plain {plain:.1f} ms, auto {auto:.1f}")
+    assert auto < 0.99 * plain
+
+
+@pytest.mark.parametrize("micro", [8, 16])
+def test_auto_makes_halves_only_where_the_host_keeps_up(gpus, tmp_path, micro):
+    parallel = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    times = step_times(gpus, tmp_path, PLAIN, dict(tp_comm_overlap=True), model=WIDE, micro=micro, **parallel)
+    auto, _ = with_fastest(large(tmp_path, WIDE, micro, **parallel), Machine(2, compiled=True, nvlink=True))
+    print(
+        f"micro-batch {micro}: plain {times[0]:.1f} ms, halves {times[1]:.1f}, by auto {auto.parallel.overlaps}"
+    )
+    assert times[auto.parallel.overlaps] < 1.05 * min(times)
 
 
 def test_driver_says_what_links_the_gpus(gpus):

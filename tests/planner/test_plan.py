@@ -431,7 +431,11 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
         ({"data_parallel_sharding_strategy": "optim_grads"}, {}, ""),
         ({}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
         ({"recompute_granularity": "full"}, {}, "recompute_saves_attention true"),
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, "tp_comm_overlap true"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"micro_batch_size": 1200, "global_batch_size": 2400},
+            "tp_comm_overlap true",
+        ),
         ({"context_parallel_size": 2}, {}, "cp_comm_type a2a"),
     ],
 )

@@ -27,6 +27,8 @@ class Machine:
     """Bytes of the GPU that has least; 0 without GPUs."""
     ranks: int = 0
     """Of the whole run; 0: not known."""
+    least_work: float = 1.5e12
+    """FLOPs of a layer's two passes for a micro-batch, below which a host is late with two halves of them."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
@@ -42,7 +44,7 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
     overlaps = parallel.overlaps
     if parallel.tp_comm_overlap == "auto":
         hidden = parallel.tensor_model_parallel_size > 1 or _exchanges_heads(config)
-        obstacle = _obstacle(config) if hidden and machine.compiled else ""
+        obstacle = _obstacle(config, machine) if hidden and machine.compiled else ""
         overlaps = hidden and machine.compiled and not obstacle
         found["parallel.tp_comm_overlap"] = overlaps
         if overlaps or obstacle:
@@ -92,7 +94,7 @@ def _exchanges_heads(config: RunConfig) -> bool:
     return config.parallel.context_parallel_size > 1 and "a2a" in config.parallel.cp_exchange
 
 
-def _obstacle(config: RunConfig) -> str:
+def _obstacle(config: RunConfig, machine: Machine) -> str:
     """What keeps micro-batches from being run as two halves; empty where nothing does."""
     if config.train.micro_batch_size % 2:
         return f"train.micro_batch_size {config.train.micro_batch_size} has no two halves"
@@ -100,12 +102,24 @@ def _obstacle(config: RunConfig) -> str:
         return "not with experts"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
+    if (work := _layer_work(config)) < machine.least_work:
+        return f"a layer's {work / 1e12:.2g} TFLOP are done before the host has launched two halves of them"
     try:
         if config.train.fp8_format is not None:
             check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
     except ConfigError:
         return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
     return ""
+
+
+def _layer_work(config: RunConfig) -> float:
+    """FLOPs of a layer's matmuls for a micro-batch on a rank, in both passes, as if in bf16."""
+    model, parallel, train = config.model, config.parallel, config.train
+    attention = 2 * (model.num_attention_heads + model.query_groups) * model.head_dim
+    weights = model.hidden_size * (attention + (3 if model.gated else 2) * model.ffn_size)
+    tokens = train.micro_batch_size * config.data.seq_length
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return 6 * weights * tokens / ranks / (1 if train.fp8_format is None else 2)
 
 
 def _direct_axes(config: RunConfig, machine: Machine, overlaps: bool) -> list[str]:
