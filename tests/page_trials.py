@@ -48,9 +48,10 @@ SMALLER = {  # how a command begins: the words that stand last, so that it is sm
 }
 GPT2 = ("{preset: gpt2}", "{preset: gpt2, num_layers: 6, hidden_size: 64, num_attention_heads: 4}")
 SUMS = ("--sft.num_train_epochs 2", "--train.train_iters 20 --optim.lr_warmup_iters 0")
+FP32 = ("precision: bf16", "precision: fp32")  # bf16 on CPUs takes minutes
 INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and files
-    "README.md": (GPT2,),
-    "docs/checkpoints.md": (GPT2, ("size 3 --train.train_iters 4", "size 3 --train.train_iters 6")),
+    "README.md": (GPT2, FP32),
+    "docs/checkpoints.md": (GPT2, FP32, ("size 3 --train.train_iters 4", "size 3 --train.train_iters 6")),
     "docs/cluster.md": ((" /data/", " data/"),),
     "docs/first_hour/torchtitan.md": (("decay_iters: 40", "decay_iters: 2"),),
     "docs/first_hour/trainer.md": (
@@ -62,7 +63,9 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     "docs/first_hour/oumi_verl.md": (SUMS,),
     "docs/grpo.md": (SUMS,),
     "docs/plan.md": (("--nproc 8", "--nproc 2"),),
-    "docs/sft.md": (("seq_length: 4096", "seq_length: 256"),),
+    "docs/preference.md": (FP32,),
+    "docs/lora.md": (FP32,),
+    "docs/sft.md": (FP32, ("seq_length: 4096", "seq_length: 256")),
 }
 
 QUICKSTART = (  # what the pages but FROM_NOTHING take for granted
