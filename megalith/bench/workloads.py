@@ -102,17 +102,14 @@ def run_tree(
     workload's for each process, and one more to profile."""
     workload, how = WORKLOADS[name], LAYOUTS[layout]
     batch = batch or workload["batch"] * how["processes"]
+    more = {"profile": True, "profile_step_start": steps + 1, "profile_step_end": steps + 2}
     return {
         "model": workload["model"],
         "parallel": how["parallel"],
         "data": {**data, **lengths(workload)},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
         "checkpoint": {"save_at_end": False},
-        "log": {
-            "profile": profiles,  # one more step, after the measured ones
-            "profile_step_start": steps + 1,
-            "profile_step_end": steps + 2,
-        },
+        "log": more if profiles else {},  # one more step, after the measured ones
         "train": {
             "micro_batch_size": max(1, int(how["micro"] * batch)),
             "global_batch_size": batch,

@@ -25,6 +25,8 @@ from megalith.report.layout_text import amount, layers_text, memory_unit
 GB = 1e9
 MOST_REMEDIES = 5
 WORTH = 0.03  # of the expected memory: what a remedy has to save to be named
+CONTEXT = 2.0  # GiB that CUDA's context, NCCL and cuBLAS may take beside torch's allocator
+SIZES = {"B": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
 def out_of_memory(
@@ -54,6 +56,7 @@ def out_of_memory(
     )
     return TrainingError(
         f"out of memory on {where}: {what_was_asked(error)}. "
+        + held_by_others(error)
         + (f"It holds {holders}. " if holders else "Its model had not been made yet. ")
         + (
             f"What would help, best first, with the memory that it is expected to save: {remedies}"
@@ -71,6 +74,24 @@ def what_was_asked(error: torch.OutOfMemoryError) -> str:
     if asked is None:
         return text.split(". ")[0]
     return f"{asked[1]} were asked for" + (f", {free[2]} of {free[1]} were free" if free else "")
+
+
+def held_by_others(error: torch.OutOfMemoryError) -> str:
+    """A sentence where, in torch's figures, much of the GPU is held by other processes; else empty."""
+    text, size = " ".join(str(error).split()), r"([\d.]+) ([KMGT]?i?B)"
+    room = re.search(rf"total capacity of {size} of which {size} is free", text)
+    own = re.search(rf"{size} is allocated by PyTorch, and {size} is reserved", text)
+    if room is None or own is None:
+        return ""
+    words = [*room.groups(), *own.groups()]
+    capacity, free, *used = (float(number) * SIZES[unit] for number, unit in zip(words[::2], words[1::2]))
+    others = capacity - free - sum(used)
+    if others < CONTEXT + WORTH * capacity:
+        return ""
+    return (
+        f"Other processes hold about {others:.0f} GiB of this GPU: end them (nvidia-smi lists them), or give each rank "
+        "a GPU of its own. "
+    )
 
 
 def memory_in_use(

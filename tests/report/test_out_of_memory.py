@@ -22,6 +22,18 @@ def test_what_was_asked_for_is_read_from_torchs_words():
     assert what_was_asked(torch.OutOfMemoryError("no room\nat all. more")) == "no room at all"
 
 
+@pytest.mark.parametrize(
+    "own, others", [("75.10 GiB", ""), ("512.00 MiB", "Other processes hold about 77 GiB of this GPU")]
+)
+def test_memory_of_other_processes_is_told(own, others):
+    said = f"Of the allocated memory {own} is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch."
+    layout = large(1)
+    error = out_of_memory(
+        torch.OutOfMemoryError(f"{TORCHS} {said}"), layout.config, 1, 0, torch.device("cpu")
+    )
+    assert others in str(error) and ("Other processes" in str(error)) == bool(others)
+
+
 def test_error_names_rank_stage_and_remedies():
     layout = large(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     error = out_of_memory(torch.OutOfMemoryError(TORCHS), layout.config, 4, 1, torch.device("cpu"))
