@@ -112,16 +112,17 @@ def run_layouts(args: Arguments) -> int:
     else:
         options = dict(rates=rates, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb, top=args.top)
         answer = plan(config, args.gpus, show_progress=True, **options)
+    # Before it is printed: who reads only its beginning ends the command.
+    if answer.best and args.png:
+        _draw(answer, args.png)
+    if answer.best and args.write:
+        _write(answer, args)
     if args.json:
         print(json.dumps(plan_json(answer, args.tokens, args.price_per_gpu_hour)))
     else:
         if args.longest:
             print(f"longest sequence: {answer.config.data.seq_length:,} tokens, to an eighth or 1,024 tokens")
         print(plan_text(answer, args.tokens, args.price_per_gpu_hour, args.explain))
-    if answer.best and args.png:
-        _draw(answer, args.png)
-    if answer.best and args.write:
-        _write(answer, args)
     return 0 if answer.best else ConfigError.exit_code
 
 
@@ -268,6 +269,10 @@ def _config(args: Arguments, gpus: int):
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
         return config.with_settings(given) if given else config
     config = RunConfig.load(args.job, args.settings)
+    if config.optim.lr is None:  # a plan is of any
+        config = config.with_settings({"optim.lr": 1e-4})
+    if config.train.train_iters is None and config.train.train_samples is None:
+        config = config.with_settings({"train.train_iters": 1})
     if config.model.init_from is not None:  # its weights have the model's shape
         from megalith.bridge.load import with_init_from
 

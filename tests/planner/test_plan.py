@@ -295,7 +295,9 @@ def test_the_file_that_is_written_is_the_layout_that_was_planned(tmp_path, capsy
     assert "MFU by the causal convention" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without(tmp_path, capsys):
+def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without_and_a_rate_is_not_needed(
+    tmp_path, capsys
+):
     file = tmp_path / "run.yaml"
     data = {
         "mock": True,
@@ -303,10 +305,8 @@ def test_a_tokenizer_that_is_on_the_cluster_alone_is_planned_without(tmp_path, c
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": "nowhere.json",
     }
-    train = {"train_iters": 1, "global_batch_size": 8}
-    file.write_text(
-        yaml.safe_dump({"model": {"preset": "tiny-llama"}, "data": data, "optim": {"lr": 1}, "train": train})
-    )
+    train = {"global_batch_size": 8}
+    file.write_text(yaml.safe_dump({"model": {"preset": "tiny-llama"}, "data": data, "train": train}))
     assert main(["plan", "show", str(file), "--gpus", "1"]) == 3
     assert "or give --model.vocab_size N to plan without it" in capsys.readouterr().err
     assert main(["plan", "show", str(file), "--gpus", "1", "--model.vocab_size", "512"]) == 0
