@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_grpo_has_three_places_and_verl_a_fourth(written):
     assert run.tree["train"]["global_batch_size"] == 8
 
 
+CHUNKS = "virtual_pipeline_model_parallel_size"
 REFUSED = {  # overrides of the quick start: what is said
     "--megatron.tensor_modl_parallel_size=2": r"there is no key megatron\.tensor_modl_parallel_size.*did you mean "
     "'tensor_model_parallel_size'",
@@ -186,6 +188,8 @@ REFUSED = {  # overrides of the quick start: what is said
     r"parallel sizes \(32\)",
     "--megatron.virtual_pipeline_model_parallel_size=3": r"is 3, the virtual stages of all ranks together.*\(2\)",
     "--fsdp.enable_fsdp=True": "fsdp.enable_fsdp is True, which excludes trainer_type MEGATRON_GRPO; set it False",
+    "--fsdp.enable_fsdp=True --deepspeed.enable_deepspeed=True": "fsdp.enable_fsdp is True.*"
+    "deepspeed.enable_deepspeed is True",
     "--deepspeed.enable_deepspeed=True": "deepspeed.enable_deepspeed is True.*set it False",
     "--megatron.enable_weight_sync=False": "enable_weight_sync is False.*first step's weights",
     "--megatron.vllm_weight_sync_interval=4": "vllm_weight_sync_interval is 4, which is refused",
@@ -204,6 +208,15 @@ REFUSED = {  # overrides of the quick start: what is said
     "--data.train.datasets[0].mixture_proportion=0.5": r"datasets\[0\].mixture_proportion is 0.5",
     "--model.load_pretrained_weights=False": "load_pretrained_weights is False",
     "--megatron.sampling_config.top_p=0.8": "megatron.sampling_config.top_p",
+    "--model.model_max_length=200": r"max_prompt_length \(1\) \+ max_completion_length \(256\) = 257 tokens",
+    f"--{IN_VERL}actor_rollout_ref.actor.use_kl_loss=True --megatron.grpo_config.kl_beta=0.01": "kl_beta is 0.01, "
+    "but .* 0.001; make them the same",
+    f"--megatron.{CHUNKS}=4 --{IN_VERL}actor_rollout_ref.actor.megatron.{CHUNKS}=4":
+    "is 4, those of a rank: 8 in all",
+    f"--{IN_VERL}data.train_files=[a.parquet]": "give the file as dataset_path",
+    f"--{IN_VERL[:-1]}=x": "training.verl_config_overrides is 'x'; keys with values are needed",
+    "--megatron.weight_sync_timeout=0": "weight_sync_timeout is 0.0, which is refused",
+    "--training.trainer_kwargs={engine: own, engine_url: http://h:1}": "engine is own, but engine_url is 'http://h:1'",
     "--grpo.epsilon=-1": "grpo.epsilon",
     "--training.learning_rate=-1": "training.learning_rate",
 }  # fmt: skip
@@ -211,8 +224,15 @@ REFUSED = {  # overrides of the quick start: what is said
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_is_wrong_is_said_in_oumis_words(written, override):
-    said = refusal(written(), override)
+    said = refusal(written(), *override.split(" --"))
     assert re.search(REFUSED[override], said, re.DOTALL), said
+
+
+def test_what_nothing_reads_is_named(written):
+    notes = asked(
+        written(), "--training.warmup_steps=3", "--training.warmup_ratio=0.1", "--peft.lora_r=4"
+    ).notes
+    assert "training.warmup_ratio, peft.lora_r (nothing reads them with MEGATRON_GRPO" in "".join(notes)
 
 
 def test_all_that_is_wrong_is_in_one_error(written):
@@ -397,7 +417,9 @@ def test_params_divide_and_refuse_as_the_document_says(written):
         params.get_data_parallel_size(16)
     params.validate_distributed_config(64, 80, 64, 8)
     for wrong in (oumi_params.MegatronParams(tensor_model_parallel_size=0), oumi_params.MegatronParams()):
-        with pytest.raises(ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each is 1 or more"):
+        with pytest.raises(
+            ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each is a whole number above 0"
+        ):
             wrong.validate_distributed_config(0, 4, 4)
     with pytest.raises(ConfigError) as raised:
         params.validate_distributed_config(48, 77, 36)
@@ -556,14 +578,29 @@ def test_a_key_is_set_in_its_line_or_added_to_its_section():
     assert with_key("a:\n  b: 1\n", "e.f", "x") == "a:\n  b: 1\n\ne:\n  f: x\n"
     assert with_key("a: {b: 1, c: {d: 2}}  # x\n", "a.b", 3) == "a:\n  b: 3\n  c:\n    d: 2  # x\n"
     assert with_key("a: {}\n'c':\n  \"d\": 2\n", "a.b", 3) == "a:\n  b: 3\n'c':\n  \"d\": 2\n"
-    assert with_key("'c':\n  \"d\": 2\n", "c.d", 3) == "'c':\n  d: 3\n"
+    assert with_key("'c':\n  \"d\":\n    2\n", "c.d", 3) == "'c':\n  \"d\":\n    3\n"
+    assert with_key("a: null\nc: # x\n", "a.b", 3) == "a:\n  b: 3\nc: # x\n"
+    assert with_key("a: &a\n  b: |\n    c\n    # d\n", "a.e", 3) == "a: &a\n  b: |\n    c\n    # d\n  e: 3\n"
 
 
 def test_a_file_that_cannot_be_changed_in_its_lines_is_not_written(tmp_path, capsys):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text(VERL.replace("training:", "training: &all"))
-    assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 2
-    assert "the key 'training' is given twice" in capsys.readouterr().err and not new.exists()
+    for before, after, said in (
+        ('"VERL_GRPO"', '&t "VERL_GRPO"\n  run_name: *t', "undefined alias 't'"),
+        (VERL[VERL.index("fsdp:") :], "deepspeed: &off {}\nfsdp: *off\n", "fsdp is an alias"),
+        ("size: 4", "size: four", "training.per_device_train_batch_size is 'four'; a whole number above 0"),
+    ):
+        old.write_text(VERL.replace(before, after, 1))
+        assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 2
+        assert said in capsys.readouterr().err and not new.exists()
+
+
+def test_a_file_in_braces_or_with_an_end_of_document_is_migrated(tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    for text in (json.dumps(yaml.safe_load(VERL)), f"---\n{VERL}...\n"):
+        old.write_text(text)
+        assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 0
+        translate_oumi(yaml.safe_load(new.read_text()), 1)
 
 
 def test_the_commands_say_what_they_take(capsys):

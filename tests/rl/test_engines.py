@@ -202,6 +202,23 @@ def sets(**values):
     return lambda server: [setattr(server, name, value) for name, value in values.items()]
 
 
+def cut_off(path):
+    """It dies within its answer."""
+
+    def plant(server):
+        def answer(handler, body):
+            handler.send_response(200)
+            handler.send_header("Content-Length", "100")
+            handler.end_headers()
+            handler.wfile.write(b"{")
+            handler.close_connection = True
+            return None, ""
+
+        server.plant[path] = answer
+
+    return plant
+
+
 COMPLETIONS = "/v1/completions", "/generate"
 BAD_ANSWERS = {
     "fewer completions": (answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
@@ -213,8 +230,10 @@ BAD_ANSWERS = {
     "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens where at most 6"),
     "outside": (first(tokens([1, 17], [-0.5, -0.5])), "token 17, but the vocabulary has 17"),
     "aborted": (first(ended("abort")), "ended a completion for 'abort'"),
-    "no completions": (everywhere(lambda path: status(path, 200, {"error": "x"})), "without choices|for None"),
-    "no JSON": (everywhere(lambda path: status(path, 200, None)), "without choices|for None"),
+    "above 0": (first(tokens([1, 2], [-0.5, 3.5])), "log-probability 3.5, no finite number up to 0"),
+    "no completions": (everywhere(lambda path: status(path, 200, {"error": "x"})), "without (choices|completions)"),
+    "no JSON": (everywhere(lambda path: status(path, 200, None)), "without (choices|completions)"),
+    "half an answer": (everywhere(cut_off), "ended the connection during POST .*IncompleteRead"),
     "an error": (everywhere(lambda path: status(path, 500, {"error": "out of memory"})), "with 500: .*out of memory"),
     "died": (everywhere(lambda path: status(path, None, "")), "ended the connection during POST /(v1|generate)"),
     "old weights": (sets(version="4"), "calls '4', not those of step 5 that it was sent: it was restarted"),
@@ -549,6 +568,11 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
             "is ipc, but the trainer is on cpu",
         ),
         (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
+        (
+            dict(rl=dict(engine="vllm", engine_url="http://h:80a")),
+            "is 'http://h:80a'; give an address such as http://",
+        ),
+        (dict(rl=dict(engine="vllm", engine_url="http://me:pw@h:80")), "a user's name for h, but"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
         (dict(rl=dict(engine="vllm", engine_url="http://a:1,http://b:1, http://a:1/")), "http://a:1 2 times"),
         (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),

@@ -9,6 +9,7 @@ Which runs can be in FP8, and in which sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from megalith.config.base import NOT_YET
 from megalith.config.data import SPECIAL_COUNT, DataConfig
@@ -287,6 +288,22 @@ def check_rollouts(config: RunConfig) -> None:
     _check_clips(config)
 
 
+def _check_address(url: str) -> None:
+    """Raises ConfigError for what is no address of an engine's server."""
+    try:
+        parts = urlsplit(url)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        wrong = True
+    if wrong:
+        raise ConfigError(f"rl.engine_url is {url!r}; give an address such as http://127.0.0.1:8000")
+    if parts.username is not None:
+        raise ConfigError(
+            f"rl.engine_url has a user's name for {parts.hostname}, but servers are asked without a password; leave it "
+            "out, and have the server in a network that only the job is in"
+        )
+
+
 def _check_prompts(config: RunConfig) -> None:
     rl, seq_length = config.rl, config.data.seq_length
     if rl.rollouts:
@@ -305,10 +322,12 @@ def _check_prompts(config: RunConfig) -> None:
                 f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities are those of all tokens, so the "
                 f"ratio would be biased; leave it at {neutral}"
             )
-    if rl.engine_url == []:
+    if rl.engine_url in ([], ""):
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
         )
+    for url in rl.engine_urls:
+        _check_address(url)
     if twice := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
             f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; "

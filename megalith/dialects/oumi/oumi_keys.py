@@ -291,7 +291,7 @@ VERL: dict[str, Key] = {
     f"{IN_VERL}data.max_prompt_length": Read("count"),
     f"{IN_VERL}data.max_response_length": Read("count"),
     f"{IN_VERL}data.shuffle": Assigns("rl.shuffle_dataset", True),
-    f"{IN_VERL}data.train_files": Read("text"),
+    f"{IN_VERL}data.train_files": Only(None, "data.train.datasets names the prompts: give the file as dataset_path"),
     f"{IN_VERL}data.val_files": Idle("data.validation names the held-out prompts"),
     f"{IN_VERL}data.val_max_samples": Read("int", -1),
     f"{IN_VERL}data.val_batch_size": Idle("an evaluation has the training's batches"),

@@ -112,10 +112,17 @@ def _layout(asked: Asked) -> int:
     elif total is not None:
         asked.set(f"parallel.{name}", total // pp)
         asked.notes.append(
-            f"megatron.{name} {total} / {pp} pipeline ranks = {total // pp} chunks of layers a rank"
+            f"megatron.{name} {total} / {pp} pipeline ranks = {total // pp} {'chunk' if total == pp else 'chunks'} of "
+            "layers a rank"
         )
-    elif f"{IN_MEGATRON}{name}" in asked:  # verl means chunks a rank, as Megatron does
-        asked.set(f"parallel.{name}", asked[f"{IN_MEGATRON}{name}"])
+    chunks = asked[f"{IN_MEGATRON}{name}"]  # verl means those of a rank, as Megatron does
+    if chunks is not None and total not in (None, chunks * pp):
+        asked.problems.append(
+            f"megatron.{name} is {total}, the virtual stages of all {pp} ranks, but {IN_MEGATRON}{name} is {chunks}, "
+            f"those of a rank: {chunks * pp} in all; make them the same, or leave one out"
+        )
+    elif chunks is not None:
+        asked.set(f"parallel.{name}", chunks)
     return product
 
 
@@ -163,8 +170,8 @@ def _batch(asked: Asked, trainer: str, parallel: int) -> None:
     by_steps = micro * accumulation * replicas
     each = oumi_objective.generations(asked) if trainer == "grpo" else 1
     whole = asked["megatron.global_batch_size"]
-    minis = asked.values.get(f"{ACTOR}ppo_mini_batch_size")
-    if minis is not None and trainer == "grpo":
+    minis = asked[f"{ACTOR}ppo_mini_batch_size"] if trainer == "grpo" else None
+    if minis is not None:
         whole = asked.one("megatron.global_batch_size", default=minis * each)
         rollouts = asked.one(f"{IN_VERL}data.train_batch_size", default=minis)
         if rollouts % minis or whole != minis * each:
@@ -174,7 +181,7 @@ def _batch(asked: Asked, trainer: str, parallel: int) -> None:
                 f"{whole}"
             )
         asked.set("rl.mini_batches", max(1, rollouts // minis))
-    elif f"{IN_VERL}data.train_batch_size" in asked and trainer == "grpo" and whole is None:
+    elif trainer == "grpo" and f"{IN_VERL}data.train_batch_size" in asked and whole is None:
         whole = asked[f"{IN_VERL}data.train_batch_size"] * each
     if whole is not None and accumulated in asked and whole != by_steps:
         asked.problems.append(
@@ -214,11 +221,15 @@ def _steps(asked: Asked, trainer: str) -> float | None:
 def _sharding(asked: Asked, trainer: str, parallel: int) -> None:
     replicas = _replicas(asked, parallel) * asked.tree["parallel"][LAYOUT["context"]]
     strategy = "optim" if replicas > 1 else "no_shard"
-    if asked["fsdp.enable_fsdp"] and trainer == "grpo":
-        asked.problems.append(
-            "fsdp.enable_fsdp is True, which excludes trainer_type MEGATRON_GRPO; set it False: the megatron section "
+    on = [key for key in ("fsdp.enable_fsdp", "deepspeed.enable_deepspeed") if asked[key]]
+    if on and trainer == "grpo":
+        asked.problems += [
+            f"{key} is True, which excludes trainer_type MEGATRON_GRPO; set it False: the megatron section "
             "shards the model, and the optimizer's state is sharded over the replicas"
-        )
+            for key in on
+        ]
+    elif len(on) == 2:
+        asked.problems.append(f"{' and '.join(on)} are True, which shard the same; set one of them False")
     elif asked["fsdp.enable_fsdp"]:
         name = str(asked["fsdp.sharding_strategy"]).upper()
         if name not in STRATEGIES:
@@ -233,18 +244,13 @@ def _sharding(asked: Asked, trainer: str, parallel: int) -> None:
             asked.set("optim.optimizer_cpu_offload", True)
             asked.notes.append("fsdp.cpu_offload: the optimizer's state is in host memory; parameters stay")
     elif asked["deepspeed.enable_deepspeed"]:
-        stage = _stage(asked, trainer)
+        stage = _stage(asked)
         strategy = stage if replicas > 1 else "no_shard"
     asked.set("parallel.data_parallel_sharding_strategy", strategy)
 
 
-def _stage(asked: Asked, trainer: str) -> str:
+def _stage(asked: Asked) -> str:
     """DeepSpeed's stage in our words."""
-    if trainer == "grpo":
-        asked.problems.append(
-            "deepspeed.enable_deepspeed is True, which excludes trainer_type MEGATRON_GRPO; set it False: the megatron "
-            "section shards the model, and the optimizer's state is sharded over the replicas"
-        )
     name, place = (
         str(asked[f"deepspeed.{key}"]).upper() for key in ("zero_stage", "offload_optimizer.device")
     )
@@ -265,27 +271,24 @@ def _recompute(asked: Asked) -> None:
         return asked.one(f"megatron.transformer_config.{name}", f"{OVERRIDE}{name}", default=None)
 
     granularity = one("recompute_granularity")
-    checkpointing = asked["training.enable_gradient_checkpointing"] or asked.one(
-        f"{IN_VERL}actor_rollout_ref.model.enable_gradient_checkpointing", default=False
-    )
+    in_verl = asked[f"{IN_VERL}actor_rollout_ref.model.enable_gradient_checkpointing"]
+    checkpointing = asked["training.enable_gradient_checkpointing"] or in_verl
     if granularity is None and checkpointing:
         granularity = "full"
     if granularity not in (None, "full", "selective"):
         asked.problems.append(
             f"megatron.transformer_config.recompute_granularity is {granularity!r}; there are full, selective, null"
         )
-    if granularity is None:
-        return
-    asked.set("parallel.recompute_granularity", granularity)
+    if granularity is not None:
+        asked.set("parallel.recompute_granularity", granularity)
     read = {"full": ("recompute_method", "recompute_num_layers"), "selective": ("recompute_modules",)}
     for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
         value = one(name)
         if value is not None and name in read.get(granularity, ()):
             asked.set(f"parallel.{name}", value)
         elif value is not None:
-            asked.notes.append(
-                f"megatron.transformer_config.{name} {value} changes nothing with {granularity} recomputation"
-            )
+            with_it = f"with {granularity} recomputation" if granularity else "without recompute_granularity"
+            asked.notes.append(f"megatron.transformer_config.{name} {value} changes nothing {with_it}")
     if granularity == "full" and "recompute_method" not in asked.tree["parallel"]:
         asked.set("parallel.recompute_method", "uniform")
 

@@ -92,8 +92,12 @@ KEY_OF = {  # settings that are decided here → the key that a reader of their 
     "train.precision": "model.torch_dtype_str",
     "model.init_from": "model.model_name",
     "data.data_path": "data.train.datasets",
+    "data.tokenizer_type": "model.tokenizer_name",
+    "data.tokenizer_model": "model.tokenizer_name",
     "data.seq_length": "model.model_max_length (or max_prompt_length + max_completion_length)",
     "checkpoint.save_interval": "training.save_steps",
+    "optim.lr_warmup_iters": "training.warmup_steps",
+    "optim.lr_warmup_fraction": "training.warmup_ratio",
     "rl.prompts": "data.train.datasets",
     "rl.reward_funcs": "training.reward_functions",
     "rl.num_generations": "grpo.num_generations",
@@ -128,11 +132,14 @@ def set_objective(asked: Asked) -> None:
                     f"be the trainer's; leave it out, or set it to {whole[0]}"
                 )
     both = [f"{place}epsilon" for place in places]
-    if not {f"{verl}clip_ratio_low", f"{verl}clip_ratio_high"} & {*asked.values}:
+    if f"{verl}clip_ratio_low" not in asked and f"{verl}clip_ratio_high" not in asked:
         both.append(f"{verl}clip_ratio")
     epsilon = asked.one(*both, f"{config}clamp_eps_lower", f"{verl}clip_ratio_low", default=0.2)
     asked.set("rl.epsilon", epsilon)
-    upper = asked.one(f"{config}clamp_eps_upper", f"{verl}clip_ratio_high", default=None)
+    both_sides = any(key in asked for key in both) or epsilon == 0.2
+    upper = asked.one(
+        f"{config}clamp_eps_upper", f"{verl}clip_ratio_high", default=None if both_sides else 0.2
+    )
     if upper is not None and upper != epsilon:
         asked.set("rl.epsilon_high", upper)
     prompt = [f"{place}max_prompt_length" for place in places]
@@ -140,6 +147,12 @@ def set_objective(asked: Asked) -> None:
     answer_tokens = asked.one(*answer, f"{IN_VERL}data.max_response_length", default=256)
     left = max((asked["model.model_max_length"] or PROMPT + answer_tokens) - answer_tokens, 1)
     prompt_tokens = asked.one(*prompt, f"{IN_VERL}data.max_prompt_length", default=min(PROMPT, left))
+    most = asked["model.model_max_length"]
+    if most is not None and prompt_tokens + answer_tokens > most:
+        asked.problems.append(
+            f"model.model_max_length is {most}, but max_prompt_length ({prompt_tokens}) + max_completion_length "
+            f"({answer_tokens}) = {prompt_tokens + answer_tokens} tokens; raise it, or lower one of them"
+        )
     asked.set("rl.max_prompt_length", prompt_tokens)
     asked.set("rl.max_completion_length", answer_tokens)
     asked.set("rl.overlong_prompts", "drop")
@@ -150,11 +163,18 @@ def set_objective(asked: Asked) -> None:
         * asked.tree["parallel"]["tensor_model_parallel_size"]
         * asked.tree["parallel"]["context_parallel_size"]
     )
-    row = max(longest, asked["model.model_max_length"] or 0) if packs else longest
+    row = max(longest, most or 0) if packs else longest
     asked.set("data.seq_length", -(-row // unit) * unit)
-    by_verl = f"{verl}use_kl_loss"
-    coefficient = (asked[f"{verl}kl_loss_coef"] if asked[by_verl] else 0.0) if by_verl in asked else 0.001
-    asked.set("rl.beta", asked.one(f"{config}kl_beta", default=coefficient))
+    by_verl, beta = f"{verl}use_kl_loss", asked[f"{config}kl_beta"]
+    if by_verl in asked:
+        coefficient = asked[f"{verl}kl_loss_coef"] if asked[by_verl] else 0.0
+        if f"{config}kl_beta" in asked and beta != coefficient:
+            asked.problems.append(
+                f"{config}kl_beta is {beta:g}, but {by_verl} is {asked[by_verl]} and the KL's coefficient by it "
+                f"{coefficient:g}; make them the same, or leave one out"
+            )
+        beta = coefficient
+    asked.set("rl.beta", beta)
     asked.set("rl.entropy_coef", asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0))
     if not asked[f"{config}normalize_advantages"]:
         asked.set("rl.scale_rewards", "none")
@@ -177,6 +197,10 @@ def set_engine(asked: Asked) -> None:
     kwargs = asked["training.trainer_kwargs"]
     url = kwargs.get("engine_url") or kwargs.get("vllm_server_base_url")
     engine = kwargs.get("engine") or ((backend or "vllm") if url else "own")
+    if engine == "own" and url:
+        asked.problems.append(
+            f"training.trainer_kwargs.engine is own, but engine_url is {url!r:.60}, a server's; leave one out"
+        )
     if (engine in ("vllm", "sglang") and backend not in (None, engine)) or engine == "megatron":
         told = f"engine is {engine}" if kwargs.get("engine") else f"engine_url is {url!r:.60}"
         asked.problems.append(
@@ -201,10 +225,10 @@ def set_engine(asked: Asked) -> None:
     _set_share(asked, colocated)
     interval = asked["megatron.vllm_weight_sync_interval"]
     for path, value in (
-        ("rl.max_staleness", interval and interval - 1),
+        ("rl.max_staleness", None if interval is None else interval - 1),
         ("rl.weight_sync_timeout", asked["megatron.weight_sync_timeout"]),
     ):
-        if not value:
+        if value is None or (path == "rl.max_staleness" and value == 0):
             continue
         if is_served:
             asked.set(path, value)
@@ -234,9 +258,10 @@ def rewards_of(asked: Asked, datasets: Sequence[DatasetAsked]) -> list[str]:
         implied = {REWARDS.get(name) for name in names}
         if len(implied) != 1 or None in implied:
             known = ", ".join(REWARDS)
+            empty = "" if names else ", of which data.train.datasets has none"
             asked.problems.append(
-                f"training.reward_functions is not set, and only the datasets {known} imply one; name it, or path.py:"
-                "function"
+                f"training.reward_functions is not set, and only the datasets {known} imply one{empty}; name it, or "
+                "path.py:function"
             )
             return []
         given = [str(implied.pop())]
@@ -338,7 +363,7 @@ def set_schedule(asked: Asked) -> None:
     asked.set("optim.lr_decay_style", SCHEDULES[name])
     kwargs = dict(asked["training.lr_scheduler_kwargs"])
     lowest = kwargs.pop("min_lr", None)
-    share = kwargs.pop("min_lr_rate", asked.values.get(f"{ACTOR}optim.min_lr_ratio"))
+    share = kwargs.pop("min_lr_rate", asked[f"{ACTOR}optim.min_lr_ratio"])
     rate, least, part = map(_finite, (asked.tree["optim"]["lr"], lowest, share))
     unread = (lowest is not None and least is None) or (share is not None and part is None)
     if kwargs.pop("num_cycles", 0.5) != 0.5 or kwargs or unread:

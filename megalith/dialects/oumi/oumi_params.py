@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -122,17 +123,19 @@ class MegatronParams(OumiSection):
     def get_data_parallel_size(self, world_size: int) -> int:
         """Replicas of the layers without experts on `world_size` processes: world / (TP × PP × CP). Expert parallelism
         is folded out of these axes and does not divide it. Raises ConfigError where it is not whole."""
-        product = 1
-        for size in self.model_parallel_sizes.values():
-            product *= size
-        if min(world_size, *self.model_parallel_sizes.values()) < 1:
-            sizes = ", ".join(f"{axis} {size}" for axis, size in self.model_parallel_sizes.items())
-            raise ConfigError(
-                f"world_size is {world_size} and model parallel sizes are {sizes}; each is 1 or more"
-            )
+        product = self._model_parallel_size(world_size)
         if world_size % product:
             raise ConfigError(indivisible(world_size, self.model_parallel_sizes))
         return world_size // product
+
+    def _model_parallel_size(self, world_size: int) -> int:
+        sizes = self.model_parallel_sizes
+        if not all(isinstance(size, int) and size > 0 for size in (world_size, *sizes.values())):
+            told = ", ".join(f"{axis} {size!r}" for axis, size in sizes.items())
+            raise ConfigError(
+                f"world_size is {world_size!r} and model parallel sizes are {told}; each is a whole number above 0"
+            )
+        return math.prod(sizes.values())
 
     def validate_distributed_config(
         self,
@@ -143,12 +146,8 @@ class MegatronParams(OumiSection):
     ) -> None:
         """Raises ConfigError, with all that is wrong, for a job or a model that the layout does not divide."""
         problems = []
-        try:
-            self.get_data_parallel_size(world_size)
-        except ConfigError as error:
-            if min(world_size, *self.model_parallel_sizes.values()) < 1:
-                raise
-            problems.append(str(error))
+        if world_size % self._model_parallel_size(world_size):
+            problems.append(indivisible(world_size, self.model_parallel_sizes))
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for name, heads in (
             ("num_attention_heads", num_attention_heads),
@@ -241,7 +240,9 @@ KINDS = {  # sections inside of MegatronParams
 }
 
 
-def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
+def _built(kind: type, values: Any, where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is {values!r:.60}; keys with values are needed")
     names = {one.name for one in fields(kind)}
     if unknown := [name for name in values if name not in names]:
         raise ConfigError(f"there is no key {where}.{unknown[0]}; there are {', '.join(sorted(names))}")

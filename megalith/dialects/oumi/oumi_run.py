@@ -77,11 +77,9 @@ def open_run(
         found: dict[str, Any] = pipeline_split(config, shape, notes)
         if asked.finds_precision:
             found["train.precision"] = _precision_of(folder)
-        if config.data.tokenizer_type is None and (folder / "tokenizer.json").is_file():
-            found |= {
-                "data.tokenizer_type": "HuggingFaceTokenizer",
-                "data.tokenizer_model": str(folder),
-            }
+        words = folder if asked.tokenizer_name is None else find_folder(asked.tokenizer_name)
+        if asked.tokenizer_name is not None or (words / "tokenizer.json").is_file():
+            found |= {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(words)}
         if asked.exports and config.lora.rank is None:
             found["checkpoint.export_hf"] = True
         if asked.trainer == "grpo":
@@ -312,9 +310,10 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
     if config.lora.rank is not None and not asked.merges:
         shutil.rmtree(folder, ignore_errors=True)
         export_adapters(checkpoint, folder, show_progress=False)
+        words = Path(config.data.tokenizer_model or base)
         for name in TOKENIZER_FILES:
-            if (base / name).is_file():
-                shutil.copyfile(base / name, folder / name)
+            if (words / name).is_file():
+                shutil.copyfile(words / name, folder / name)
     elif config.lora.rank is not None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as between:
             checkpoint = merge(checkpoint, Path(between) / "merged", show_progress=False)

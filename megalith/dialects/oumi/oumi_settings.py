@@ -58,12 +58,16 @@ class Asked:
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+    """The keys that something has asked for."""
 
     def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
         row = ALL[key]
         return self.values.get(key, row.value if isinstance(row, Only) else row.default)
 
     def __contains__(self, key: str) -> bool:
+        self.read.add(key)
         return key in self.values
 
     def set(self, path: str, value: Any) -> None:
@@ -73,6 +77,7 @@ class Asked:
     def one(self, *keys: str, default: Any) -> Any:
         """The value of the keys that are given, which mean the same; `default` where none is. As in Oumi, verl's
         overrides go before what stands in `training`."""
+        self.read |= {*keys}
         given = {key: self.values[key] for key in keys if self.values.get(key) is not None}
         if any(key.startswith(IN_VERL) for key in given):
             given = {k: v for k, v in given.items() if k.startswith(IN_VERL) or not k.startswith("training.")}
@@ -92,6 +97,7 @@ class OumiRun:
     """Sections of a run file, without model and data, which are opened later."""
     notes: list[str]
     model_name: str
+    tokenizer_name: str | None
     train: list[DatasetAsked]
     validation: list[DatasetAsked]
     chat_template: str | None
@@ -206,9 +212,9 @@ def translate_oumi(tree: Mapping[str, Any], world_size: int | None = None) -> Ou
     """The run that a configuration means on `world_size` processes; where that is not known, on as many as the model's
     layout takes. Raises ConfigError with all that is wrong, a sentence each."""
     asked = Asked({}, world_size)
-    _read_sections(asked, tree)
+    read_sections(asked, tree)
     datasets = {split: _datasets(asked, split) for split in ("train", "validation")}
-    name = str(asked.values.get("training.trainer_type", "")).upper()
+    name = asked["training.trainer_type"].upper() if "training.trainer_type" in asked else ""
     trainer = TRAINERS.get(name)
     if trainer is None:
         asked.problems.append(_other_trainer(name))
@@ -225,15 +231,19 @@ def translate_oumi(tree: Mapping[str, Any], world_size: int | None = None) -> Ou
         raise ConfigError(*dict.fromkeys(asked.problems))
     if asked["model.torch_dtype_str"] == "auto":
         asked.notes.append("model.torch_dtype_str is auto: the precision is that of the weights")
-    idle = _idle(asked)
+    model_name, tokenizer_name, template = (
+        asked[f"model.{key}"] for key in ("model_name", "tokenizer_name", "chat_template")
+    )
+    idle = _idle(asked, name)
     return OumiRun(
         trainer,
         asked.tree,
         [*asked.notes, *([idle] if idle else [])],
-        asked["model.model_name"],
+        model_name,
+        tokenizer_name,
         datasets["train"],
         datasets["validation"],
-        asked["model.chat_template"],
+        template,
         **found,
     )
 
@@ -247,7 +257,8 @@ def _other_trainer(name: str) -> str:
     return f"training.trainer_type is {name or 'missing (HF)'}, which is not here; {there}"
 
 
-def _read_sections(asked: Asked, tree: Mapping[str, Any]) -> None:
+def read_sections(asked: Asked, tree: Mapping[str, Any]) -> None:
+    """The keys of a configuration and their values, in the types that the table asks for."""
     known = sorted({key.partition(".")[0] for key in KEYS})
     for section, values in tree.items():
         if section not in known:
@@ -294,6 +305,8 @@ def _flatten(asked: Asked, prefix: str, values: Mapping[str, Any], at: str = "")
             _flatten(asked, key, value, named)
         elif value is None and any(other.startswith(f"{named}.") for other in ALL):
             continue  # an empty section
+        elif any(other.startswith(f"{named}.") for other in ALL):
+            asked.problems.append(f"{key} is {value!r:.60}; keys with values are needed")
         elif row is None:
             hint = _nearest(named)
             asked.problems.append(f"there is no key {key} in Oumi's configurations{hint}")
@@ -309,6 +322,8 @@ def _nearest(key: str) -> str:
     section, _, name = key.rpartition(".")
     beside = [other.rpartition(".")[2] for other in ALL if other.rpartition(".")[0] == section]
     elsewhere = [other for other in ALL if other.rpartition(".")[2] == name]
+    if longer := [other for other in beside if other.endswith(f"_{name}")]:
+        return f"; did you mean {longer[0]!r}?"
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     if hint := did_you_mean(name, beside, 1):
@@ -337,9 +352,13 @@ def _typed(asked: Asked, key: str, row: Read, value: Any) -> Any:
             return dict(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(
-        row.kind, f"a {row.kind}"
-    )
+    kind = {
+        "int": "a whole number",
+        "count": "a whole number above 0",
+        "float": "a number",
+        "bool": "true or false",
+        "dict": "keys with values",
+    }.get(row.kind, f"a {row.kind}")
     asked.problems.append(f"{key} is {value!r:.60}; {kind} is needed")
     return None
 
@@ -380,13 +399,16 @@ def _set_alone(asked: Asked, trainer: str) -> None:
             asked.set(row.path, value)
 
 
-def _idle(asked: Asked) -> str:
+def _idle(asked: Asked, trainer: str) -> str:
     """The one note on the keys that have no effect, by reason."""
     by_reason: dict[str, list[str]] = {}
     for key in asked.values:
         _, row = row_of(re.sub(r"\[\d+\]", "[]", key))
-        if isinstance(row, Idle) and asked.values[key] is not None:
-            by_reason.setdefault(row.why, []).append(key.removeprefix(IN_VERL))
+        why = row.why if isinstance(row, Idle) and asked.values[key] is not None else None
+        if isinstance(row, Read) and key not in asked.read and ".datasets[" not in key:
+            why = f"nothing reads them with {trainer} and the other keys"
+        if why:
+            by_reason.setdefault(why, []).append(key.removeprefix(IN_VERL))
     told = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
     return f"these keys have no effect here: {'; '.join(told)}" if told else ""
 

@@ -31,7 +31,7 @@ class OumiMegatronGrpoTrainer:
         self,
         processing_class: Any,
         config: Any,
-        reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
+        reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Iterable[Mapping[str, Any]] | None = None,
         processor: Any = None,
@@ -60,18 +60,24 @@ class OumiMegatronGrpoTrainer:
             raise ConfigError(f"OumiMegatronGrpoTrainer takes no {', '.join(other)}; leave it out")
         self.processing_class = processing_class
         self._tree = tree_of(config)
-        self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
-        self._given = reward_funcs is not None and [*reward_funcs]
+        named = self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
+        if str(named).upper() != "MEGATRON_GRPO":
+            raise ConfigError(
+                f"training.trainer_type is {named}, but OumiMegatronGrpoTrainer trains by GRPO; set MEGATRON_GRPO, or "
+                "train it with `megalith oumi train`"
+            )
+        alone = isinstance(reward_funcs, str) or callable(reward_funcs)
+        self._given = [reward_funcs] if alone else [*(reward_funcs or ())]
+        if wrong := [one for one in self._given if not isinstance(one, str) and not callable(one)]:
+            raise ConfigError(f"reward_funcs has {wrong[0]!r:.60}; they are names and functions")
         if self._given:  # judged by these; the names are for the log
             names = [
                 one if isinstance(one, str) else f"own:{getattr(one, '__name__', 'reward')}"
                 for one in self._given
             ]
             self._tree["training"]["reward_functions"] = names
-        self._records, self._held_out = (
-            None if given is None else [dict(record) for record in given]
-            for given in (train_dataset, eval_dataset)
-        )
+        self._records = _records("train_dataset", train_dataset)
+        self._held_out = _records("eval_dataset", eval_dataset)
         self._begins_from = None if megatron_checkpoint_path is None else str(megatron_checkpoint_path)
         translate_oumi(self._tree, this_process().world_size)  # refused here rather than in train
         self._opened: OpenedRun | None = None
@@ -105,3 +111,16 @@ class OumiMegatronGrpoTrainer:
         _median, eval/accuracy, lengths and more. Empty before `train`, and without held-out prompts."""
         found = (self.result and self.result.validation_figures) or {}
         return {f"eval/{name.replace(REWARDS, 'reward_')}": value for name, value in found.items()}
+
+
+def _records(name: str, given: Any) -> list[dict[str, Any]] | None:
+    """Prompts with their columns. Raises ConfigError."""
+    if given is None:
+        return None
+    records = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
+    if wrong := [one for one in records if not isinstance(one, Mapping)]:
+        raise ConfigError(
+            f"{name} has {wrong[0]!r:.60}; it needs records with a prompt, as {{'prompt': 'What is 2+2?'}}; files are "
+            "named as data.train.datasets"
+        )
+    return [dict(record) for record in records]

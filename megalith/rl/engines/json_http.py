@@ -9,11 +9,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 from urllib.parse import urlsplit
 
-from megalith.errors import ConfigError, TrainingError
+from megalith.errors import TrainingError
 from megalith.rl.engines.deadline import Deadline, InThread
 
 PIECE = 1 << 16  # bytes of an answer that are read at a time
@@ -42,8 +42,6 @@ class JsonServer:
 
     def __init__(self, url: str, name: str):
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"rl.engine_url is {url!r}; give an address such as http://127.0.0.1:8000")
         self.url, self.host, self.name = url.rstrip("/"), parts.hostname, name
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -112,6 +110,8 @@ class JsonServer:
             pieces.append(piece)
             if deadline.over:
                 raise self._late(what, deadline)
+        if answer.length:  # of what its headers promise
+            raise IncompleteRead(b"".join(pieces), answer.length)
         return b"".join(pieces)
 
     def _late(self, what: str, deadline: Deadline) -> TrainingError:

@@ -66,6 +66,9 @@ class RolloutEngine(Protocol):
         """Ends what it has begun; called once, also after an error."""
 
 
+LEAST, MOST = -1e30, 1e-2  # between which a log-probability is, the latter for its rounding
+
+
 @dataclass(frozen=True)
 class Answer:
     """One completion as another engine gives it, not yet checked."""
@@ -103,9 +106,11 @@ class Answer:
                 f"{of}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
             )
         values = [math.nan if one is None else one for one in logprobs]
-        if wrong := [one for one in values if type(one) not in (int, float) or math.isinf(one)]:
+        if wrong := [
+            one for one in values if type(one) not in (int, float) or not (one != one or LEAST < one < MOST)
+        ]:
             raise TrainingError(
-                f"{of}: it has the log-probability {wrong[0]!r:.40}, no finite number; look at the server's log"
+                f"{of}: it has the log-probability {wrong[0]!r:.40}, no finite number up to 0; look at the server's log"
             )
         return Completion(number, generation, ids, [*map(float, values)], self.truncated, (version,))
 

@@ -62,6 +62,10 @@ class SglangServer(EngineServer):
 
     def _answer(self, said: Any) -> Answer:
         meta = at_path(said, "meta_info")
+        if not isinstance(meta, dict):
+            raise TrainingError(
+                f"{self.http} answered /generate without completions; is it an SGLang server?"
+            )
         why = at_path(meta, "finish_reason", "type")
         if why not in ("stop", "length"):
             raise TrainingError(

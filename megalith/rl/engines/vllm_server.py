@@ -94,7 +94,7 @@ class VllmServer(EngineServer):
             "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
         choices = at_path(self.http.post("/v1/completions", body, deadline), "choices")
-        if not isinstance(choices, list):
+        if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
             raise TrainingError(f"{self.http} answered /v1/completions without choices; is it a vLLM server?")
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
         if aborted:
