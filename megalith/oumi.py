@@ -45,5 +45,10 @@ def __getattr__(name: str) -> Any:
 
 if __name__ == "__main__":
     from megalith.dialects.oumi.oumi_patch import run_oumi
+    from megalith.errors import MegalithError
+    from megalith.launch.failure import report
 
-    sys.exit(run_oumi(sys.argv[1:]))
+    try:
+        sys.exit(run_oumi(sys.argv[1:]))
+    except MegalithError as error:
+        sys.exit(report(error))

@@ -416,6 +416,8 @@ def test_params_divide_and_refuse_as_the_document_says(written):
     ):
         params.get_data_parallel_size(16)
     params.validate_distributed_config(64, 80, 64, 8)
+    with pytest.raises(ConfigError, match=r"^world_size is '16' and .*; each is a whole number above 0"):
+        params.get_data_parallel_size("16")
     for wrong in (oumi_params.MegatronParams(tensor_model_parallel_size=0), oumi_params.MegatronParams()):
         with pytest.raises(
             ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each is a whole number above 0"

@@ -13,7 +13,7 @@ import transformers
 import vllm_stand_in
 import yaml
 from engine_stand_ins import served
-from oumi_job import SIZES, gsm8k, quick_start, tiny_llama
+from oumi_job import SIZES, gsm8k, quick_start, tiny_llama, write_letters
 from safetensors.torch import load_file
 
 from megalith.cli.main import main
@@ -188,6 +188,16 @@ def test_where_no_vllm_is_the_file_is_refused_with_what_installs_it(here, monkey
     assert "vLLM cannot be imported" in capsys.readouterr().err
 
 
+def test_the_tokenizer_may_be_of_another_folder(here):
+    (here / "words").mkdir()
+    write_letters(here / "words")
+    asked = translate_oumi(
+        read_configuration(quick_start(here), [f"--model.tokenizer_name={here / 'words'}"]), 1
+    )
+    data = open_run(asked, 1).config.data
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(here / "words"))
+
+
 def shouting(completions, question, **columns):
     assert len(completions) == len(question)
     return [float(sum(map(str.isupper, str(one)))) for one in completions]
@@ -215,6 +225,13 @@ def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, None, processor=object())
     with pytest.raises(ConfigError, match="takes no teacher"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, teacher=1)
+    with pytest.raises(ConfigError, match="reward_funcs has 3; they are names and functions"):
+        OumiMegatronGrpoTrainer(None, config, [shouting, 3], records)
+    with pytest.raises(ConfigError, match=r"train_dataset has 'a\.jsonl'; it needs records"):
+        OumiMegatronGrpoTrainer(None, config, shouting, "a.jsonl")
+    config.training["trainer_type"] = "TRL_SFT"
+    with pytest.raises(ConfigError, match="is TRL_SFT, but OumiMegatronGrpoTrainer trains by GRPO"):
+        OumiMegatronGrpoTrainer(None, config, [shouting], records)
 
 
 STAND_IN = {  # of the package oumi, by what the patch asks of it

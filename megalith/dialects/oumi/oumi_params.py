@@ -258,9 +258,7 @@ def _built(kind: type, values: Any, where: str) -> Any:
 def tree_of(config: Any) -> dict[str, Any]:
     """The sections of a configuration: a dict, ours, or Oumi's own TrainingConfig, whose defaults are left out."""
     if isinstance(config, Mapping):
-        return {
-            name: tree_of(value) if isinstance(value, Mapping) else value for name, value in config.items()
-        }
+        return {name: _plain(value) for name, value in config.items()}
     if not is_dataclass(config):
         raise ConfigError(
             f"config is a {type(config).__name__}; give a TrainingConfig, or a dict of its sections"
