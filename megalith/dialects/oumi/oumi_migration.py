@@ -45,8 +45,6 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
         raise ConfigError(
             f"{path} has trainer_type {trainer or 'HF'}; what can be migrated is {' and '.join(FROM)}"
         )
-    if read.problems:
-        raise ConfigError(*dict.fromkeys(read.problems))
     old = path.read_text(encoding="utf-8")
     changes = _changes(read, trainer)
     changes |= dict(read_overrides(overrides))
@@ -62,7 +60,13 @@ def migrated(path: Path, overrides: Sequence[str] = ()) -> tuple[str, str, list[
             f"{path} cannot be changed in its lines ({' '.join(str(error).split())}); write its sections as lines of "
             "their own, without anchors, and migrate it again"
         ) from None
-    asked = translate_oumi(resolved(after, after))
+    problems = read.problems  # those of values too that are replaced
+    try:
+        asked = translate_oumi(resolved(after, after))
+    except ConfigError as error:
+        problems = [*problems, *str(error).splitlines()]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
     diff = difflib.unified_diff(
         f"{old.rstrip()}\n".splitlines(keepends=True),
         new.splitlines(keepends=True),
