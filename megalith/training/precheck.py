@@ -40,7 +40,7 @@ from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import check_precision, rates_of
 from megalith.remote import size_of
-from megalith.report.layout_text import layout_text, paragraph
+from megalith.report.layout_text import layout_text, memory_unit, paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
@@ -119,7 +119,7 @@ def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         check_model_fits(checkpoint, build_meta_model(config), vocabulary_rows(config))
 
 
-DIFFERENCE = 0.02  # of bytes: a shard of few rows is padded to the longest one
+DIFFERENCE = 0.02  # of bytes
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ class BuiltRank:
     rank: int
     weights: int
     """Bytes that it has."""
-    longest: int
-    """The same with shards as long as the first rank's; a last one may have fewer rows, or none."""
+    even: float
+    """The same if all shards were alike: of fewer rows than ranks the first have one, and the last none."""
     expected: int
     """The planner's."""
 
     @property
     def agrees(self) -> bool:
-        return abs(self.longest - self.expected) <= DIFFERENCE * self.expected
+        return abs(self.even - self.expected) <= DIFFERENCE * self.expected
 
 
 def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_per_node: int = 8) -> str:
@@ -154,15 +154,16 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
-    figures: dict[tuple[int, int], list[int]] = {}
+    figures: dict[tuple[int, float, int], list[int]] = {}
     for built in ranks:
-        figures.setdefault((built.weights, built.longest, built.expected), []).append(built.rank)
+        figures.setdefault((built.weights, built.even, built.expected), []).append(built.rank)
+    name, unit = memory_unit([max(built.weights, built.expected) for built in ranks])
     told = [
         paragraph(
-            f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / 1e9:.4f} GB of weights built, "
-            f"{planned / 1e9:.4f} planned{', the last shards of several being shorter' * (weights < longest)}"
+            f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / unit:.4f} {name} of weights built, "
+            f"{planned / unit:.4f} planned{', were all shards alike' * (abs(weights - even) > DIFFERENCE * even)}"
         )
-        for (weights, longest, planned), alike in figures.items()
+        for (weights, even, planned), alike in figures.items()
     ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
@@ -186,18 +187,17 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
         )
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
         own = [parameter for chunk in chunks for parameter in _own(chunk.parameters())]
-        weights, longest = sum(local(each).nbytes for each in own), sum(map(_longest, own))
-    return BuiltRank(rank, weights, longest, layout.stage_of(rank).memory.weights)
+        weights, even = sum(local(each).nbytes for each in own), sum(map(_even_share, own))
+    return BuiltRank(rank, weights, even, layout.stage_of(rank).memory.weights)
 
 
-def _longest(parameter: torch.nn.Parameter) -> int:
-    """Bytes of the longest shard."""
-    shape = list(parameter.shape)
+def _even_share(parameter: torch.nn.Parameter) -> float:
+    """Bytes of a rank's shard, if all were alike."""
+    ranks = 1
     if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if (dim := getattr(placement, "dim", None)) is not None:
-                shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
-    return math.prod(shape) * parameter.element_size()
+        sharded = (axis for axis, each in enumerate(parameter.placements) if hasattr(each, "dim"))
+        ranks = math.prod(map(parameter.device_mesh.size, sharded))
+    return parameter.numel() * parameter.element_size() / ranks
 
 
 def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:

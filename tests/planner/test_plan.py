@@ -411,11 +411,12 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     ranks = build_ranks(build_layout(config, 32))
     assert [built.rank for built in ranks] == [0, 16, 31]
     assert all(built.agrees for built in ranks)
-    uneven = config.with_settings({"model.vocab_size": 50304, "train.global_batch_size": 80})
-    *_, last = build_ranks(
-        build_layout(uneven, 320)
-    )  # 80 shards of 25,152 rows, of which the last has 30 too few
-    assert last.weights < 0.97 * last.expected and last.agrees
+    small = {"model.hidden_size": 96, "train.global_batch_size": 80}
+    first, *_, last = build_ranks(
+        build_layout(config.with_settings(small), 320)
+    )  # 96 rows are 48 ranks' two each
+    assert first.weights > 1.2 * first.expected and last.weights < 0.8 * last.expected
+    assert first.agrees and last.agrees
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
     assert main(["train", str(file), "--dry-run", "--world-size", "32"]) == 0
