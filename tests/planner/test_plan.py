@@ -412,10 +412,8 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     assert [built.rank for built in ranks] == [0, 16, 31]
     assert all(built.agrees for built in ranks)
     small = {"model.hidden_size": 96, "train.global_batch_size": 80}
-    first, *_, last = build_ranks(
-        build_layout(config.with_settings(small), 320)
-    )  # 96 rows are 48 ranks' two each
-    assert first.weights > 1.2 * first.expected and last.weights < 0.8 * last.expected
+    first, *_, last = build_ranks(build_layout(config.with_settings(small), 320))  # 48 or 96 rows of 80 ranks
+    assert first.weights > 1.1 * first.expected and last.weights < 0.9 * last.expected
     assert first.agrees and last.agrees
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
