@@ -23,11 +23,12 @@ class Row(NamedTuple):
     gigabytes: float | None
     more: dict = {}
 
-    def config(self) -> RunConfig:
+    def tree(self) -> dict:
+        """As a run file has it."""
         micro, batch, seq = self.batch
         more = {section: dict(values) for section, values in self.more.items()}
         train = dict(train_iters=10, micro_batch_size=micro, global_batch_size=batch, precision="bf16")
-        tree = {
+        return {
             "model": self.model,
             "data": dict(mock=True, seq_length=seq) | more.get("data", {}),
             "parallel": self.parallel,
@@ -36,7 +37,9 @@ class Row(NamedTuple):
             "runtime": more.get("runtime", {}),
             "lora": more.get("lora", {}),
         }
-        return RunConfig.from_tree(tree)
+
+    def config(self) -> RunConfig:
+        return RunConfig.from_tree(self.tree())
 
 
 DROPPING = dict(preset="gpt2-large", num_attention_heads=16)
@@ -61,7 +64,7 @@ FP16 = dict(train=dict(precision="fp16"))
 FP8 = dict(train=dict(fp8_format="hybrid"))
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
 ALL = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0))
-PACKED = dict(data=dict(tokenizer_type="NullTokenizer", reset_attention_mask=True, reset_position_ids=True))
+PACKED = dict(data=dict(tokenizer_type="ByteTokenizer", reset_attention_mask=True, reset_position_ids=True))
 V4 = dict(PP, pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")
 V3 = dict(PP, pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")
 ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
@@ -72,7 +75,7 @@ def selective(*modules: str) -> dict:
 
 
 CHEAP = selective("layernorm", "mlp_act")
-SEQUENCES = (1, 4, 8192)
+SEQUENCES, AT_ONCE = (1, 4, 8192), (2, 4, 8192)
 GATHERED = dict(WHOLE, fsdp_unsharded_layers=32)
 
 # fmt: off
@@ -88,10 +91,13 @@ TRADEOFFS = [  # GPT-2-large on one GPU; ¹ on another machine than the others
     Row("all recomputed (`recompute_saves_attention: false`) ¹", TOLD, 1, LARGE, ONE, FULL, 388, 14.6),
     Row("half of the optimizer's state on the host", TOLD, 1, LARGE, ONE, {}, 407.2, 57.2, HALF),
     Row("all of it on the host", TOLD, 1, LARGE, ONE, {}, 506.9, 54.1, ALL),
+    Row("packed documents", TOLD, 1, LARGE, ONE, {}, None, None, PACKED),
     Row("FP8 delayed", TOLD, 1, LARGE, ONE, {}, 253.0, 52.1, FP8),
 ]
 TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines
     Row("`optim_grads_params`, all layers gathered", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1583, 129.2),
+    Row("the same, both in one micro-batch, 0.9 of the activations (`auto`)", TOLD, 2, LLAMA, AT_ONCE, GATHERED,
+        None, None, dict(runtime=dict(activation_memory_budget=0.9))),
     Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, WHOLE, 1700, 112.6),
     Row("`optim_grads`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
     Row("`optim`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim"), None, None),
@@ -102,6 +108,8 @@ TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines
     Row("the same, moments in bf16, 24 layers gathered", TOLD, 2, LLAMA, SEQUENCES,
         dict(WHOLE, fsdp_unsharded_layers=24, **CHEAP), 1637, 97.3,
         dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
+    Row("… both in one micro-batch, every layer freed", TOLD, 2, LLAMA, AT_ONCE, dict(WHOLE, **CHEAP), None,
+        None, dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
     Row("recomputed: `mlp`", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("mlp")), None, None),
     Row("all recomputed, attention's output saved", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **SAVED), 1889, 93.3),
     Row("all recomputed", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **FULL), 1934, 92.1),

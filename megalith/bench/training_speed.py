@@ -39,6 +39,7 @@ from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_ti
 PEERS = ("hf", "plain", "fsdp2", "liger", "peft", "peft-liger")
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
+ENDING = 20.0  # seconds
 REAL_MEGABYTES = 128  # of text; their tokens take about half of it
 NOT_KERNELS = (
     "step ",
@@ -202,6 +203,10 @@ def run_to_end(command: list[str], file: Path) -> tuple[int, str]:
     except BaseException:
         print(f"ended before the run was through; it has printed:\n{file.read_text()[-2000:]}", flush=True)
         process.terminate()
+        try:  # what runs next needs its devices
+            process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            process.kill()
         raise
     return process.returncode, file.read_text()
 

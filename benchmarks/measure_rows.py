@@ -1,0 +1,93 @@
+"""Measures rows of measured_rows.py, each as a run of `megalith train`, beside what the planner expects of it.
+
+    python -m benchmarks.measure_rows --missing             # those of docs/tradeoffs.md without figures that fit here
+    python -m benchmarks.measure_rows --rows "PP2 in two chunks" packed --steps 12 --warmup 4
+
+`--seconds`: no row is begun that may end later. A line of JSON a row, as it ends; `--results` appends it to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.measured_rows import ROWS, TRADEOFFS, TWO_GPUS, Row
+from benchmarks.plan_accuracy import expected
+from megalith.bench.training_speed import run_to_end, surroundings
+
+LONGEST = 90.0  # seconds that a row is taken to need
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--missing", action="store_true")
+    which.add_argument("--rows", nargs="+", metavar="NAME", help="words that a row's name has")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    room = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 0.0
+    for row in chosen(args):
+        if time.monotonic() + LONGEST > end:
+            print(f"not begun: {row.name}", file=sys.stderr, flush=True)
+            continue
+        memory, seconds = expected(row)
+        if args.missing and 0 < room < memory:
+            print(
+                f"{row.name} is expected to take {memory:.0f} GB of {room:.0f}", file=sys.stderr, flush=True
+            )
+            continue
+        found = {"row": row.name, "model": row.model["preset"]} | measured(row, args.steps, args.warmup)
+        found |= {"expected_ms": round(1e3 * seconds.seconds, 1), "expected_gb": round(memory, 1)}
+        print(line := json.dumps(found | surroundings()), flush=True)
+        if args.results:
+            with args.results.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+
+def chosen(args: argparse.Namespace) -> list[Row]:
+    if args.rows:
+        return [row for row in TRADEOFFS + TWO_GPUS + ROWS if any(name in row.name for name in args.rows)]
+    gpus = max(torch.cuda.device_count(), 1)
+    rows = (row for row in TRADEOFFS + TWO_GPUS if row.processes <= gpus)
+    return [row for row in rows if row.ms is None or row.gigabytes is None]
+
+
+def measured(row: Row, steps: int, warmup: int) -> dict[str, Any]:
+    """Milliseconds of a step and GB at its peak, medians of the steps after the warm-up; or `failed`."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree, output = row.tree(), Path(folder) / "run"
+        tree["train"] |= {"train_iters": steps, "eval_iters": 0, "output_dir": str(output)}
+        tree["checkpoint"] = {"save_at_end": False}
+        file = Path(folder) / "run.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        command = [sys.executable, "-m", "megalith", "train", str(file), "--nproc", str(row.processes)]
+        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
+        if returncode:
+            return {"failed": f"{returncode}: {printed[-1500:]}"}
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+    counted = [json.loads(line) for line in lines][warmup:steps]
+    names = {"ms": "step_time_ms", "gb": "max_memory_gb"}
+    return {
+        short: round(statistics.median(step[name] for step in counted if step[name] is not None), 1)
+        for short, name in names.items()
+        if counted[0][name] is not None
+    }
+
+
+if __name__ == "__main__":
+    main()
