@@ -98,6 +98,8 @@ TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines
     Row("`optim_grads_params`, all layers gathered", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1583, 129.2),
     Row("the same, both in one micro-batch, 0.9 of the activations (`auto`)", TOLD, 2, LLAMA, AT_ONCE, GATHERED,
         None, None, dict(runtime=dict(activation_memory_budget=0.9))),
+    Row("the same, `layernorm`, `mlp_act` recomputed in place of these", TOLD, 2, LLAMA, AT_ONCE, dict(GATHERED, **CHEAP),
+        None, None),
     Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, WHOLE, 1700, 112.6),
     Row("`optim_grads`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
     Row("`optim`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim"), None, None),
