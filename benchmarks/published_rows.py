@@ -12,10 +12,10 @@ A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 
 
 class MegatronCore(passes.Passes):
-    """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes: weights are cast to FP8 once
-    a step, and wgrads are added up inside their GEMMs. In those of dense models, collectives of tensor parallelism go
-    in as many steps as there are ranks, and all but the first run beside the GEMM (`tp_comm_overlap`). Megalith does
-    neither."""
+    """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes: weights, experts' too, are
+    cast to FP8 once a step whatever memory there is, and wgrads are added up inside their GEMMs. In those of dense
+    models, collectives of tensor parallelism go in as many steps as there are ranks, and all but the first run beside
+    the GEMM (`tp_comm_overlap`). Megalith does the first alone, of dense weights where memory suffices."""
 
     def _tensor(self, number: int) -> tuple[float, float]:
         forward, backward = super()._tensor(number)
@@ -23,7 +23,10 @@ class MegatronCore(passes.Passes):
         return exposed * forward, exposed * backward
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
-        return weight * both / self.micro_batches, 0
+        return (weight * both / self.micro_batches if experts else 0, 0)
+
+    def _cast_once(self) -> float:
+        return 1.0
 
 
 class Published(NamedTuple):

@@ -169,6 +169,11 @@ class ParallelConfig(Section):
         return 0 if self.fsdp_unsharded_layers == "auto" else self.fsdp_unsharded_layers
 
     @property
+    def keeps_layers_whole(self) -> bool:
+        """Whether the parameters of some layers stay whole on a device from a step's first pass to its last."""
+        return self.data_parallel_sharding_strategy != "optim_grads_params" or self.unsharded_layers > 0
+
+    @property
     def exchanges_gradients(self) -> bool:
         """The reduce_scatter_with_fp32_accumulation; an `auto` that nobody has chosen for is off."""
         return self.reduce_scatter_with_fp32_accumulation is True

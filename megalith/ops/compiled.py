@@ -29,6 +29,11 @@ def run_eagerly() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
+def outside_of_graphs(function: Callable) -> Callable:
+    """`function` for a hook of modules that are compiled, if any are: it runs as it was written."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
 def varies(x: Tensor, dim: int) -> None:
     """Lets compiled code take x with any number of entries along `dim`."""
     if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():

@@ -7,6 +7,8 @@ names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -54,9 +56,23 @@ def saves_weight_codes(config: RunConfig) -> bool:
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Whether a weight's codes stay for all micro-batches of a step. Weights that FSDP gathers are cast at use."""
-    replicated = config.parallel.data_parallel_sharding_strategy == "no_shard"
-    return config.train.fp8_format is not None and config.train.fp8_cache_weights is True and replicated
+    """Whether weights' codes stay for all micro-batches of a step, of those layers at least that stay whole so long."""
+    train = config.train
+    return (
+        train.fp8_format is not None
+        and train.fp8_cache_weights is True
+        and config.parallel.keeps_layers_whole
+    )
+
+
+def cast_once(numbers: Sequence[int], config: RunConfig) -> set[int]:
+    """Of the layers of a chunk, by their numbers in order, those whose weights are cast to FP8 once a step."""
+    parallel = config.parallel
+    if not casts_weights_once(config):
+        return set()
+    if parallel.data_parallel_sharding_strategy == "optim_grads_params":
+        numbers = numbers[-parallel.unsharded_layers :]  # of the others codes of whole weights would stay
+    return {number for number in numbers if is_in_fp8(number, config)}
 
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
@@ -94,19 +110,29 @@ def apply_fp8(
     `log_fp8_interval` the linears' operands can be counted."""
     if config.train.fp8_format is None:
         return
+    layers = layers_of(chunk)
+    once = cast_once([layer.number for layer in layers.values()], config)
+    stays = tuple(f"{name}." for name, layer in layers.items() if layer.number in once)
     for name, module in fp8_modules(chunk, config).items():
         if isinstance(module, GroupedLinear):
             # expert tensor parallelism cuts what fc1 gives and fc2 takes
             axes = (Axis(), mesh.etp) if name.endswith("linear_fc1") else (mesh.etp, Axis())
             plug(module, "gemm", Fp8GroupedGemm(module.gemm.kernel, *axes))
         else:
-            gemm = _gemm(name, config, mesh, table, chunk.compute_dtype)
+            step_codes = StepCodes() if name.startswith(stays) else None
+            gemm = _gemm(name, config, mesh, table, chunk.compute_dtype, step_codes)
             plug(module, "gemm", CountedGemm(gemm, device) if config.log.log_fp8_interval else gemm)
 
 
-def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:
+def _gemm(
+    name: str,
+    config: RunConfig,
+    mesh: Mesh,
+    table: AmaxTable | None,
+    dtype: torch.dtype,
+    step_codes: StepCodes | None,
+) -> Gemm:
     train, saves_weights = config.train, saves_weight_codes(config)
-    step_codes = StepCodes() if casts_weights_once(config) else None
     if train.fp8_recipe == "blockwise":
         return BlockGemm(dtype, saves_weights, step_codes)
     axes = mesh.tp, mesh.cp

@@ -3,21 +3,30 @@
 A weight is there in fp32, and a matmul takes a cast of it, which most layers make where they compute. FP8's cast needs
 a maximum, a code and a transposed code of each weight. Experts are by far the most weights of their model: cast anew
 for each pass, forward and backward, they are read and written four times in a step of two micro-batches.
+
+What is here is cast before the step's first pass. What FSDP2 gathers is cast in that pass, layer by layer, as soon as
+the layer is gathered, so that the next one's all-gather still runs beside its GEMMs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megalith.comm.collectives import local
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
+from megalith.models.transformer import layers_of
+from megalith.ops.compiled import outside_of_graphs
 from megalith.ops.fp8.recipes import BlockGemm, Fp8Gemm
 from megalith.parallel.fp8_counts import CountedGemm
 from megalith.parallel.seams import plug
+
+CastOnce = list[tuple[Linear, Fp8Gemm | BlockGemm]]
 
 
 class StepCasts:
@@ -28,10 +37,19 @@ class StepCasts:
     """
 
     def __init__(self, chunks: Iterable[nn.Module], experts: bool = False):
-        self._linears: list[tuple[Linear, Fp8Gemm | BlockGemm]] = []
+        self._here: CastOnce = []
+        self._gathered: list[CastOnce] = []  # by layer
+        self._is_on = False
         self._experts: list[tuple[GroupedLinear, torch.dtype]] = []
         for chunk in chunks:
-            self._linears += _cast_once(chunk)
+            for layer in layers_of(chunk).values():
+                linears = list(_cast_once(layer))
+                if linears and isinstance(layer, FSDPModule):
+                    self._gathered.append(linears)
+                    cast = outside_of_graphs(partial(self._cast_gathered, linears))
+                    layer.register_forward_pre_hook(cast)  # behind FSDP2's, which gathers
+                else:
+                    self._here += linears
             if experts:
                 found = (module for module in chunk.modules() if isinstance(module, GroupedLinear))
                 dtype = chunk.compute_dtype
@@ -40,8 +58,8 @@ class StepCasts:
     @torch.no_grad()
     def __enter__(self) -> None:
         try:
-            for linear, gemm in self._linears:
-                gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+            self._is_on = True
+            _cast(self._here)
             for module, dtype in self._experts:
                 plug(module, "step_cast", module.cast(dtype))
         except BaseException:  # out of memory: else what was cast so far would stay for passes after the step
@@ -49,10 +67,23 @@ class StepCasts:
             raise
 
     def __exit__(self, *error: object) -> None:
-        for _, gemm in self._linears:
-            gemm.step_codes.clear()
+        self._is_on = False
+        for linears in (self._here, *self._gathered):
+            for _, gemm in linears:
+                gemm.step_codes.clear()
         for module, _ in self._experts:
             plug(module, "step_cast", None)
+
+    @torch.no_grad()
+    def _cast_gathered(self, linears: CastOnce, *_: object) -> None:
+        """A layer's, before each of its passes: in a step's first, and in none of an evaluation."""
+        if self._is_on and linears[-1][1].step_codes.operands is None:
+            _cast(linears)
+
+
+def _cast(linears: CastOnce) -> None:
+    for linear, gemm in linears:
+        gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
 
 
 def cast_for_step(module: nn.Module) -> list[Tensor]:

@@ -39,7 +39,7 @@ from megalith.config.rules.expert_rules import (
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import tokens_at_once
-from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
+from megalith.parallel.fp8_linears import cast_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.roles import role_of
@@ -120,6 +120,9 @@ class StageMemory:
         in_fp8 = sum(is_in_fp8(number, config) for number in self.numbers) if config.train.fp8_format else 0
         self.fp8 = in_fp8 / max(self.layers, 1)
         """The share of the layers that compute in FP8."""
+        once = sum(len(cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks)
+        self.cast_once = once / max(self.layers, 1)
+        """The share of them whose weights are cast once a step."""
         here = meta.in_layers(self.numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
@@ -264,11 +267,9 @@ class StageMemory:
         return taken
 
     def _copies(self) -> int:
-        once = casts_weights_once(self.config)
-        codes = self.fp8 if once or saves_weight_codes(self.config) else 0.0
-        copies = self._compute_copy(self.dense, self.fsdp, codes)
-        if once:  # of every layer for the whole step, by row and by column; not of those that are saved
-            copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
+        saved = self.fp8 - self.cast_once if saves_weight_codes(self.config) else 0.0
+        copies = self._compute_copy(self.dense, self.fsdp, saved, self.cast_once)
+        copies += 2 * self.cast_once * self.dense  # for the whole step, by row and by column
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
         elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py), or once a step
@@ -277,12 +278,13 @@ class StageMemory:
             )
         return int(copies + (self.stored_bytes * self.outside if self.fsdp else 0))
 
-    def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0) -> float:
-        """`codes`: the share of the weights of which FP8 codes are saved, and not the cast weights."""
+    def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0, once: float = 0.0) -> float:
+        """The share of the weights of which FP8 `codes` are saved, and not the cast weights, and of those cast `once` a
+        step, of which neither is."""
         layer, whole = self.width * self._mean(here), self._whole_layers()[1]
         saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-            return saved + (0 if self.width == self.stored_bytes else (1 - codes) * layer * whole)
+            return saved + (0 if self.width == self.stored_bytes else (1 - codes - once) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
         stay = LAYERS_GATHERED + self.parallel.unsharded_layers * self.chunks if frees else self.layers
         return saved + layer * min(stay, self.layers)

@@ -250,9 +250,9 @@ class Passes:
     ) -> None:
         """To FP8: bf16 is read, and once more for its maximum where scales are current; codes are written, and their
         transpose for the backward pass. Under SP a rank casts its shard of what it gathers, and transposes it later;
-        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose."""
-        scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
-        both, one = (5, 5) if experts else (4 + scan, 3 + scan)
+        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose. What is
+        cast once a step is in `_weights`."""
+        both, one = (5, 5) if experts else self._cast_bytes()
         gathered, taken = self.sequence > 1 and style == "column", tokens * columns
         weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
         here = taken * one / self.sequence if gathered else taken * both
@@ -263,11 +263,19 @@ class Passes:
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
         """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
-        if casts_weights_once(self.config) and not experts:
-            return weight * both / self.micro_batches, 0
-        if saves_weight_codes(self.config) and not experts:
-            return weight * both, 0
-        return weight * one, weight * one
+        if experts:
+            return weight * one, weight * one
+        weight *= 1 - self._cast_once()
+        return (weight * both, 0) if saves_weight_codes(self.config) else (weight * one, weight * one)
+
+    def _cast_bytes(self) -> tuple[int, int]:
+        """That an element's cast to FP8 moves, with the transpose and without."""
+        scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
+        return 4 + scan, 3 + scan
+
+    def _cast_once(self) -> float:
+        """The share of the weights of layers in FP8, but for the experts', that are cast once a step."""
+        return 1 - self.freed if casts_weights_once(self.config) else 0.0
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
@@ -355,8 +363,15 @@ class Passes:
         return 2 * left_out(left, saved[0], saved[0] - saved[1], self.model.hidden_size // self.sequence)
 
     def _weights(self, number: int, there: Counter[str], back: Counter[str], again: Counter[str]) -> None:
-        """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition."""
+        """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition; of casts to FP8 those of
+        once a step, which recomputation does not repeat."""
         here = self.meta.in_layers([number])
+        if self._dtype(number)[0] == "fp8" and (share := self._cast_once()):
+            matrices = sum(
+                rows * columns for rows, columns, experts, *_ in self.meta.matmuls(number) if not experts
+            )
+            moved = share * self._cast_bytes()[0] * matrices
+            there["elementwise"] += moved / self.micro_batches / self.streams
         own = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
         cast = (4 + self.width) * (self.width != 4) / self.streams
         if not self.fsdp or self._experts_whole():

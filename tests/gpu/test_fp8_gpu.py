@@ -246,3 +246,32 @@ def test_two_gpus_train_as_one(tmp_path, gpus, kind):
         worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
         print(f"{kind}, {name}: {worst:.1e}")
         assert worst < 2e-3, name
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+def test_weights_that_are_gathered_are_cast_once_to_the_same_bits(tmp_path, gpus, kind, compiled):
+    """Of two micro-batches a step, with an evaluation between the steps."""
+    settings = RECIPES[kind] | {"train.global_batch_size": 8, "train.eval_iters": 1}
+    settings |= {"train.deterministic": True}
+    for layout in (
+        {"parallel.data_parallel_sharding_strategy": "optim"},
+        {
+            "parallel.data_parallel_sharding_strategy": "optim_grads_params",
+            "parallel.fsdp_unsharded_layers": 1,
+        },
+    ):
+        once, at_use = (
+            gpus.run(
+                run_job,
+                configuration(
+                    tmp_path,
+                    **settings,
+                    **layout,
+                    **{"runtime.compile": compiled, "train.fp8_cache_weights": value},
+                ),
+            )[0]
+            for value in (True, False)
+        )
+        assert once.losses == at_use.losses and once.evaluation == at_use.evaluation
+        assert all(torch.equal(value, at_use.state[name]) for name, value in once.state.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -10,7 +12,9 @@ from parity_cases import LATENT, run_config
 from torch import Tensor
 
 from megalith.config import RunConfig
-from megalith.ops.fp8.recipes import AmaxTable
+from megalith.ops.fp8 import recipes
+from megalith.ops.fp8.codes import WEIGHT
+from megalith.ops.fp8.recipes import AmaxTable, CurrentScaling, DelayedScaling
 from megalith.parallel.fp8_counts import KINDS
 from megalith.parity.job import Outcome, run_job, start
 
@@ -90,6 +94,36 @@ def run_fp8_job(config: RunConfig) -> Fp8Outcome:
     with mock.patch.object(AmaxTable, "end_step", noted):
         outcome = run_job(config, STEPS)
     return Fp8Outcome(outcome, scales[0] if scales else None)
+
+
+@contextmanager
+def casts_of_weights() -> Iterator[list[bool]]:
+    """For each cast to FP8 made in it on this rank, by whatever recipe, whether it was of a weight."""
+    casts: list[bool] = []
+
+    def counted(cast: Callable, of_weight: Callable[..., bool]) -> Callable:
+        def count(*args):
+            casts.append(of_weight(*args))
+            return cast(*args)
+
+        return count
+
+    def of_kind(self, kind: int, *rest) -> bool:
+        return kind == WEIGHT
+
+    in_tiles = counted(recipes.cast_blocks, lambda x, row, column, tiles: tiles)
+    with (
+        mock.patch.object(recipes, "cast_blocks", in_tiles),
+        mock.patch.object(CurrentScaling, "codes", counted(CurrentScaling.codes, of_kind)),
+        mock.patch.object(DelayedScaling, "codes", counted(DelayedScaling.codes, of_kind)),
+    ):
+        yield casts
+
+
+def run_counting_casts(config: RunConfig) -> tuple[Outcome, int]:
+    """The parity job, and how many weights this rank cast in it."""
+    with casts_of_weights() as casts:
+        return run_job(config, STEPS), sum(casts)
 
 
 @dataclass

@@ -6,13 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8_job import (
+    STEPS,
     Fp8Outcome,
     block_config,
+    casts_of_weights,
     encoder_config,
     expert_config,
     figures_of_steps,
     fp8_config,
     latent_config,
+    run_counting_casts,
     run_fp8_job,
 )
 from parity_cases import train
@@ -23,9 +26,8 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
-from megalith.ops.fp8 import recipes
-from megalith.ops.fp8.codes import E4M3, WEIGHT, codes_of
-from megalith.ops.fp8.recipes import AmaxTable, CurrentScaling, DelayedScaling
+from megalith.ops.fp8.codes import E4M3, codes_of
+from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules
 from megalith.parallel.memory import activation_offload
@@ -238,30 +240,14 @@ def test_a_checkpoint_with_scales_of_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
-def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind, monkeypatch):
+def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind):
     """Two steps of two micro-batches, every layer recomputed: by the seven casts of it, or by one."""
-    casts = []
-
-    def counted(cast, of_weight):
-        def count(*args):
-            casts.append(of_weight(*args))
-            return cast(*args)
-
-        return count
-
-    monkeypatch.setattr(
-        recipes, "cast_blocks", counted(recipes.cast_blocks, lambda x, row, column, tiles: tiles)
-    )
-    for scaling in (CurrentScaling, DelayedScaling):
-        monkeypatch.setattr(
-            scaling, "codes", counted(scaling.codes, lambda self, kind, *rest: kind == WEIGHT)
-        )
     found = {}
     for once in (True, False):
-        casts.clear()
         settings = {"train.fp8_cache_weights": once, "train.global_batch_size": 4}
-        run = start(MAKERS[kind](None).with_settings(settings | RECOMPUTED))
-        losses = train(run, 2)
+        with casts_of_weights() as casts:
+            run = start(MAKERS[kind](None).with_settings(settings | RECOMPUTED))
+            losses = train(run, 2)
         found[once] = losses, state_by_name(run), sum(casts)
         assert all(
             linear.gemm.step_codes is None or linear.gemm.step_codes.operands is None
@@ -309,14 +295,53 @@ def test_casts_that_fail_leave_no_codes_of_a_step_behind(monkeypatch):
     assert all(linear.gemm.step_codes.operands is None for linear in linears(run))
 
 
-def test_a_layout_of_pipeline_stages_casts_once_as_it_casts_at_use(pool):
-    layout = MAKERS["delayed"]("pp2-zero_bubble")
-    once, at_use = (
-        pool.run(run_fp8_job, layout.with_settings({"train.fp8_cache_weights": value}), size=2)[0].outcome
+LAST_STAYS = {"parallel.fsdp_unsharded_layers": 1}
+OVERFLOWS = {"train.precision": "fp16", "optim.initial_loss_scale": 2.0**23, "optim.hysteresis": 1}
+# How many layers of a rank stay whole for a step, and how often it would cast each weight in two micro-batches: in a
+# pipeline and where others are freed, for dgrad too.
+ONCE = [
+    ("delayed", "pp2-zero_bubble-dp2-zero1", {}, 1, 4),
+    ("blockwise", "dp2-zero3", LAST_STAYS, 1, 4),
+]
+MORE_ONCE = [
+    ("delayed", "pp2-zero_bubble", {}, 1, 8),
+    ("delayed", "dp2-zero1", OVERFLOWS, 2, 2),
+    ("delayed", "dp2-zero1", {"parallel.cpu_offloading_num_layers": 1}, 2, 2),
+    ("delayed", "dp2-zero2", {"lora.rank": 4}, 2, 2),
+    ("delayed", "tp2-sp-dp2-zero1", {"log.log_fp8_interval": 2}, 2, 2),
+    ("tensorwise", "dp2-zero2", RECOMPUTED | {"parallel.recompute_num_layers": 2}, 2, 4),
+    ("tensorwise", "dp2-zero3", LAST_STAYS, 1, 4),
+    ("blockwise", "dp2-zero1", {}, 2, 2),
+    ("experts", "ep2-dp4-zero1", {"train.global_batch_size": 16}, 2, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "settings", "layers", "at_use"),
+    ONCE + [pytest.param(*case, marks=pytest.mark.full) for case in MORE_ONCE],
+)
+def test_a_layout_casts_once_what_stays_whole_and_nothing_else_changes(
+    pool, kind, layout, settings, layers, at_use
+):
+    """Three steps, with an evaluation and a generation between them, which cast where they compute."""
+    config = MAKERS[kind](layout).with_settings({"train.global_batch_size": 8, **settings})
+    (once, fewer), (each, casts) = (
+        pool.run(
+            run_counting_casts,
+            config.with_settings({"train.fp8_cache_weights": value}),
+            size=LAYOUTS[layout].processes,
+        )[0]
         for value in (True, False)
     )
-    assert once.losses == at_use.losses and once.norms == at_use.norms
-    assert all(torch.equal(value, at_use.state[name]) for name, value in once.state.items())
+    assert once.losses == each.losses and once.skipped == each.skipped
+    assert (once.evaluation, once.generated) == (each.evaluation, each.generated)
+    assert all(torch.equal(value, each.state[name]) for name, value in once.state.items())
+    matrices = len(LINEARS) - 2 * (kind == "experts")
+    assert casts - fewer == STEPS * layers * matrices * (at_use - 1)
+    assert not settings.get("optim.hysteresis") or {*once.skipped} == {True, False}
+
+
+ALL_SHARDED = {"parallel.data_parallel_sharding_strategy": "optim_grads_params"}
 
 
 def test_auto_caches_where_a_step_casts_more_than_once_and_memory_suffices():
@@ -327,7 +352,9 @@ def test_auto_caches_where_a_step_casts_more_than_once_and_memory_suffices():
         ({}, 0, False),
         ({"train.global_batch_size": 2}, 80 * 10**9, False),
         ({"train.global_batch_size": 2} | RECOMPUTED, 80 * 10**9, True),
-        ({"parallel.data_parallel_sharding_strategy": "optim_grads_params"}, 80 * 10**9, False),
+        ({"parallel.data_parallel_sharding_strategy": "optim"}, 80 * 10**9, True),
+        (ALL_SHARDED, 80 * 10**9, False),
+        (ALL_SHARDED | LAST_STAYS, 80 * 10**9, True),
     ):
         found, told = with_cached_weights(config.with_settings(settings), 1, memory)
         assert (found.train.fp8_cache_weights, len(told)) == (cached, int(cached)), settings

@@ -258,6 +258,26 @@ def test_fp8_saves_a_byte_of_what_matrices_take_and_of_weights():
     )
 
 
+def test_codes_of_a_step_take_two_bytes_of_each_weight_that_stays_whole():
+    model = ONE_LAYER | dict(ffn_hidden_size=192, swiglu=True, position_embedding_type="rope")
+    weights = in_layers(model).total()
+
+    def more(**parallel) -> int:
+        once, at_use = (
+            expected(
+                model, devices=2, parallel=parallel, train=dict(fp8_format="hybrid", fp8_cache_weights=value)
+            )
+            for value in (True, False)
+        )
+        return once.compute_copy - at_use.compute_copy
+
+    for strategy in ("optim", "optim_grads"):  # cast at use a byte is saved to the backward pass
+        assert more(data_parallel_sharding_strategy=strategy) == 2 * weights - weights
+    for stay in (0, 3, 10):
+        sharded = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=stay)
+        assert more(**sharded) == 2 * weights * stay // 10
+
+
 def test_pairs_of_preferences_are_two_rows_and_their_reference_a_second_model():
     data = dict(mock=False, data_path="x")
 

@@ -94,6 +94,29 @@ def test_attention_takes_what_its_kernels_were_measured_to_take():
     assert attention_seconds(**full, recompute_saves_attention=True) == pytest.approx(plain)
 
 
+def test_weights_cast_to_fp8_once_a_step_take_nothing_of_further_micro_batches():
+    def elementwise(once: bool, micro_batches: int, **parallel) -> float:
+        tree = dict(train_iters=1, precision="bf16", global_batch_size=2 * micro_batches)
+        config = RunConfig.from_tree(
+            {
+                "model": dict(preset="llama3-8b", num_layers=4),
+                "data": dict(mock=True, seq_length=8192),
+                "optim": dict(lr=1e-4),
+                "train": tree | dict(fp8_format="hybrid", fp8_cache_weights=once),
+                "parallel": dict(data_parallel_sharding_strategy="optim") | parallel,
+            }
+        )
+        return step_time(config, MetaModel(config.model), 2, rates_of(), 8).parts["elementwise"]
+
+    def saved(micro_batches: int, **parallel) -> float:
+        return elementwise(False, micro_batches, **parallel) - elementwise(True, micro_batches, **parallel)
+
+    recomputed = dict(recompute_granularity="full", recompute_method="uniform")
+    each = saved(2)
+    assert each > 0 and saved(1) == pytest.approx(0, abs=1e-9)
+    assert saved(8) == pytest.approx(7 * each) and saved(8, **recomputed) == pytest.approx(15 * each)
+
+
 @pytest.mark.parametrize(
     ("documents", "heads", "said"), [(True, 16, True), (False, 16, False), (True, 20, False)]
 )
@@ -429,6 +452,7 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
         ({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "fsdp_unsharded_layers 4 of 4"),
         ({"data_parallel_sharding_strategy": "optim_grads"}, {}, ""),
         ({}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
+        ({"data_parallel_sharding_strategy": "optim"}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
         ({"recompute_granularity": "full"}, {}, "recompute_saves_attention true"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},

@@ -63,7 +63,7 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         if near:
             told.append("reduce_scatter_with_fp32_accumulation true (one host)")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
-        found["train.fp8_cache_weights"] = parallel.data_parallel_sharding_strategy == "no_shard"
+        found["train.fp8_cache_weights"] = parallel.keeps_layers_whole
     config = config.with_settings(found) if found else config
     return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
 
