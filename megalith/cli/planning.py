@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -353,11 +352,7 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Arguments], int]]]
 def plan(words: list[str]) -> int:
     """`megalith plan RUN|PRESET …`, and `megalith plan show|goodput|calibrate …`"""
     args = read_words(words)
-    gc.disable()  # a tenth of the seconds of eight GPUs, for what is all in use
-    try:
-        return args.run(args)
-    finally:
-        gc.enable()
+    return args.run(args)
 
 
 def read_words(words: list[str]) -> Arguments:

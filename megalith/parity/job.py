@@ -60,9 +60,8 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    machine = replace(
-        machine_of(config, device), least_work=0.0
-    )  # what `auto` chooses for a model of full size
+    # What `auto` chooses for a model of full size.
+    machine = replace(machine_of(config, device), least_work=0.0)
     config, _ = with_auto(config, process.world_size, machine)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None

@@ -1,4 +1,4 @@
-"""A note where larger micro-batches fit: for each, weights are gathered and cast and gradients reduced."""
+"""A note where larger micro-batches fit, so that a step has fewer passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megalith.errors import ConfigError
 from megalith.planner.counts import MetaModel
 from megalith.planner.layout import USABLE, fullest, with_auto
 
-ENOUGH = 32_768  # tokens of a micro-batch on a GPU, behind which its passes cost little beside its matmuls
+ENOUGH = 32_768  # tokens of a micro-batch on a GPU, as many as the benchmarks of GPT-2-large have
 
 
 def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> list[str]:
@@ -38,9 +38,13 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
         except ConfigError:  # of a batch size that grows, by less than these
             continue
         if expected <= USABLE * machine.memory:
+            budget = larger.runtime.activation_memory_budget
+            lowered = "" if budget in (1.0, "auto") else f" with runtime.activation_memory_budget {budget}"
+            each = "gathers and casts weights, reduces gradients and adds them up"
+            if parallel.data_parallel_sharding_strategy != "optim_grads_params" or dp == 1:
+                each = "casts weights and adds gradients up"
             return [
-                f"train.micro_batch_size {times * micro} is expected to fit ({expected / 1e9:.1f} GB on a GPU of "
-                f"{machine.memory / 1e9:.1f}) and takes less time: each of a step's {passes} micro-batches gathers and "
-                "casts weights, reduces gradients and adds them up"
+                f"train.micro_batch_size {times * micro} is expected to fit{lowered} ({expected / 1e9:.1f} GB on a GPU "
+                f"of {machine.memory / 1e9:.1f}): try it, for each of a step's {passes} micro-batches {each}"
             ]
     return []

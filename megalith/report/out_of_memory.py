@@ -25,8 +25,7 @@ from megalith.report.layout_text import amount, layers_text, memory_unit
 GB = 1e9
 MOST_REMEDIES = 5
 WORTH = 0.03  # of the expected memory: what a remedy has to save to be named
-CONTEXT = 2.0  # GiB that CUDA's context, NCCL and cuBLAS may take beside torch's allocator
-SIZES = {"B": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
+BESIDE = 4e9  # bytes that CUDA's context, NCCL and cuBLAS may take beside torch's allocator
 
 
 def out_of_memory(
@@ -56,7 +55,7 @@ def out_of_memory(
     )
     return TrainingError(
         f"out of memory on {where}: {what_was_asked(error)}. "
-        + held_by_others(error)
+        + held_by_others(device)
         + (f"It holds {holders}. " if holders else "Its model had not been made yet. ")
         + (
             f"What would help, best first, with the memory that it is expected to save: {remedies}"
@@ -76,21 +75,17 @@ def what_was_asked(error: torch.OutOfMemoryError) -> str:
     return f"{asked[1]} were asked for" + (f", {free[2]} of {free[1]} were free" if free else "")
 
 
-def held_by_others(error: torch.OutOfMemoryError) -> str:
-    """A sentence where, in torch's figures, much of the GPU is held by other processes; else empty."""
-    text, size = " ".join(str(error).split()), r"([\d.]+) ([KMGT]?i?B)"
-    room = re.search(rf"total capacity of {size} of which {size} is free", text)
-    own = re.search(rf"{size} is allocated by PyTorch, and {size} is reserved", text)
-    if room is None or own is None:
+def held_by_others(device: torch.device) -> str:
+    """A sentence where other processes hold much of the GPU; else empty."""
+    if device.type != "cuda":
         return ""
-    words = [*room.groups(), *own.groups()]
-    capacity, free, *used = (float(number) * SIZES[unit] for number, unit in zip(words[::2], words[1::2]))
-    others = capacity - free - sum(used)
-    if others < CONTEXT + WORTH * capacity:
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others < BESIDE:
         return ""
     return (
-        f"Other processes hold about {others:.0f} GiB of this GPU: end them (nvidia-smi lists them), or give each rank "
-        "a GPU of its own. "
+        f"Other processes hold about {others / GB:.0f} GB of this GPU: end them (nvidia-smi lists them), or give each "
+        "rank a GPU of its own. "
     )
 
 

@@ -144,8 +144,7 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     it, by whose memory and links an `auto` is chosen. Raises the MegalithError that it would end with,
     and a TrainingError where a rank has other weights than the planner counts."""
     config, notes = opened(config, world_size)
-    alone = Machine(min(gpus_per_node, world_size))
-    machine = alone
+    machine = Machine(min(gpus_per_node, world_size))
     if device is not None:
         check_precision(config, rates := rates_of(device))
         machine = rates.machine(world_size, gpus_per_node)

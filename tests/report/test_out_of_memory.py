@@ -23,14 +23,12 @@ def test_what_was_asked_for_is_read_from_torchs_words():
 
 
 @pytest.mark.parametrize(
-    "own, others", [("75.10 GiB", ""), ("512.00 MiB", "Other processes hold about 77 GiB of this GPU")]
+    "reserved, others", [(76e9, ""), (0.5e9, "Other processes hold about 78 GB of this GPU")]
 )
-def test_memory_of_other_processes_is_told(own, others):
-    said = f"Of the allocated memory {own} is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch."
-    layout = large(1)
-    error = out_of_memory(
-        torch.OutOfMemoryError(f"{TORCHS} {said}"), layout.config, 1, 0, torch.device("cpu")
-    )
+def test_memory_of_other_processes_is_told(reserved, others, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(1e9), int(79.5e9)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(reserved))
+    error = out_of_memory(torch.OutOfMemoryError(TORCHS), large(1).config, 1, 0, torch.device("cuda:0"))
     assert others in str(error) and ("Other processes" in str(error)) == bool(others)
 
 
