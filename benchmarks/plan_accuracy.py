@@ -37,7 +37,7 @@ ON_80_GB = {PARALLEL + name: value for name, value in (NO_GEMM | SHARDS).items()
 
 def expected(row: Row) -> tuple[float, step_time.StepTime]:
     """GB of the first stage's devices, and a step of a measured row."""
-    config, _ = with_fastest(row.config(), Machine(row.processes, compiled=True, nvlink=True))
+    config, _ = with_fastest(row.config(), Machine(row.processes, True, True, ranks=row.processes))
     memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
     meta = MetaModel(config.model, config.lora)
     return memory, step_time.step_time(config, meta, row.processes, rates_of(), 8)

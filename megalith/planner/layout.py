@@ -19,7 +19,7 @@ from megalith.config.rules.expert_rules import (
     is_static,
     ranks_of_a_token,
 )
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.fastest import Machine, line_of, with_fastest
 from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -147,8 +147,8 @@ def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -
 def with_auto(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` that hangs on the machine, and lines of what was chosen: the trainer's choices, and so
-    the planner's. `meta`: the model, where that has been counted."""
+    """`config` without an `auto` that hangs on the machine, and a line of what was chosen, where something was: the
+    trainer's choices, and so the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
     config, budget = with_activation_budget(config, world_size, machine, meta)
@@ -156,7 +156,7 @@ def with_auto(
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
     config, experts = with_cached_experts(config, world_size, machine.memory, meta)
-    return config, fastest + attention + budget + dispatch + unsharded + cached + experts
+    return config, line_of(fastest + attention + budget + dispatch + unsharded + cached + experts)
 
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6)  # of activations, as measured down to 0.58 (docs/tradeoffs.md)
@@ -167,8 +167,8 @@ USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', 
 def with_unsharded_layers(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of fsdp_unsharded_layers, and a line where layers were chosen: as many as are expected
-    to fit into `memory`, bytes of a device (0: not known, none)."""
+    """`config` without an `auto` of fsdp_unsharded_layers, and what was chosen, with its reason, where layers were: as
+    many as are expected to fit into `memory`, bytes of a device (0: not known, none)."""
     parallel = config.parallel
     if parallel.fsdp_unsharded_layers != "auto":
         return config, []
@@ -189,15 +189,13 @@ def with_unsharded_layers(
     if not most:
         return keeping(0), []
     figures = f"{expected(number) / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return keeping(number), [
-        f"chosen by auto, of parallel: fsdp_unsharded_layers {number} of {most} ({figures})"
-    ]
+    return keeping(number), [f"parallel.fsdp_unsharded_layers {number} of {most} ({figures})"]
 
 
 def with_saved_attention(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of recompute_saves_attention, and a line where it was chosen; `memory` as above."""
+    """`config` without an `auto` of recompute_saves_attention, and what was chosen; `memory` as above."""
     parallel = config.parallel
     if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
         return config, []
@@ -209,15 +207,14 @@ def with_saved_attention(
         expected = fullest(on, world_size, meta)
         fits = expected <= USABLE * memory
         why = f"{expected / 1e9:.1f} GB expected{'' if fits else ' with true'} on a GPU of {memory / 1e9:.1f}"
-    said = f"chosen by auto, of parallel: recompute_saves_attention {str(fits).lower()} ({why})"
-    return on if fits else off, [said]
+    return on if fits else off, [f"parallel.recompute_saves_attention {str(fits).lower()} ({why})"]
 
 
 def with_activation_budget(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of activation_memory_budget, and a line where 1 is not expected to fit: of a run that
-    recomputes nothing the largest of BUDGETS that is, and 1 where none is."""
+    """`config` without an `auto` of activation_memory_budget, and what was chosen where 1 is not expected to fit: of a
+    run that recomputes nothing the largest of BUDGETS that is, and 1 where none is."""
     if config.runtime.activation_memory_budget != "auto":
         return config, []
 
@@ -236,21 +233,18 @@ def with_activation_budget(
     for budget in BUDGETS:
         if (lower := fullest(within(budget), world_size, meta)) <= usable:
             figures = f"{lower / 1e9:.1f} GB expected {device}, else {expected / 1e9:.1f}"
-            return within(budget), [
-                f"chosen by auto, of runtime: activation_memory_budget {budget} ({figures})"
-            ]
+            return within(budget), [f"runtime.activation_memory_budget {budget} ({figures})"]
     figures = (
         f"{expected / 1e9:.1f} GB expected {device}, and {lower / 1e9:.1f} with {budget}; see `megalith plan`"
     )
-    return every, [f"chosen by auto, of runtime: activation_memory_budget 1 ({figures})"]
+    return every, [f"runtime.activation_memory_budget 1 ({figures})"]
 
 
 def with_static_dispatch(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of moe_static_dispatch, where experts are spread over ranks, and a line where it was
-    chosen: the kernels of a GPU read the rows' numbers themselves, few more tokens travel, and it is expected to
-    fit."""
+    """`config` without an `auto` of moe_static_dispatch, where experts are spread over ranks, and what was chosen: true
+    where the kernels of a GPU read the rows' numbers themselves, few more tokens travel, and it is expected to fit."""
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
     if parallel.moe_static_dispatch != "auto" or not model.num_experts or size == 1:
@@ -258,17 +252,20 @@ def with_static_dispatch(
     on, off = (config.with_settings({"parallel.moe_static_dispatch": value}) for value in (True, False))
     met = ranks_of_a_token(model, size)
     sends_more = parallel.moe_token_dispatcher_type == "alltoall" and size > MOST_COPIES * met
-    reads = not has_grouped_kernel(model, parallel, config.train.precision)
-    if not machine.memory or reads or sends_more or not is_static(model, on.parallel):
+    if not machine.memory or not is_static(model, on.parallel):
         return off, []
-    why = f"{met:.1f} of {size} ranks have experts of a token, "
-    return _where_it_fits(on, off, "parallel.moe_static_dispatch", world_size, machine.memory, meta, why)
+    setting, why = "parallel.moe_static_dispatch", f"{met:.1f} of {size} ranks have experts of a token"
+    if not has_grouped_kernel(model, parallel, config.train.precision):
+        return off, [f"{setting} false (no grouped kernel takes these experts)"]
+    if sends_more:
+        return off, [f"{setting} false ({why}: it would send {size / met:.1f} times as much)"]
+    return _where_it_fits(on, off, setting, world_size, machine.memory, meta, f"{why}, ")
 
 
 def with_cached_weights(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of fp8_cache_weights, and a line where it was chosen, for `memory` as above."""
+    """`config` without an `auto` of fp8_cache_weights, and what was chosen where memory decides; `memory` as above."""
     train, parallel = config.train, config.parallel
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return config, []
@@ -284,7 +281,7 @@ def with_cached_weights(
 def with_cached_experts(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of moe_cache_weights, and a line where it was chosen, for `memory` as above."""
+    """`config` without an `auto` of moe_cache_weights, and what was chosen where memory decides; `memory` as above."""
     train, parallel = config.train, config.parallel
     if train.moe_cache_weights != "auto":
         return config, []
@@ -307,13 +304,12 @@ def _where_it_fits(
     meta: MetaModel | None,
     why: str = "",
 ) -> tuple[RunConfig, list[str]]:
-    """`on` and a line that says so, where that is expected to fit into `memory`; else `off`."""
+    """`on` where that is expected to fit into `memory`, else `off`; and which it is, with its reason."""
     expected = fullest(on, world_size, meta)
-    if expected > USABLE * memory:
-        return off, []
-    section, _, name = setting.partition(".")
-    figures = f"{why}{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return on, [f"chosen by auto, of {section}: {name} true ({figures})"]
+    fits = expected <= USABLE * memory
+    with_it = "" if fits else " with true"
+    figures = f"{why}{expected / 1e9:.1f} GB expected{with_it} on a GPU of {memory / 1e9:.1f}"
+    return on if fits else off, [f"{setting} {str(fits).lower()} ({figures})"]
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:

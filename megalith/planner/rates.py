@@ -106,7 +106,8 @@ class Rates:
     def machine(self, gpus: int, gpus_per_node: int) -> Machine:
         """What the ranks of a job on so many of these chips have between them, as a run would find it."""
         per_host, memory = min(gpus_per_node, gpus), int(self.wiring.memory * 1e9)
-        return Machine(per_host, compiled=True, nvlink=self.wiring.link == NVLINK, memory=memory)
+        linked = self.wiring.link == NVLINK
+        return Machine(per_host, compiled=True, nvlink=linked, memory=memory, ranks=gpus)
 
     def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
         """Seconds of a GEMM; its rate is `factor` times the table's."""

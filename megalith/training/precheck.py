@@ -144,7 +144,7 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
     it, by whose memory and links an `auto` is chosen. Raises the MegalithError that it would end with,
     and a TrainingError where a rank has other weights than the planner counts."""
     config, notes = opened(config, world_size)
-    machine = Machine(min(gpus_per_node, world_size))
+    machine = Machine(min(gpus_per_node, world_size), ranks=world_size)
     if device is not None:
         check_precision(config, rates := rates_of(device))
         machine = rates.machine(world_size, gpus_per_node)
@@ -168,7 +168,10 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
         raise TrainingError(
             f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts: {'; '.join(told)}"
         )
-    return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; no device was used"])
+    used = "no device was used"
+    if device is None and config.runtime.device != "cpu":
+        used += ", and auto is chosen as on CPUs; with --device NAME as on such GPUs"
+    return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; {used}"])
 
 
 def build_ranks(layout: Layout) -> list[BuiltRank]:

@@ -94,19 +94,40 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
     if not dist.is_initialized():
         return Machine(compiled=compiled, memory=memory)
     host = zlib.crc32(f"{socket.gethostname()} {boot_id()}".encode())  # names alone repeat among containers
-    own = torch.tensor([host, _has_nvlink(device), memory], device=device)
+    own = torch.tensor([host, _obstacle_of_nvlink(device), memory], device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
-    hosts, linked, memories = torch.stack(every, 1).tolist()
+    hosts, obstacles, memories = torch.stack(every, 1).tolist()
     per_host = math.gcd(*(len(list(run)) for _, run in itertools.groupby(hosts)))
-    return Machine(per_host, compiled, all(linked), min(memories), len(hosts))
+    worst = max(obstacles)
+    return Machine(per_host, compiled, not worst, min(memories), len(hosts), no_nvlink=OBSTACLES[worst])
 
 
-def _has_nvlink(device: torch.device) -> bool:
-    """Whether this rank's GPU reaches all others that this process sees over NVLink, by copy engines."""
-    if device.type != "cuda" or importlib.util.find_spec("cuda.bindings") is None:
-        return False
+OBSTACLES = (
+    "",
+    "no NVLink",
+    "neither NVML nor nvidia-smi says what links the GPUs",
+    "each process sees one GPU alone",
+    "the package cuda-bindings is not installed",
+)
+"""What keeps a GPU's copy engines from the memory of the others of its host."""
+
+
+def _obstacle_of_nvlink(device: torch.device) -> int:
+    """Which of OBSTACLES keeps this rank's GPU from the others that this process sees."""
+    if device.type != "cuda":
+        return 1
+    try:
+        found = importlib.util.find_spec("cuda.bindings")
+    except ModuleNotFoundError:  # there is no package cuda either
+        found = None
+    if found is None:
+        return 4
     gpus = {n: f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(torch.cuda.device_count())}
     own = gpus.pop(device.index)
+    if not gpus:
+        return 3
     links = read_links(own, gpus)
-    return bool(gpus) and all(links.get(number) == NVLINK for number in gpus)
+    if any(number not in links for number in gpus):
+        return 2
+    return 0 if all(link == NVLINK for link in links.values()) else 1

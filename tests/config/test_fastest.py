@@ -1,12 +1,13 @@
 """What `auto` stands for on which machine; and that what it chooses would be accepted where it stands in a run file."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from gpt2_runs import run
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.fastest import Machine, line_of, with_fastest
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
@@ -17,8 +18,8 @@ CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap
 
 
 def chosen(config: RunConfig, machine: Machine) -> list:
-    found, notes = with_fastest(config, machine)
-    assert len(notes) <= 1 and found.parallel.tp_comm_overlap != "auto"
+    found, _ = with_fastest(config, machine)
+    assert found.parallel.tp_comm_overlap != "auto"
     return [getattr(found.parallel, name) for name in CHOSEN]
 
 
@@ -49,8 +50,12 @@ def test_what_the_machine_has_is_used(config, machine, expected):
 @pytest.mark.parametrize("ranks, precision", [(8, "bf16"), (16, "bf16"), (8, "fp32")])
 def test_gradients_go_in_the_compute_dtype_inside_of_a_host(strategy, ranks, precision):
     config = run({"data_parallel_sharding_strategy": strategy}).with_settings({"train.precision": precision})
-    found, _ = with_fastest(config, Machine(8, True, True, ranks=ranks))
+    found, told = with_fastest(config, Machine(8, True, True, ranks=ranks))
     assert found.parallel.exchanges_gradients == (strategy != "optim" and ranks == 8 and precision == "bf16")
+    assert len(told) == (strategy != "optim" and precision == "bf16")
+    alone = config.with_settings({"parallel.num_distributed_optimizer_instances": ranks})
+    _, told = with_fastest(alone, Machine(8, True, True, ranks=ranks))
+    assert not any("reduce_scatter" in each for each in told)  # no shards to reduce over
 
 
 def test_halves_that_fp8_cannot_take_are_not_made():
@@ -71,9 +76,9 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
         config = run(axis, micro).with_settings(
             {"data.seq_length": 1024, "train.global_batch_size": micro, **fp8}
         )
-        found, (line,) = with_fastest(config, node)
+        found, told = with_fastest(config, node)
         assert found.parallel.tp_comm_overlap is halves
-        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP are done before" in line
+        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP are done before" in "".join(told)
 
 
 def test_what_is_set_by_hand_stays():
@@ -93,19 +98,32 @@ def test_attention_is_saved_where_heads_are_exchanged_and_refused_over_a_ring():
 
 
 def test_a_line_says_what_was_chosen_and_why():
-    _, (line,) = with_fastest(run(TP2 | CP2, 1), NODE)
-    assert line == (
-        "chosen by auto, of parallel: cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
-        "tp_comm_overlap false (train.micro_batch_size 1 has no two halves); symmetric_memory_groups [cp] (NVLink)"
-    )
+    _, told = with_fastest(run(TP2 | CP2, 1), NODE)
+    assert line_of(told) == [
+        "chosen by auto: parallel.cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
+        "parallel.tp_comm_overlap false (train.micro_batch_size 1 has no two halves); "
+        "parallel.symmetric_memory_groups [cp] (NVLink)"
+    ]
+    assert line_of([]) == []
 
 
-def test_a_line_says_why_gpus_do_not_reach_each_other():
-    _, (line,) = with_fastest(run(TP2), Machine(2, compiled=True, **ANY))
-    assert line == (
-        "chosen by auto, of parallel: tp_comm_overlap true (two halves of a micro-batch); symmetric_memory_groups [] "
-        "(no NVLink)"
-    )
+@pytest.mark.parametrize(
+    "config, machine, reason",
+    [
+        (run(TP2), Machine(2, True, no_nvlink="one GPU is seen alone"), "groups [] (one GPU is seen alone)"),
+        (run(TP2, 4), Machine(2, memory=10**11), "tp_comm_overlap false (layers are not compiled)"),
+        (run(CP2), Machine(1), "p2p (no two of its ranks share a host)"),
+        (run({"context_parallel_size": 3}), Machine(8), "p2p (CP 3 × TP 1 does not divide over hosts of 8 ranks)"),
+        (
+            run(CP4, num_attention_heads=3),
+            Machine(8),
+            "p2p (the heads of a tensor-parallel rank, 3, do not divide over 2 or 4 ranks of one host)",
+        ),
+    ],
+)  # fmt: skip
+def test_the_reason_that_is_given_is_the_true_one(config, machine, reason):
+    _, told = with_fastest(config, replace(machine, **ANY))
+    assert any(each.endswith(reason) for each in told)
 
 
 def test_every_choice_would_be_accepted_from_a_run_file():

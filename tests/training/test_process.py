@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
+from megalith.planner.topology import NVLINK, PCIE
 from megalith.training import process
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -83,3 +85,33 @@ def test_a_gpu_that_cannot_train_in_fp8_is_refused_with_its_capability(
     else:
         with pytest.raises(ConfigError, match=words):
             process.prepare_process(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("packages", "gpus", "links", "words"),
+    [
+        ((), 2, {1: NVLINK}, "cuda-bindings is not installed"),
+        (("cuda",), 2, {1: NVLINK}, "cuda-bindings is not installed"),
+        (("cuda", "cuda.bindings"), 1, {}, "sees one GPU alone"),
+        (("cuda", "cuda.bindings"), 2, {}, "neither NVML nor nvidia-smi"),
+        (("cuda", "cuda.bindings"), 2, {1: PCIE}, "no NVLink"),
+        (("cuda", "cuda.bindings"), 2, {1: NVLINK}, ""),
+    ],
+)
+def test_what_keeps_copy_engines_from_other_gpus_is_named(
+    monkeypatch, tmp_path, packages, gpus, links, words
+):
+    for name in packages:
+        folder = tmp_path.joinpath(*name.split("."))
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=n))
+    monkeypatch.setattr(process, "read_links", lambda own, others: links)
+    found = process.OBSTACLES[process._obstacle_of_nvlink(torch.device("cuda", 0))]
+    assert words in found and bool(words) == bool(found)
+    for name in packages:
+        sys.modules.pop(name, None)

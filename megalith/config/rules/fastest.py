@@ -29,17 +29,19 @@ class Machine:
     """Of the whole run; 0: not known."""
     least_work: float = 1.5e12
     """FLOPs of a layer's two passes for a micro-batch, below which a host is late with two halves of them."""
+    no_nvlink: str = "no NVLink"
+    """Why `nvlink` is false, where it is."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was.
-    What hangs on a GPU's memory is left to planner/layout.py. Raises ConfigError where a choice leaves what is set by
-    hand without its ground."""
+    """`config` without an `auto` of its section parallel, and what was chosen, each with its reason. What hangs on a
+    GPU's memory is left to planner/layout.py. Raises ConfigError where a choice leaves what is set by hand without its
+    ground."""
     told: list[str] = []
     if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
         config, why = _with_exchange(config, machine)
         check_saved_attention(config.model, config.parallel)
-        told.append(f"cp_comm_type {config.parallel.cp_comm_type} ({why})")
+        told.append(f"parallel.cp_comm_type {config.parallel.cp_comm_type} ({why})")
     parallel, found = config.parallel, {}
     overlaps = parallel.overlaps
     if parallel.tp_comm_overlap == "auto":
@@ -47,25 +49,39 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         obstacle = _obstacle(config, machine) if hidden and machine.compiled else ""
         overlaps = hidden and machine.compiled and not obstacle
         found["parallel.tp_comm_overlap"] = overlaps
+        if hidden and machine.memory and not machine.compiled:
+            obstacle = "layers are not compiled"
         if overlaps or obstacle:
-            told.append(
-                f"tp_comm_overlap {str(overlaps).lower()} ({obstacle or 'two halves of a micro-batch'})"
-            )
+            why = obstacle or "two halves of a micro-batch"
+            told.append(f"parallel.tp_comm_overlap {str(overlaps).lower()} ({why})")
     if parallel.symmetric_memory_groups == "auto":
         near = _direct_axes(config, machine, overlaps) if machine.compiled else []
         groups = found["parallel.symmetric_memory_groups"] = near if machine.nvlink else []
         if near:
-            told.append(f"symmetric_memory_groups [{', '.join(groups)}] ({'' if groups else 'no '}NVLink)")
-    sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-    if parallel.reduce_scatter_with_fp32_accumulation == "auto" and sharded:
-        near = machine.ranks == machine.ranks_per_host and config.train.precision != "fp32"
+            why = "NVLink" if groups else machine.no_nvlink
+            told.append(f"parallel.symmetric_memory_groups [{', '.join(groups)}] ({why})")
+    if parallel.reduce_scatter_with_fp32_accumulation == "auto" and _reduces_layers(config, machine):
+        near = machine.ranks == machine.ranks_per_host
         found["parallel.reduce_scatter_with_fp32_accumulation"] = near
-        if near:
-            told.append("reduce_scatter_with_fp32_accumulation true (one host)")
+        why = "one host" if near else "several hosts"
+        told.append(f"parallel.reduce_scatter_with_fp32_accumulation {str(near).lower()} ({why})")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
         found["train.fp8_cache_weights"] = parallel.keeps_layers_whole
-    config = config.with_settings(found) if found else config
-    return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
+    return config.with_settings(found) if found else config, told
+
+
+def line_of(told: list[str]) -> list[str]:
+    """The line of a run's start that says what was chosen; none where nothing was."""
+    return [f"chosen by auto: {'; '.join(told)}"] if told else []
+
+
+def _reduces_layers(config: RunConfig, machine: Machine) -> bool:
+    """Whether layers' gradients are reduce-scattered in less than fp32."""
+    parallel = config.parallel
+    ranks = machine.ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    shards = ranks // parallel.num_distributed_optimizer_instances
+    sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    return sharded and shards > 1 and config.train.precision != "fp32"
 
 
 def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
@@ -83,7 +99,12 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     if most == size:
         return config.with_settings({"parallel.cp_comm_type": "a2a"}), ranks
     if most == 1:
-        why = "no two ranks share a host" if max(near, default=1) == 1 else f"{heads} heads do not divide"
+        over = " or ".join(str(d) for d in near if d > 1)
+        why = f"the heads of a tensor-parallel rank, {heads}, do not divide over {over} ranks of one host"
+        if not over:
+            why = f"CP {size} × TP {tensor} does not divide over hosts of {machine.ranks_per_host} ranks"
+        if machine.ranks_per_host <= tensor:
+            why = "no two of its ranks share a host"
         return config.with_settings({"parallel.cp_comm_type": "p2p"}), why
     levels = [most, size // most]
     two = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
