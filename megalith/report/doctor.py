@@ -256,8 +256,11 @@ PORTS = {29500: "MASTER_PORT's default", 29400: "--rdzv-endpoint's default"}
 def network_checks(environ: Mapping[str, str]) -> Iterator[Check]:
     """Whether the ports of a rendezvous are free, and what the machine's own name resolves to."""
     ports = dict(PORTS)
-    if environ.get("MASTER_PORT", "").isdigit():
-        ports = {int(environ["MASTER_PORT"]): "MASTER_PORT"} | ports
+    if given := environ.get("MASTER_PORT"):
+        if (port := _port(given)) is None:
+            yield Check("MASTER_PORT", BAD, repr(given), "set it to a port, 1 to 65535, or unset it")
+        else:
+            ports = {port: "MASTER_PORT"} | ports
     taken = [f"{port} ({use})" for port, use in ports.items() if not _is_free(port)]
     found = f"{', '.join(taken)} in use" if taken else f"{', '.join(map(str, ports))} free"
     yield graded("ports", found, not taken, "give another: --rdzv-endpoint HOST:PORT, or MASTER_PORT")
@@ -272,6 +275,11 @@ def network_checks(environ: Mapping[str, str]) -> Iterator[Check]:
     yield graded("host name", f"{name} is {', '.join(addresses)}", not only_here, do)
 
 
+def _port(text: str) -> int | None:
+    """None where it is no number of a port."""
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 2**16 else None
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -282,19 +290,25 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Raises ConfigError for what is not host:port."""
+    host, _, digits = endpoint.rpartition(":")
+    if not host or (port := _port(digits)) is None:
+        raise ConfigError(f"--reach is {endpoint!r}; give host:port, the port 1 to 65535")
+    return host.removeprefix("[").removesuffix("]"), port  # of IPv6: [::1]:29500
+
+
 def reach_check(endpoint: str) -> Check:
     """Whether something listens at host:port that this machine reaches."""
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"--reach is {endpoint!r}; give host:port")
+    host, port = host_and_port(endpoint)
     try:
         started = time.perf_counter()
-        with socket.create_connection((host, int(port)), timeout=5):
+        with socket.create_connection((host, port), timeout=5):
             took = 1e3 * (time.perf_counter() - started)
         return Check(f"reach {endpoint}", GOOD, f"connected in {took:.1f} ms")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no name of a host
         do = "start the job's first machine, correct the address, or open the port between the machines"
-        return Check(f"reach {endpoint}", BAD, error.strerror or str(error), do)
+        return Check(f"reach {endpoint}", BAD, getattr(error, "strerror", None) or str(error), do)
 
 
 def check_megatron_bridge_available() -> None:

@@ -218,10 +218,10 @@ def device_checks(timeout: float = 300.0, measured: bool = True) -> Iterator[Che
     yield driver_check(driver_version(), torch.version.cuda or "0")
     for number in range(count):
         yield from gpu_checks(number)
+    yield Check("NCCL", GOOD, ".".join(map(str, torch.cuda.nccl.version())))
     if count == 1:
         return
     yield from link_checks(count)
-    yield Check("NCCL", GOOD, ".".join(map(str, torch.cuda.nccl.version())))
     if measured:
         yield from pair_checks(count, timeout)
 

@@ -184,6 +184,10 @@ def test_a_port_that_is_taken_is_named():
     assert f"{port} (MASTER_PORT) in use" in checks[0].found and checks[0].state == "warn"
     with pytest.raises(ConfigError, match="--reach is 'nowhere'; give host:port"):
         doctor.reach_check("nowhere")
+    with pytest.raises(ConfigError, match="--reach is 'node:70000'; give host:port, the port 1 to 65535"):
+        doctor.reach_check("node:70000")
+    wrong, *_ = doctor.network_checks({"MASTER_PORT": "295000"})
+    assert (wrong.name, wrong.state, wrong.found) == ("MASTER_PORT", "bad", "'295000'")
 
 
 def test_a_pair_of_gpus_that_is_far_slower_than_the_best_is_named():
