@@ -41,6 +41,8 @@ def doctor(args: Arguments) -> int:
     from megalith.report import doctor as checks
     from megalith.report.gpu_health import device_checks
 
+    for endpoint in args.reach:
+        checks.host_and_port(endpoint)  # before anything is measured
     found: list[Check] = []
     gpus = torch.cuda.device_count()
 
@@ -161,30 +163,36 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
     array = _array(args.array)
     name = args.name or cluster.job_name(args.run_file)
     cluster.check_name(name)
-    if args.nodes < 1 or args.gpus_per_node < 1:
-        raise ConfigError(
-            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; both count from 1"
-        )
+    _check_numbers(args)
     resumes = cluster.check_resumes(config)
     volumes = cluster.volumes(args.volume)
+    run_file = args.run_file
     if args.system == "kubernetes":
         cluster.check_on_volumes(config, volumes)
+    elif args.image is not None:
+        run_file = cluster.path_in_container(run_file, volumes)
+        cluster.check_on_volumes(config, volumes, "containers")
     notes = cluster.check_within_nodes(config, args.gpus_per_node)
     changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
     every = [RunConfig.load(args.run_file, [*args.settings, *words]) for words in changed]
     for each in every:
         parameters, more = _check(each, args.nodes * args.gpus_per_node)
+    grace = args.grace or cluster.grace_seconds(parameters, args.nodes)
+    if not (parameters or args.grace):
+        more.append(
+            f"the grace to save is {grace} s, whatever the model's size: give --grace, twice what a save takes"
+        )
     for note in [*notes, *more]:
         print(f"note: {printable(note)}", file=sys.stderr)
     job = cluster.ClusterJob(
         name=name,
         program=args.program,
-        run_file=args.run_file,
+        run_file=run_file,
         settings=(*args.settings, *([] if array else resumes)),
         output=config.train.output_dir,
         nodes=args.nodes,
         gpus=args.gpus_per_node,
-        grace=args.grace or cluster.grace_seconds(parameters, args.nodes),
+        grace=grace,
         restarts=args.max_restarts,
         time=args.time,
         cpus=args.cpus,
@@ -197,10 +205,34 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
         topology=args.topology,
         efa=args.efa,
         namespace=args.namespace,
-        before=tuple(tuple(shlex.split(words)) for words in args.before),
-        after=tuple(tuple(shlex.split(words)) for words in args.after),
+        before=tuple(_step("--before", words) for words in args.before),
+        after=tuple(_step("--after", words) for words in args.after),
     )
     return job, array
+
+
+def _check_numbers(args: Arguments) -> None:
+    if args.nodes < 1 or args.gpus_per_node < 1:
+        raise ConfigError(
+            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; both count from 1"
+        )
+    for name, least in (("grace", 1), ("max_restarts", 0), ("cpus", 1), ("efa", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
+
+
+def _step(option: str, given: str) -> tuple[str, ...]:
+    """The words of a job before or after. Raises ConfigError for what megalith would not take when its turn comes."""
+    from megalith.cli.main import build_parser
+
+    try:
+        words = shlex.split(given)
+        parsed, more = build_parser().parse_known_args(words or [""])
+        if more and "run" in parsed and not parsed.takes_settings:  # others read their own options
+            parsed.parser.refuse(more)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{option} is {given!r}, no command of megalith: {error}") from None
+    return tuple(words)
 
 
 def _array(given: str | None) -> tuple[str, list[str]] | None:
@@ -209,6 +241,10 @@ def _array(given: str | None) -> tuple[str, list[str]] | None:
     setting, _, values = given.partition("=")
     if not re.fullmatch(r"\w+\.\w+", setting) or not values:
         raise ConfigError(f"--array is {given!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
+    if setting in ("train.output_dir", "checkpoint.load"):
+        raise ConfigError(
+            f"--array sets {setting}, of which each of its runs has one of its own; name another setting"
+        )
     return setting, values.split(",")
 
 

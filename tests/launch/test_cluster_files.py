@@ -115,13 +115,25 @@ HOSTILE = 'a\'b "c" $(touch stolen) `touch stolen` \\ ;&|\n*'
 
 def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
     words = ["--train.output_dir", f"/data/{HOSTILE}", "--log.wandb_name", HOSTILE]
-    words += ["--env", f"TOKEN={HOSTILE}", "--image", HOSTILE, "--before", shlex.join(["corpus", HOSTILE])]
+    words += [
+        "--env",
+        f"TOKEN={HOSTILE}",
+        "--image",
+        HOSTILE,
+        "--before",
+        shlex.join(["corpus", "--output", HOSTILE]),
+    ]
+    words += ["--volume", f"{tmp_path}:/data/{HOSTILE}", "--volume", f"{tmp_path}/out:/data"]
     assert main(["launch", "slurm", "run.yaml", "--nodes", "2", *words, "--write", "files"]) == 0
     code, given = executed(tmp_path, Path("files/run.sbatch").read_text())
-    assert code == 0 and given["megalith"][6:10] == words[:4]
+    assert (
+        code == 0
+        and given["megalith"][6:10] == words[:4]
+        and given["megalith"][1] == f"/data/{HOSTILE}/run.yaml"
+    )
     assert f"--container-image={HOSTILE}" in given["srun"]
     code, given = executed(tmp_path, Path("files/run-before-1.sbatch").read_text())
-    assert code == 0 and given["megalith"] == ["corpus", HOSTILE]
+    assert code == 0 and given["megalith"] == ["corpus", "--output", HOSTILE]
     assert not list(tmp_path.rglob("stolen"))
     text = written(capsys, "kubernetes", "run.yaml", "--nodes", "2", *POD, *words[:4], *words[4:6])
     *_, job = yaml.safe_load_all(text[text.index("apiVersion") :])
@@ -135,8 +147,23 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--partition", "gpu\n#SBATCH --wrap=x"], "'gpu\\n#SBATCH --wrap=x' would stand in the line `#SBATCH --par"),
         (["--name", "Run 1"], "--name is 'Run 1'; it names jobs, pods and hosts"),
         (["--env", "1X=2"], "--env is '1X=2'; give NAME=VALUE"),
-        (["--env", "X"], "--env is 'X'; give NAME=VALUE"),
+        (["--env", "X=1", "--env", "X=2", "--env", "Y"], "--env is 'Y'; give NAME=VALUE"),
         (["--volume", "claim"], "--volume is 'claim'; give CLAIM:/PATH"),
+        (["--volume", "a:/data", "--volume", "b:/data/"], "--volume a:/data and --volume b:/data/ are at one path"),
+        (["--image", "m:1"], "the run file run.yaml is in no folder of --volume"),
+        (["--image", "m:1", "--volume", ".:/mnt"], "train.output_dir is /data/out, which is on no volume of the cont"),
+        (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", no command of megalith: No closing quotation"),
+        (["--after", "export-hff a b"], "did you mean 'export-hf'"),
+        (["--before", ""], "--before is ''"),
+        (["--before", "export-hf a b --form bin"], "takes no '--form bin'"),
+        (["--time", "2"], "--time is 2, and 120 s before its end Slurm has the job save"),
+        (["--time", "0-0:2"], "--time is 0-0:2, and 120 s"),
+        (["--time", "tomorrow"], "--time is 'tomorrow'; give minutes"),
+        (["--grace", "70000"], "the grace is 70,000 s"),
+        (["--grace", "-1"], "--grace is -1; give 1 or more"),
+        (["--max-restarts", "-1"], "--max-restarts is -1; give 0 or more"),
+        (["--cpus", "0"], "--cpus is 0; give 1 or more"),
+        (["--array", "train.output_dir=a,b"], "--array sets train.output_dir"),
         (["--train.global_batch_size", "24"], "24"),  # the trainer's own sentence
         (["--parallel.tensor_model_parallel_size", "16"], "does not divide --gpus-per-node 8"),
         (["--parallel.pipeline_model_parallel_size", "3"], "pipeline_model_parallel_size"),
@@ -258,6 +285,11 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
         capsys, *run, "--image", "m:1", "--volume", "claim:/mnt"
     )
     assert "the claim 'My Claim'" in refused(capsys, *run, "--image", "m", "--volume", "My Claim:/data")
+    assert "would hide what a pod has at /dev/shm" in refused(capsys, *run, *POD, "--volume", "a:/dev/shm")
+    for option, name in (("namespace", "My NS"), ("queue", "a_b"), ("topology", "a b"), ("memory", "900 GB")):
+        assert f"--{option} is {name!r}, which Kubernetes refuses" in refused(
+            capsys, *run, *POD, f"--{option}", name
+        )
 
 
 def test_the_grace_is_longer_than_a_save_of_the_model():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
@@ -91,11 +91,10 @@ def check_name(name: str) -> None:
 
 def variables(given: Sequence[str]) -> dict[str, str]:
     """`--env NAME=VALUE` …"""
-    found = dict(word.partition("=")[::2] for word in given)
-    for word, name in zip(given, found):
-        if "=" not in word or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+    for word in given:
+        if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", word):
             raise ConfigError(f"--env is {word!r}; give NAME=VALUE, the name of letters, digits and _")
-    return found
+    return dict(word.partition("=")[::2] for word in given)
 
 
 def volumes(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -104,6 +103,11 @@ def volumes(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for word, (claim, path) in zip(given, found):
         if not claim or not path.startswith("/"):
             raise ConfigError(f"--volume is {word!r}; give CLAIM:/PATH, the path being where the job sees it")
+    paths = [path.rstrip("/") for _, path in found]
+    if twice := [word for word, path in zip(given, paths) if paths.count(path) > 1]:
+        raise ConfigError(
+            f"--volume {' and --volume '.join(twice)} are at one path; give each a path of its own"
+        )
     return found
 
 
@@ -152,8 +156,9 @@ def check_within_nodes(config: RunConfig, gpus: int) -> list[str]:
     return []
 
 
-def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]]) -> None:
-    """Raises ConfigError for a path that pods would not share: what is in none of their volumes."""
+def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]], who: str = "pods") -> None:
+    """Raises ConfigError for a path that pods would not share, or containers not see: what is in none of their
+    volumes."""
     data = config.data
     paths = {"train.output_dir": config.train.output_dir, "data.tokenizer_model": data.tokenizer_model}
     paths |= {"model.init_from": config.model.init_from}
@@ -167,6 +172,18 @@ def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]]) -> N
         if not any(PurePosixPath(path).is_relative_to(mount) for _, mount in mounted):
             there = ", ".join(mount for _, mount in mounted) or "none"
             raise ConfigError(
-                f"{setting} is {path}, which is on no volume of the pods ({there}): it would be lost with them, or not "
-                "be there; name a path below one, --volume CLAIM:/PATH"
+                f"{setting} is {path}, which is on no volume of the {who} ({there}): it would be lost with them, or "
+                f"not be there; name a path below one, --volume {'CLAIM' if who == 'pods' else 'FOLDER'}:/PATH"
             )
+
+
+def path_in_container(run_file: str, mounted: Sequence[tuple[str, str]]) -> str:
+    """The run file as containers see it, of which `mounted` has (folder, where). Raises ConfigError where none does."""
+    here = Path(run_file).resolve()
+    for folder, path in mounted:
+        if here.is_relative_to(Path(folder).resolve()):
+            return str(PurePosixPath(path) / here.relative_to(Path(folder).resolve()))
+    raise ConfigError(
+        f"the run file {run_file} is in no folder of --volume, so the containers of --image would not have it; add "
+        f"--volume {here.parent}:/PATH"
+    )

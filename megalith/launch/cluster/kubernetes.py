@@ -24,6 +24,18 @@ Manifest = dict[str, Any]
 RUN_FILE = "/etc/megalith/run.yaml"
 USER = 1000  # deploy/Dockerfile's
 CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+TAKEN = ("", "/dev/shm", "/etc/megalith")  # paths of a pod that no volume can have
+TAKES = {
+    "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "at most 63 of a-z, 0-9 and -"),
+    "queue": (r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", "the name of a LocalQueue: at most 63 of a-z, 0-9, - and ."),
+    "topology": (
+        r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?",
+        "a label of nodes, as topology.kubernetes.io/zone",
+    ),
+    "image": (r"[!-~]+", "the container image, as registry/name:tag"),
+    "memory": (r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", "bytes, as 900Gi"),
+}  # fmt: skip
+"""Option → what Kubernetes takes, and how it is said."""
 HUGE_PAGES = "5120Mi"  # that libfabric's EFA provider takes
 CONTAINERS = {"trainjob": "node", "pytorchjob": "pytorch", "jobset": "node"}
 """Kind → what its operator wants the container to be called."""
@@ -38,7 +50,15 @@ def kubernetes_files(job: ClusterJob, kind: str, run_text: str) -> dict[str, lis
         raise ConfigError(
             "--image is not given; name the container image, such as one made of deploy/Dockerfile"
         )
-    for claim, _ in job.volumes:
+    for option, (form, said) in TAKES.items():
+        value = getattr(job, option)
+        if value is not None and not re.fullmatch(form, value, re.ASCII):
+            raise ConfigError(f"--{option} is {value!r}, which Kubernetes refuses; give {said}")
+    for claim, path in job.volumes:
+        if path.rstrip("/") in TAKEN:
+            raise ConfigError(
+                f"--volume {claim}:{path} would hide what a pod has at {path}; choose another path, such as /data"
+            )
         if not CLAIM.fullmatch(claim):
             raise ConfigError(
                 f"--volume names the claim {claim!r}; Kubernetes' names have a-z, 0-9, - and . alone"

@@ -6,6 +6,7 @@ again. A node that fails is Slurm's own matter: `--requeue` lets it start the jo
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import subprocess
@@ -15,6 +16,8 @@ from megalith.errors import ConfigError
 from megalith.launch.cluster.cluster_job import ClusterJob
 
 DIRECTIVE = re.compile(r"[\w.:/@%+=,\[\]-]+")
+LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of time: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
+LONGEST_GRACE = 65535  # seconds that sbatch takes of --signal
 
 SCRIPT = """\
 #!/bin/bash
@@ -49,8 +52,9 @@ def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None)
     """File name → text, in the order in which they are to be submitted, each after the one before.
 
     `array`: a setting and its values; each task of the array is a run of its own, in a folder of its own.
-    Raises ConfigError where a name cannot stand in a #SBATCH line.
+    Raises ConfigError where a name cannot stand in a #SBATCH line, and for a limit that leaves no time to train.
     """
+    _check_times(job)
     files = {}
     for number, words in enumerate(job.before, 1):
         files[f"{job.name}-before-{number}.sbatch"] = _step(job, f"{job.name}-before-{number}", words)
@@ -58,6 +62,32 @@ def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None)
     for number, words in enumerate(job.after, 1):
         files[f"{job.name}-after-{number}.sbatch"] = _step(job, f"{job.name}-after-{number}", words)
     return files
+
+
+def _check_times(job: ClusterJob) -> None:
+    if job.grace > LONGEST_GRACE:
+        raise ConfigError(
+            f"the grace is {job.grace:,} s, and Slurm sends no signal earlier than {LONGEST_GRACE:,} s before the end; "
+            f"give --grace {LONGEST_GRACE}, or more --nodes to save with"
+        )
+    if job.time is not None and _seconds(job.time) <= job.grace:
+        raise ConfigError(
+            f"--time is {job.time}, and {job.grace} s before its end Slurm has the job save: that is at its start, so "
+            "it would be queued again and again and never train; give a longer --time, or a shorter --grace"
+        )
+
+
+def _seconds(limit: str) -> float:
+    """Of a limit as Slurm writes it."""
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    if (found := LIMIT.fullmatch(limit)) is None:
+        raise ConfigError(f"--time is {limit!r}; give minutes, HH:MM:SS or D-HH:MM:SS, as 24:00:00")
+    days, *rest = found.groups()
+    first, second, third = (int(each or 0) for each in rest)
+    if days is None and rest[-1] is None:
+        return 60 * first + second
+    return 86400 * int(days or 0) + 3600 * first + 60 * second + third
 
 
 def _training(job: ClusterJob, array: tuple[str, Sequence[str]] | None) -> str:
