@@ -13,6 +13,7 @@ from megalith.errors import ConfigError, DataError
 
 
 def run_calibrate(args: Arguments) -> int:
+    _refuse_nonsense(args, "seconds")
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 

@@ -74,7 +74,9 @@ def _sizes(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[d
                 continue
             for pipeline in _divisors(world_size // tensor // context, most=model.num_layers + 2):
                 stage = world_size // pipeline
-                for expert in [e for e in _divisors(stage) if experts % e == 0] if experts else [1]:
+                for expert in (
+                    [e for e in _divisors(stage, most=experts) if experts % e == 0] if experts else [1]
+                ):
                     yield {
                         PARALLEL + "tensor_model_parallel_size": tensor,
                         PARALLEL + "sequence_parallel": tensor > 1,

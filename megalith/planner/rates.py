@@ -211,11 +211,37 @@ def read_rates(text: str, name: str) -> Rates:
         table = Rates(**found, wiring=Wiring(**wiring))
         if not table.matmuls["bf16"] or not table.attention:
             raise ValueError("it has no GEMMs in bf16 or no attention")
+        _check_numbers(table)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{name} is no table of rates: {error}; `megalith plan calibrate --output FILE` writes one"
         ) from None
     return table
+
+
+def _check_numbers(table: Rates) -> None:
+    """Raises ValueError for a row that is not of its form, of numbers above 0."""
+    wiring = table.wiring
+    rows = [(f"matmuls.{dtype}", row, 4) for dtype, rows in table.matmuls.items() for row in rows]
+    rows += [("attention", row, 6) for row in table.attention]
+    rows += [("collectives", row[2:], 3) for row in table.collectives]
+    rows += [
+        (
+            "memory, launch, host_link or host_adam",
+            [table.memory, table.launch, table.host_link, table.host_adam],
+            4,
+        )
+    ]
+    rows += [("wiring", [wiring.memory, wiring.inside, wiring.outside, wiring.processors], 4)]
+    for name, row, count in rows:
+        if len(row) != count or not all(
+            isinstance(each, int | float) and 0 < each < math.inf for each in row
+        ):
+            raise ValueError(f"{name} has {row}, not {count} numbers above 0")
+    if wiring.link not in (NVLINK, PCIE) or not isinstance(table.device, str):
+        raise ValueError(
+            f"its device is {table.device!r} and its link {wiring.link!r}, not {NVLINK} or {PCIE}"
+        )
 
 
 def rates_of(device: str | None = None, device_json: str | Path | None = None) -> Rates:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from megalith.planner.step_time import short_schedule, step_time
 from megalith.progress import Progress
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
+SHARDED = (PARALLEL + "data_parallel_sharding_strategy", PARALLEL + "fsdp_unsharded_layers")
 SIMULATED = 20  # of the best by formula
 DEEP = 8  # layers of a stage from which on full recomputation takes least
 
@@ -92,9 +93,23 @@ def plan(
         for each in finalists:
             exact += [done] if (done := search.exact(each)) is not None else []
             progress.add()
-    answer.best = sorted((each for each in exact if each.fits), key=lambda each: each.time.seconds)[:top]
-    answer.too_large = heapq.nsmallest(top, search.too_large, key=lambda each: each.bytes)
+    fitting = sorted((each for each in exact if each.fits), key=lambda each: each.time.seconds)
+    answer.best = list(_distinct(fitting))[:top]
+    too_large = [*search.too_large, *(each for each in exact if not each.fits)]
+    answer.too_large = heapq.nsmallest(top, too_large, key=lambda each: each.bytes)
     return answer
+
+
+def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
+    """Without those that take the same time and memory as one before, of which they differ in what is sharded alone:
+    `optim_grads_params` with every layer gathered is `optim_grads`."""
+    seen = set()
+    for each in layouts:
+        others = {name: value for name, value in each.settings.items() if name not in SHARDED}
+        key = (each.time.seconds, each.bytes, repr(sorted(others.items())))
+        if key not in seen:
+            seen.add(key)
+            yield each
 
 
 def _too_few(answer: PlanAnswer, least: int) -> str:

@@ -8,11 +8,13 @@ stands for each log interval. Both give the means over the steps since the last 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from textwrap import fill
 from types import MappingProxyType
 from typing import TextIO
 
@@ -28,6 +30,7 @@ from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
 WIDTH = 100  # of what is printed into a file or a pipe
+NARROWEST = 20  # columns that lines are broken for
 Figures = Mapping[str, float | None]
 NO_FIGURES: Figures = MappingProxyType({})
 
@@ -343,12 +346,35 @@ class LiveConsole(TrainingConsole):
         self._progress.stop()
 
 
+def columns() -> int:
+    """That standard output has, WIDTH at most; a file or a pipe has these."""
+    wide = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+    return min(max(wide, NARROWEST), WIDTH)
+
+
 def render(table: Table) -> str:
-    """The table as plain lines, none longer than WIDTH."""
+    """The table as plain lines, none longer than WIDTH. On a narrower terminal that has no room for it each row is
+    words, its figures behind their headings."""
+    heading, rows = rendered(table)
+    return "\n".join([*heading, *rows])
+
+
+def rendered(table: Table) -> tuple[list[str], list[str]]:
+    """The same: the heading's lines, and the rows'."""
     console = Console(width=WIDTH, force_terminal=False, color_system=None)
+    width = columns()
+    if width < WIDTH and console.measure(table).maximum > width:
+        headings = [str(column.header) for column in table.columns]
+        return [], [_words(headings, row, width) for row in zip(*(column.cells for column in table.columns))]
     with console.capture() as capture:
         console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return (lines[:2], lines[2:]) if table.show_header else ([], lines)
+
+
+def _words(headings: Sequence[str], row: Sequence[object], width: int) -> str:
+    pairs = [f"{heading} {cell}".strip() for heading, cell in zip(headings, row) if str(cell)]
+    return fill(", ".join(pairs), width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def si(value: float, digits: int = 3) -> str:

@@ -25,7 +25,7 @@ from megalith.parallel.pipeline.executor import Pipeline
 from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.parallel.pipeline.timeline import write_timeline
 from megalith.planner.layout import Layout, StageLayout
-from megalith.report.console import WIDTH, render, si
+from megalith.report.console import columns, render, si
 from megalith.report.measured_step import StepMeasure, StepTimes, peak_memory, with_last_wait
 from megalith.report.metrics import MEASURED_FILE
 
@@ -53,8 +53,8 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
 
 
 def paragraph(text: str) -> str:
-    """The text in lines of WIDTH."""
-    return fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    """The text in lines of WIDTH, on a narrower terminal of its columns."""
+    return fill(text, columns(), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def plain_table(*headings: str, left: int = 1) -> Table:
@@ -171,6 +171,9 @@ def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tupl
     # Without FSDP2 the cast weights go with each micro-batch; with it a gathered copy is part of the state.
     copies = () if layout.gathers else ("compute_copy",)
     kept = "activations and cast weights" if copies and most.memory.compute_copy else "activations"
+    held = f"{most.in_flight}{chunks} in flight against {least.in_flight}"
+    if most.in_flight == least.in_flight:
+        held = f"of {_layers(most)} layers against {_layers(least)}"
     gathered = () if copies else ("compute_copy",)
     state = ", ".join(
         [f"state of {si(most.parameters)} parameters against {si(least.parameters)}", *_ends(most, least)]
@@ -178,11 +181,15 @@ def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tupl
     return [
         (
             more("activations", *copies),
-            f"{kept}, {most.in_flight}{chunks} in flight against {least.in_flight}",
+            f"{kept}, {held}",
         ),
         (more("weights", "gradients", "optimizer", *gathered), state),
         (more("loss"), "logits and the head's gradient"),
     ]
+
+
+def _layers(stage: StageLayout) -> int:
+    return sum(len(chunk.layers) for chunk in stage.chunks)
 
 
 def _ends(most: StageLayout, least: StageLayout) -> list[str]:

@@ -12,7 +12,7 @@ from megalith.io import replacing
 from megalith.planner.goodput import Goodput
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
 from megalith.planner.step_time import PARTS, caution
-from megalith.report.console import WIDTH, render, si
+from megalith.report.console import columns, render, rendered, si
 from megalith.report.layout_text import MEMORY_HEADINGS, amount, memory_unit, paragraph, plain_table
 
 GB = 1e9
@@ -49,7 +49,7 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     ]
     if not answer.best:
         return "\n".join([*parts, *map(paragraph, _nothing_fits(answer))])
-    parts += [best_table(answer, tokens, price), MFU_NOTE]
+    parts += [best_table(answer, tokens, price), paragraph(MFU_NOTE)]
     optim = answer.best[0].config.optim
     if optim.reduces_moments and not config.optim.reduces_moments:
         parts += [paragraph(MOMENTS_NOTE.format(optim.exp_avg_dtype))]
@@ -77,13 +77,13 @@ def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) ->
             days = answer.days(each, tokens)
             row += [f"{days:,.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
         table.add_row(*row)
-    heading, rule, *rows = render(table).splitlines()
+    heading, rows = rendered(table)
     indent = " " * (len(str(len(rows))) + 3)
     names = [
-        fill(each.name, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        fill(each.name, columns(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
         for each in answer.best
     ]
-    return "\n".join([heading, rule, *(line for pair in zip(rows, names) for line in pair)])
+    return "\n".join([*heading, *(line for pair in zip(rows, names) for line in pair)])
 
 
 def figures(layout: PlannedLayout) -> list[str]:

@@ -264,6 +264,7 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
             "a job has 80.3; give less",
         ),
         (["plan", "goodput", "gpt2", "--gpus", "8", "0"], "--gpus is 0; give a number above 0"),
+        (["plan", "calibrate", "--seconds", "nan"], "--seconds is nan; give a number above 0"),
         (["plan", "goodput", "gpt2", "--stall", "-1"], "--stall is -1.0; give a number of 0 or more"),
         (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
         (["plan", "gpt2", "--gpus", "8", "--device", "H100", "--device-json", "a.json"], "give one of them"),
@@ -353,11 +354,32 @@ def test_a_gpu_is_known_without_its_maker_in_any_case(short):
     assert short.lower().removeprefix("nvidia ").partition("-")[0] in rates_of(short).device.lower()
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_terminal_that_is_narrower_than_a_table_gets_its_rows_as_words(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert (
+        main(["plan", "gpt2", "--gpus", "2", "--top", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2"])
+        == 0
+    )
+    assert main(["plan", "goodput", "gpt2", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    assert "cost" in text and "failure each" in text
+
+
 def test_python_gives_what_the_command_does():
     config = preset_config("gpt2", 2, 1024, 16)
     answer = megalith.plan(config, 2, "NVIDIA B200", top=2)
     assert "not measured on NVIDIA B200" in answer.rates.source
     assert answer.best[0].time.seconds < megalith.plan(config, 2, "A100", top=1).best[0].time.seconds
+
+
+def test_what_is_sharded_to_no_effect_stands_once():
+    """Every layer stays gathered: optim_grads_params is optim_grads."""
+    best = megalith.plan(preset_config("gpt2", 4, 1024, 16), 4).best
+    assert len({(each.time.seconds, each.bytes) for each in best}) == len(best)
+    assert {"optim_grads"} < {each.config.parallel.data_parallel_sharding_strategy for each in best}
 
 
 def simulated_share(
@@ -415,6 +437,9 @@ def test_a_table_that_was_measured_here_is_read_again_and_planned_with(tmp_path,
     for text in ('{"device": "x"}', "[]"):
         with pytest.raises(ConfigError, match=r"no table of rates: it has no .*matmuls, attention"):
             read_rates(text, "it")
+    for name, row in (("matmuls", {"bf16": [[1, 1, 1, 0]]}), ("attention", [[1] * 5]), ("memory", math.nan)):
+        with pytest.raises(ConfigError, match=rf"it is no table of rates: {name}.* has \[.*numbers above 0"):
+            read_rates(json.dumps(json.loads(table.to_json()) | {name: row}), "it")
 
 
 def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
