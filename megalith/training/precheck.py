@@ -26,6 +26,7 @@ from megalith.checkpoint.state import check_model_fits
 from megalith.comm.collectives import local
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
+from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
 from megalith.data.chat.conversations import chat_files
@@ -150,6 +151,7 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
         machine = rates.machine(world_size, gpus_per_node)
     notes += micro_batch_notes(config, world_size, machine)
     config, chosen = with_auto(config, world_size, machine)
+    chosen += overlap_notes(config, compiled=device is None or machine.compiled)
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalith.config.rules.parallel_rules import check_saved_attention
+from megalith.config.rules.parallel_rules import check_overlap, check_saved_attention
 from megalith.config.rules.run_rules import check_fp8
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
@@ -41,6 +41,7 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
     if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
         config, why = _with_exchange(config, machine)
         check_saved_attention(config.model, config.parallel)
+        check_overlap(config)
         told.append(f"parallel.cp_comm_type {config.parallel.cp_comm_type} ({why})")
     parallel, found = config.parallel, {}
     overlaps = parallel.overlaps

@@ -288,7 +288,8 @@ def check_overlap(config: RunConfig) -> None:
     parallel, size = config.parallel, config.train.micro_batch_size
     if not parallel.overlaps:
         return
-    exchanges = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange
+    chosen_later = parallel.cp_comm_type == "auto"  # and then judged again
+    exchanges = parallel.context_parallel_size > 1 and ("a2a" in parallel.cp_exchange or chosen_later)
     if parallel.tensor_model_parallel_size == 1 and not exchanges:
         raise ConfigError(
             "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
