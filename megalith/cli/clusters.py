@@ -84,7 +84,7 @@ def _add_launch(launch: argparse._SubParsersAction) -> None:
         parser.add_argument("run_file", help="the run file")
         parser.add_argument("--nodes", type=int, required=True, help="machines")
         parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs, and processes, of each")
-        parser.add_argument("--program", choices=("train", "sft", "grpo"), default="train")
+        parser.add_argument("--program", choices=("train", "sft", "dpo", "distill", "grpo"), default="train")
         parser.add_argument("--name", help="the job's name (default: made of the run file's)")
         parser.add_argument(
             "--grace", type=int, help="seconds for a last save (default: by the model's size)"
@@ -156,10 +156,13 @@ def launch_job(args: Arguments) -> int:
 
 def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | None]:
     """The job that is asked for, and the array's setting and values. Raises ConfigError where it cannot be trained."""
+    from megalith.cli.training import check_source, implied
     from megalith.config import RunConfig
     from megalith.launch.cluster import cluster_job as cluster
 
-    config = RunConfig.load(args.run_file, args.settings)
+    settings = [*args.settings, *implied(args.program)]
+    config = RunConfig.load(args.run_file, settings)
+    check_source(args.program, config)
     array = _array(args.array)
     name = args.name or cluster.job_name(args.run_file)
     cluster.check_name(name)
@@ -174,7 +177,7 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
         cluster.check_on_volumes(config, volumes, "containers")
     notes = cluster.check_within_nodes(config, args.gpus_per_node)
     changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
-    every = [RunConfig.load(args.run_file, [*args.settings, *words]) for words in changed]
+    every = [RunConfig.load(args.run_file, [*settings, *words]) for words in changed]
     for each in every:
         parameters, more = _check(each, args.nodes * args.gpus_per_node)
     grace = args.grace or cluster.grace_seconds(parameters, args.nodes)

@@ -188,7 +188,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     if processes > 1:
         print(layout_text(layout, ["this machine"] * processes))
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     rl = config.rl
     if not rl.prompts:
         print("rl.prompts is not set: rollouts are read from files, which the run checks")

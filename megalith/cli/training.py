@@ -20,6 +20,7 @@ from megalith.errors import ConfigError, TrainingError
 from megalith.launch.operators import placement
 
 if TYPE_CHECKING:
+    from megalith.config import RunConfig
     from megalith.parity.check import Result
 
 
@@ -60,8 +61,7 @@ def train(arguments: list[str]) -> int:
     """`megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
     typed = program
-    if program in ("sft", "dpo"):
-        arguments = [*arguments, f"--{program}.enabled"]
+    arguments = [*arguments, *implied(program)]
     if program == "sft":  # `train` on conversations
         program = "train"
     if {"-h", "--help"} & set(arguments):
@@ -80,6 +80,7 @@ def train(arguments: list[str]) -> int:
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.dry_run:
+        check_source(program, config)
         if program == "grpo":
             from megalith.cli.rollout_command import dry_run as rollout_dry_run
 
@@ -96,11 +97,9 @@ def train(arguments: list[str]) -> int:
 
         one_machine = place.nnodes == "1"
         command, check_data = ["-m", "megalith", program, *arguments], None
+        check_source(program, config)
         if program == "grpo":
             from megalith.rl.grpo import check_grpo_data as check_data
-            from megalith.rl.grpo import require_source
-
-            require_source(config)
         return launch(
             place.nproc,
             command,
@@ -125,6 +124,23 @@ def train(arguments: list[str]) -> int:
         store_logits(config)
         return 0
     return exit_code(train(config).ended)
+
+
+def implied(program: str) -> list[str]:
+    """The settings that a program has beside those of its run file."""
+    return [f"--{program}.enabled"] if program in ("sft", "dpo") else []
+
+
+def check_source(program: str, config: RunConfig) -> None:
+    """Raises ConfigError for a run without what the program learns from beside data."""
+    if program == "grpo":
+        from megalith.rl.grpo import require_source
+
+        require_source(config)
+    if program == "distill":
+        from megalith.rl.distill import require_teacher
+
+        require_teacher(config)
 
 
 def _say_that_it_starts(program: str, arguments: list[str]) -> None:

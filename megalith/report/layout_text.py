@@ -19,6 +19,7 @@ from rich.table import Table
 
 from megalith.comm.collectives import gather_json
 from megalith.config import LogConfig
+from megalith.errors import LINES, printable
 from megalith.io import replace_file
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
@@ -54,7 +55,7 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
 
 def paragraph(text: str) -> str:
     """The text in lines of WIDTH, on a narrower terminal of its columns."""
-    return fill(text, columns(), subsequent_indent="  ", break_on_hyphens=False)
+    return fill(printable(text, LINES), columns(), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def plain_table(*headings: str, left: int = 1) -> Table:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import gather_json
 from megalith.config import LogConfig, RunConfig
+from megalith.errors import printable
 from megalith.hardware import device_kind
 from megalith.io import make_subfolder, replace_file, replacing
 from megalith.launch.lock import refused
@@ -200,7 +201,7 @@ def open_report(
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {printable(note)}")
     for note in topology_notes(layout, places):
         print(paragraph(note))
     if config.log.console == "lines":

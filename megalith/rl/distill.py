@@ -56,13 +56,18 @@ STUDENTS = ("recompute_granularity", "recompute_method", "recompute_num_layers",
 """Settings of section parallel that are about a backward pass, or the student's own layers."""
 
 
-def train_distilled(config: RunConfig) -> TrainingResult:
-    """Trains on a teacher's predictions, as `megalith.train` does on a dataset's tokens; raises as it does."""
+def require_teacher(config: RunConfig) -> None:
+    """Raises ConfigError for a run that has nobody to learn from."""
     if config.distill.teacher_or_logits is None:
         raise ConfigError(
             "distill.teacher is not set, so there is nobody to learn from; name a model's folder, or one of its "
             "predictions by distill.logits_dir"
         )
+
+
+def train_distilled(config: RunConfig) -> TrainingResult:
+    """Trains on a teacher's predictions, as `megalith.train` does on a dataset's tokens; raises as it does."""
+    require_teacher(config)
     return train(config, DistillationTask())
 
 

@@ -150,6 +150,10 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--env", "X=1", "--env", "X=2", "--env", "Y"], "--env is 'Y'; give NAME=VALUE"),
         (["--volume", "claim"], "--volume is 'claim'; give CLAIM:/PATH"),
         (["--volume", "a:/data", "--volume", "b:/data/"], "--volume a:/data and --volume b:/data/ are at one path"),
+        (["--env", "PET_NNODES=7"], "which the scheduler says to each node"),
+        (["--program", "sft"], "data.mock is on, but sft.enabled reads chat data"),
+        (["--program", "grpo"], "neither rl.prompts nor rl.rollouts is set"),
+        (["--program", "distill"], "distill.teacher"),
         (["--image", "m:1"], "the run file run.yaml is in no folder of --volume"),
         (["--image", "m:1", "--volume", ".:/mnt"], "train.output_dir is /data/out, which is on no volume of the cont"),
         (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", no command of megalith: No closing quotation"),
@@ -285,6 +289,9 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
         capsys, *run, "--image", "m:1", "--volume", "claim:/mnt"
     )
     assert "the claim 'My Claim'" in refused(capsys, *run, "--image", "m", "--volume", "My Claim:/data")
+    assert "/data/../out, which is on no volume" in refused(
+        capsys, *run, *POD, "--train.output_dir", "/data/../out"
+    )
     assert "would hide what a pod has at /dev/shm" in refused(capsys, *run, *POD, "--volume", "a:/dev/shm")
     for option, name in (("namespace", "My NS"), ("queue", "a_b"), ("topology", "a b"), ("memory", "900 GB")):
         assert f"--{option} is {name!r}, which Kubernetes refuses" in refused(

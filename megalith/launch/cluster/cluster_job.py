@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from posixpath import normpath
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
@@ -21,6 +22,9 @@ STATE_BYTES = 12  # a parameter in a checkpoint: fp32 weights and two moments
 DISK_RATE = 1e9  # bytes a second that each machine is taken to write
 LEAST_GRACE = 120  # seconds
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+SCHEDULERS = re.compile(
+    r"(PET_\w+|SLURM_\w+|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)="
+)
 EFA_VARIABLES = {
     "FI_PROVIDER": "efa",
     "FI_EFA_USE_DEVICE_RDMA": "1",
@@ -35,7 +39,7 @@ class ClusterJob:
 
     name: str
     program: str
-    """`train`, `sft` or `grpo`."""
+    """`train`, `sft`, `dpo`, `distill` or `grpo`."""
     run_file: str
     settings: tuple[str, ...]
     """Words that follow it: `--section.key value`."""
@@ -94,6 +98,8 @@ def variables(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", word):
             raise ConfigError(f"--env is {word!r}; give NAME=VALUE, the name of letters, digits and _")
+        if SCHEDULERS.match(word):
+            raise ConfigError(f"--env is {word!r}, which the scheduler says to each node; leave it out")
     return dict(word.partition("=")[::2] for word in given)
 
 
@@ -169,7 +175,7 @@ def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]], who:
     for setting, path in paths.items():
         if path is None or is_url(path) or (setting != "train.output_dir" and "/" not in path):
             continue
-        if not any(PurePosixPath(path).is_relative_to(mount) for _, mount in mounted):
+        if not any(PurePosixPath(normpath(path)).is_relative_to(mount) for _, mount in mounted):
             there = ", ".join(mount for _, mount in mounted) or "none"
             raise ConfigError(
                 f"{setting} is {path}, which is on no volume of the {who} ({there}): it would be lost with them, or "
