@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -149,8 +151,15 @@ def launch_job(args: Arguments) -> int:
     if args.submit:
         print("\n".join(submit(files) if args.system == "slurm" else submit_manifests(job, manifests)))
     elif args.write is None:
-        for name, text in files.items():
-            print(f"# {name}\n{text}" if len(files) > 1 and args.system == "slurm" else text, end="")
+        between = "---\n" if args.system == "kubernetes" else ""  # one text of all documents
+        texts = [f"# {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
+        print(between.join(texts), end="")
+        if len(files) > 1:
+            print(
+                "note: these are to begin each after the one before, which --submit sees to; --write FOLDER gives them "
+                "file by file",
+                file=sys.stderr,
+            )
     return 0
 
 
@@ -230,9 +239,14 @@ def _step(option: str, given: str) -> tuple[str, ...]:
 
     try:
         words = shlex.split(given)
-        parsed, more = build_parser().parse_known_args(words or [""])
+        with contextlib.redirect_stdout(io.StringIO()):  # of a help
+            parsed, more = build_parser().parse_known_args(words or [""])
         if more and "run" in parsed and not parsed.takes_settings:  # others read their own options
             parsed.parser.refuse(more)
+    except SystemExit:
+        raise ConfigError(
+            f"{option} is {given!r}, which prints a help and does nothing; name what to do"
+        ) from None
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{option} is {given!r}, no command of megalith: {error}") from None
     return tuple(words)

@@ -156,9 +156,8 @@ def run_show(args: Arguments) -> int:
     else:
         ms, tokens, mfu, *_ = figures(layout)
         room = f"{layout.bytes / GB:.1f} GB of {answer.usable / GB:.1f}"
-        print(
-            f"{args.gpus} {rates.device}: {'fits' if layout.fits else 'does NOT fit'}, {room} on the fullest GPU"
-        )
+        fits = "fits" if layout.fits else "does NOT fit"
+        print(paragraph(f"{args.gpus} {rates.device}: {fits}, {room} on the fullest GPU"))
         print(paragraph(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"))
         if args.tokens:
             days = answer.days(layout, args.tokens)

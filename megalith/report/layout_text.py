@@ -38,10 +38,12 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
     """What is known of a run over several ranks before its first step. `hosts`: each rank's machine."""
     size = layout.size
     parts = [
-        f"layout: {layout.world_size} ranks = pipeline {size.pp} × data {size.dp} × context {size.cp} × tensor "
-        f"{size.tp}",
+        paragraph(
+            f"layout: {layout.world_size} ranks = pipeline {size.pp} × data {size.dp} × context {size.cp} × tensor "
+            f"{size.tp}"
+        ),
         render(ranks_table(layout, hosts)),
-        "expected of each stage, memory on one of its devices (E: embedding, L: head and loss)",
+        paragraph("expected of each stage, memory on one of its devices (E: embedding, L: head and loss)"),
         render(stages_table(layout)),
     ]
     if uneven := why_uneven(layout):

@@ -159,6 +159,7 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", no command of megalith: No closing quotation"),
         (["--after", "export-hff a b"], "did you mean 'export-hf'"),
         (["--before", ""], "--before is ''"),
+        (["--before", "export-hf --help"], "prints a help and does nothing"),
         (["--before", "export-hf a b --form bin"], "takes no '--form bin'"),
         (["--time", "2"], "--time is 2, and 120 s before its end Slurm has the job save"),
         (["--time", "0-0:2"], "--time is 0-0:2, and 120 s"),
@@ -258,6 +259,13 @@ def test_pods_have_what_training_needs(capsys, kind):
         command = node["template"]["spec"]["containers"][0]["command"]
         assert node["completions"] == node["parallelism"] == 4
         assert command[-4:] == ["--nnodes", "4", "--rdzv-endpoint", "run-node-0-0.run:29500"]
+
+
+def test_manifests_of_steps_before_and_after_are_documents_of_their_own(capsys):
+    steps = ["--before", "corpus --output /data/a", "--after", "export-hf /data/out /data/b"]
+    text = written(capsys, "kubernetes", "run.yaml", "--nodes", "2", *POD, *steps)
+    kinds = [each["kind"] for each in yaml.safe_load_all(text)]
+    assert kinds == ["Job", "ConfigMap", "TrainingRuntime", "TrainJob", "Job"]
 
 
 def test_efa_and_a_queue_are_asked_for_where_they_are_wanted(capsys):
