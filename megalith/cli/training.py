@@ -79,16 +79,15 @@ def train(arguments: list[str]) -> int:
     os.environ |= place.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
+    _check_dry_run(program, launcher)
     if launcher.dry_run:
         check_source(program, config)
         if program == "grpo":
             from megalith.cli.rollout_command import dry_run as rollout_dry_run
 
-            return rollout_dry_run(config, place.nproc or 1)
+            return rollout_dry_run(config, launcher.world_size or place.nproc or 1)
         from megalith.training.precheck import dry_run
 
-        if launcher.world_size is not None and launcher.world_size < 1:
-            raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
         print(dry_run(config, launcher.world_size or place.nproc or 1, launcher.device))
         return 0
     if place.nproc is not None:
@@ -124,6 +123,22 @@ def train(arguments: list[str]) -> int:
         store_logits(config)
         return 0
     return exit_code(train(config).ended)
+
+
+def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
+    if launcher.world_size is not None and launcher.world_size < 1:
+        raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
+    for name in ("world_size", "device"):
+        if (value := getattr(launcher, name)) is not None and not launcher.dry_run:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}, and without --dry-run nothing reads it: give --dry-run, or "
+                "for a run --nproc and --runtime.device"
+            )
+    if program == "grpo" and launcher.device is not None:
+        raise ConfigError(
+            f"--device is {launcher.device}, and the dry run of grpo is of this machine; leave it out, and see "
+            "`megalith plan show`"
+        )
 
 
 def implied(program: str) -> list[str]:

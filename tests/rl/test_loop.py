@@ -397,6 +397,8 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
     )
     config = configuration(tmp_path, train=dict(train_iters=1), rl=dict(save_rollouts=True))
     (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert main(["grpo", str(tmp_path / "run.yaml"), "--dry-run", "--world-size", "2"]) == 0
+    assert "layout: 2 ranks" in capsys.readouterr().out
     assert main(["grpo", str(tmp_path / "run.yaml"), "--dry-run"]) == 0
     out = capsys.readouterr().out
     for words in (
