@@ -5,7 +5,10 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     plain       bf16, layers as they stand in the code: nothing compiled, no recomputation, one GPU
     fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
     split       the plain path in micro-batches of half the size: the same sums in another order
-    compiled, recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of train.py, compiled
+    compiled    on a CPU too
+    recomputing, recomputing-layers, recomputing-modules    compiled, within an activation_memory_budget of 0.5; with
+                layers, or norms and activation functions, computed again inside of their graphs
+    fp16, and each `--layout` of train.py, compiled on a GPU
     recomputed  the plain path with every layer computed again in the backward pass
     bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
@@ -56,13 +59,18 @@ SHIFT = 0.0025  # of the loss: FP8's
 FIRST_SEED, SEED = 1234, "-seed"
 VOCAB_SIZE = 32_000
 YARDSTICKS = ("fp32", "split")
-PLAIN = {"runtime": {"compile": False}}
+PLAIN, COMPILED = {"runtime": {"compile": False}}, {"runtime": {"compile": True}}
 PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "plain": PLAIN,
     "fp32": {**PLAIN, "train": {"precision": "fp32"}},
     "split": {**PLAIN, "micro": 0.5},
-    "compiled": {},
-    "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
+    "compiled": COMPILED,
+    "recomputing": {"runtime": {"compile": True, "activation_memory_budget": 0.5}},
+    "recomputing-layers": {**COMPILED, "parallel": {"recompute_granularity": "full"}},
+    "recomputing-modules": {
+        **COMPILED,
+        "parallel": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]},
+    },
     "recomputed": {**PLAIN, "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"}},
     "bf16-gradients": {
         **PLAIN,
