@@ -5,7 +5,8 @@ a maximum, a code and a transposed code of each weight. Experts are by far the m
 for each pass, forward and backward, they are read and written four times in a step of two micro-batches.
 
 What is here is cast before the step's first pass. What FSDP2 gathers is cast in that pass, layer by layer, as soon as
-the layer is gathered, so that the next one's all-gather still runs beside its GEMMs.
+the layer is gathered, so that the next one's all-gather still runs beside its GEMMs. The gathered weight's memory is
+free as soon as there are codes, which all passes of the step take; FSDP2 makes it anew when it gathers the layer again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megalith.comm.collectives import local
-from megalith.models.linear import Linear
+from megalith.models.linear import Linear, every_row
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import layers_of
 from megalith.ops.compiled import outside_of_graphs
@@ -39,6 +40,7 @@ class StepCasts:
     def __init__(self, chunks: Iterable[nn.Module], experts: bool = False):
         self._here: CastOnce = []
         self._gathered: list[CastOnce] = []  # by layer
+        self._freed: dict[FSDPModule, tuple[Linear, Tensor]] = {}  # of a layer one weight as it was gathered
         self._is_on = False
         self._experts: list[tuple[GroupedLinear, torch.dtype]] = []
         for chunk in chunks:
@@ -59,7 +61,8 @@ class StepCasts:
     def __enter__(self) -> None:
         try:
             self._is_on = True
-            _cast(self._here)
+            for linear, gemm in self._here:
+                _cast(linear, gemm)
             for module, dtype in self._experts:
                 plug(module, "step_cast", module.cast(dtype))
         except BaseException:  # out of memory: else what was cast so far would stay for passes after the step
@@ -71,19 +74,41 @@ class StepCasts:
         for linears in (self._here, *self._gathered):
             for _, gemm in linears:
                 gemm.step_codes.clear()
+        for layer, (linear, weight) in self._freed.items():
+            if linear.weight is weight:  # the step has failed before the layer's last pass
+                _shard(layer)
+        self._freed.clear()
         for module, _ in self._experts:
             plug(module, "step_cast", None)
 
     @torch.no_grad()
-    def _cast_gathered(self, linears: CastOnce, *_: object) -> None:
+    def _cast_gathered(self, linears: CastOnce, layer: FSDPModule, *_: object) -> None:
         """A layer's, before each of its passes: in a step's first, and in none of an evaluation."""
         if self._is_on and linears[-1][1].step_codes.operands is None:
-            _cast(linears)
+            for linear, gemm in linears:
+                _cast(linear, gemm)
+                if _is_read_by_its_cast_alone(linear, gemm):
+                    local(linear.weight).untyped_storage().resize_(0)
+                    self._freed[layer] = linear, linear.weight
 
 
-def _cast(linears: CastOnce) -> None:
-    for linear, gemm in linears:
-        gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+def _cast(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> None:
+    gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+
+
+def _is_read_by_its_cast_alone(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
+    """Whether passes that have the codes take no element of the weight: neither rows of it or another dtype, which
+    would be copies, nor its numbers, which are counted beside the codes."""
+    is_counted = isinstance(linear.gemm, CountedGemm)
+    return linear.rows is every_row and linear.weight.dtype == gemm.dtype and not is_counted
+
+
+def _shard(layer: FSDPModule) -> None:
+    """Lets FSDP2 gather the layer anew for its next pass, whatever pass has failed; of one that stays gathered it would
+    free nothing in the midst of a forward pass."""
+    layer.set_reshard_after_forward(True, recurse=False)
+    layer.reshard()
+    layer.set_reshard_after_forward(False, recurse=False)
 
 
 def cast_for_step(module: nn.Module) -> list[Tensor]:

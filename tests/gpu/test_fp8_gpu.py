@@ -1,12 +1,15 @@
 """FP8 on a GPU: casts to the bit of the CPU's emulation, matmuls against fp64 of their codes, and training runs."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 import megalith
 from megalith.config import RunConfig
+from megalith.models.linear import Linear
+from megalith.models.transformer import layers_of
 from megalith.ops.fp8 import codes as fp8
 from megalith.ops.fp8.codes import E4M3, E5M2
 from megalith.ops.fp8.recipes import (
@@ -19,7 +22,9 @@ from megalith.ops.fp8.recipes import (
 )
 from megalith.ops.gemm import linear
 from megalith.ops.grouped_gemm import RowGroups
-from megalith.parity.job import run_job
+from megalith.parallel import parallel_model
+from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.job import Outcome, run_job
 from megalith.report.metrics import read_records
 
 ROUNDING = 2**-8  # of one number in bf16, relative
@@ -273,5 +278,53 @@ def test_weights_that_are_gathered_are_cast_once_to_the_same_bits(tmp_path, gpus
             )[0]
             for value in (True, False)
         )
+        assert once.losses == at_use.losses and once.evaluation == at_use.evaluation
+        assert all(torch.equal(value, at_use.state[name]) for name, value in once.state.items())
+
+
+def taken(config: RunConfig) -> tuple[Outcome, int, int]:
+    """The job; bytes that its last step has taken on the device as its last backward pass begins; and elements of the
+    matrices in FP8 of a layer."""
+    found = []
+    begins, step = parallel_model.micro_batch_begins, ParallelModel.backward
+
+    def stepping(model, *args, **kwargs) -> torch.Tensor:
+        found.append((torch.cuda.memory_allocated(), 0))
+        return step(model, *args, **kwargs)
+
+    def beginning(chunks, *args, **kwargs) -> None:
+        layer = list(layers_of(chunks[0]).values())[-1]
+        elements = sum(module.weight.numel() for module in layer.modules() if isinstance(module, Linear))
+        found.append((torch.cuda.memory_allocated(), elements))
+        begins(chunks, *args, **kwargs)
+
+    with (
+        mock.patch.object(parallel_model, "micro_batch_begins", beginning),
+        mock.patch.object(ParallelModel, "backward", stepping),
+    ):
+        outcome = run_job(config)
+    (before, _), _, (bytes_then, elements) = found[-3:]  # of two micro-batches
+    return outcome, bytes_then - before, elements
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_codes_of_a_step_take_the_place_of_what_is_gathered(tmp_path, gpus, compiled):
+    """Cast at use, a weight is there in bf16, and a byte of it is saved for the backward pass; or, where layers are
+    freed, nothing more."""
+    settings = {"train.global_batch_size": 8, "train.deterministic": True, "runtime.compile": compiled}
+    for strategy, less in (
+        ("optim", 2),
+        ("optim_grads_params", 0),
+    ):  # bytes by elements of a layer; there are two
+        layout = {"parallel.data_parallel_sharding_strategy": strategy}
+        if strategy == "optim_grads_params":
+            layout["parallel.fsdp_unsharded_layers"] = 1
+        (once, cached, elements), (at_use, plain, _) = (
+            gpus.run(
+                taken, configuration(tmp_path, **settings, **layout, **{"train.fp8_cache_weights": value})
+            )[0]
+            for value in (True, False)
+        )
+        assert plain - cached == pytest.approx(less * elements, abs=0.1 * elements), strategy
         assert once.losses == at_use.losses and once.evaluation == at_use.evaluation
         assert all(torch.equal(value, at_use.state[name]) for name, value in once.state.items())

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 from parity_cases import LATENT, run_config
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalith.comm.collectives import local
 from megalith.config import RunConfig
+from megalith.models.linear import Linear
+from megalith.models.transformer import layers_of
 from megalith.ops.fp8 import recipes
 from megalith.ops.fp8.codes import WEIGHT
 from megalith.ops.fp8.recipes import AmaxTable, CurrentScaling, DelayedScaling
+from megalith.ops.gemm import Gemm
+from megalith.parallel import parallel_model
 from megalith.parallel.fp8_counts import KINDS
-from megalith.parity.job import Outcome, run_job, start
+from megalith.parity.job import Outcome, run_job, start, state_by_name
 
 STEPS = 3  # the scales of two of them are of steps before
 # Sizes that FP8 matmuls take, on two tensor-parallel ranks too.
@@ -120,10 +126,61 @@ def casts_of_weights() -> Iterator[list[bool]]:
         yield casts
 
 
-def run_counting_casts(config: RunConfig) -> tuple[Outcome, int]:
-    """The parity job, and how many weights this rank cast in it."""
-    with casts_of_weights() as casts:
-        return run_job(config, STEPS), sum(casts)
+@dataclass
+class Casts:
+    outcome: Outcome
+    casts: int  # of weights, on this rank
+    freed: set[int]  # at the beginnings of backward passes: weights of the pass's chunks that have no memory
+
+
+def run_counting_casts(config: RunConfig) -> Casts:
+    """The parity job, and what this rank cast and freed in it."""
+    freed: set[int] = set()
+    begins = parallel_model.micro_batch_begins
+
+    def watched(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
+        linears = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Linear)]
+        freed.add(sum(local(linear.weight).untyped_storage().size() == 0 for linear in linears))
+        begins(chunks, *args, **kwargs)
+
+    with casts_of_weights() as casts, mock.patch.object(parallel_model, "micro_batch_begins", watched):
+        return Casts(run_job(config, STEPS), sum(casts), freed)
+
+
+FAILURES = (
+    ("forward", 0),
+    ("forward", 1),
+    ("dgrad", 1),
+)  # what of the last matmuls fails, in which micro-batch
+
+
+@contextmanager
+def _failing(gemm: Gemm, matmul: str, at: int) -> Iterator[list[None]]:
+    """In it, call number `at` of this matmul finds no memory; the calls."""
+    calls: list[None] = []
+    compute = getattr(gemm, matmul)
+
+    def computed(*args: Any) -> Tensor:
+        calls.append(None)
+        if len(calls) > at:
+            raise torch.OutOfMemoryError("no memory")
+        return compute(*args)
+
+    with mock.patch.object(gemm, matmul, computed):
+        yield calls
+
+
+def run_with_failures(config: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of an evaluation and a step after each of FAILURES, and the state at the end."""
+    run, found = start(config), []
+    gemm = list(layers_of(run.model.chunks[0]).values())[-1].mlp.linear_fc2.gemm
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+        for matmul, micro_batch in FAILURES:
+            with _failing(gemm, matmul, micro_batch) as calls, suppress(torch.OutOfMemoryError):
+                run.train_step(batches)
+            assert len(calls) == micro_batch + 1
+            found += [run.mean_loss(run.data.valid), run.train_step(batches).loss.item()]
+    return found, state_by_name(run)
 
 
 @dataclass
