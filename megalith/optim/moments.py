@@ -1,9 +1,9 @@
 """Adam's moments in two bytes or one, each: bf16, or 8 bits in blocks (Dettmers et al. 2022).
 
-A step widens a parameter's moments to fp32, moves them and the weights as Adam does, and rounds the moments again; on a
-GPU that is one compiled kernel. Moments move by a thousandth of themselves a step where beta2 is 0.999, less than half
-of what bf16 or 8 bits can tell apart: rounded to the nearest they would not move. So they are rounded stochastically,
-up or down, with the mean of what is rounded.
+A step widens a parameter's moments to fp32, moves them and the weights as Adam does, and rounds the moments again; on
+a GPU that is one compiled kernel, before which another finds the largest of each block. Moments move by a thousandth
+of themselves a step where beta2 is 0.999, less than half of what bf16 or 8 bits can tell apart: rounded to the nearest
+they would not move. So they are rounded stochastically, up or down, with the mean of what is rounded.
 
 `fp8` is a dynamic float: of 8 bits the sign, for the first moment; then zeros, each for a factor of 10; the rest cuts a
 decade evenly. Values are those of a table from -1 to 1, times the largest of a block of 256 elements of a row or fewer.
@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,9 +130,9 @@ class Moment:
             values.unflatten(-1, (self.scales.shape[-1], -1)),
             dynamic_code(self.signed, self.device),
         )
-        codes, scales = _in_blocks(blocks, half, code)
-        self.codes.copy_(codes.flatten(-2))
-        self.scales.copy_(scales.squeeze(-1))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        self.codes.copy_(_coded(blocks, largest, half, code).flatten(-2))
+        self.scales.copy_(largest.squeeze(-1))
 
 
 class ReducedAdam(torch.optim.Adam):
@@ -208,11 +208,14 @@ class ReducedAdam(torch.optim.Adam):
             kept = [moment] if isinstance(moment, Tensor) else moment.tensors
             code = None if len(kept) == 1 else dynamic_code(moment.signed, parameter.device)
             stored += [kept[0].view(-1, block), None if code is None else kept[1].view(-1, 1), code]
-        beta1, beta2 = group["betas"]
+        given = parameter.view(-1, block), grad.reshape(-1, block), *stored
+        rule = group["betas"], not group["decoupled_weight_decay"]
+        largest = None, None
+        if any(moment.code is not None for moment in _both(stored)):
+            largest = as_one_kernel(_largest, *given, settings, *rule, rows_vary=True)
         as_one_kernel(
-            _step, parameter.view(-1, block), grad.reshape(-1, block), *stored, step.view(1), settings, place,
-            beta1, beta2, group["eps"], group["decoupled_weight_decay"], rows_vary=True,
-        )  # fmt: skip
+            _step, *given, *largest, step.view(1), settings, place, *rule, group["eps"], rows_vary=True
+        )
 
 
 def _place(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
@@ -227,39 +230,77 @@ def _place(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, device=item.parameter.device)
 
 
+class _Stored(NamedTuple):
+    """What a moment of a shard [blocks, block] is stored in."""
+
+    values: Tensor
+    scales: Tensor | None
+    code: Tensor | None
+
+
+def _both(stored: Sequence[Tensor | None]) -> tuple[_Stored, _Stored]:
+    """Of what compiled code takes one by one."""
+    return _Stored(*stored[:3]), _Stored(*stored[3:])
+
+
+def _largest(
+    value: Tensor, grad: Tensor,
+    first: Tensor, first_scales: Tensor | None, first_code: Tensor | None,
+    second: Tensor, second_scales: Tensor | None, second_code: Tensor | None,
+    settings: Tensor, betas: tuple[float, float], adds_decay: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The largest of each block of both moments after a step, [blocks, 1], where they have scales. By itself, for a
+    kernel that also rounds them has whole blocks in registers, which do not suffice: it took several times as long."""
+    stored = _both((first, first_scales, first_code, second, second_scales, second_code))
+    moved = _moved(value, grad, *stored, settings, betas, adds_decay)
+    return tuple(
+        None if kept.code is None else moment.abs().amax(-1, keepdim=True)
+        for moment, kept in zip(moved, stored)
+    )
+
+
+def _moved(
+    value: Tensor, grad: Tensor, first: _Stored, second: _Stored, settings: Tensor, betas: tuple[float, float],
+    adds_decay: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both moments after a step, fp32."""
+    _, decay, grad_scale, _ = settings.unbind()
+    g = grad / grad_scale
+    if adds_decay:
+        g = g + decay * value
+    m = betas[0] * _widened(*first) + (1 - betas[0]) * g
+    v = betas[1] * _widened(*second) + (1 - betas[1]) * g * g
+    return m, v
+
+
 def _step(
     value: Tensor, grad: Tensor,
     first: Tensor, first_scales: Tensor | None, first_code: Tensor | None,
     second: Tensor, second_scales: Tensor | None, second_code: Tensor | None,
-    step: Tensor, settings: Tensor, place: Tensor, beta1: float, beta2: float, eps: float, decoupled: bool,
+    first_largest: Tensor | None, second_largest: Tensor | None,
+    step: Tensor, settings: Tensor, place: Tensor, betas: tuple[float, float], adds_decay: bool, eps: float,
 ) -> None:  # fmt: skip
     """One step of a shard [blocks, block], in place; `step` float32 [1], this one counted."""
-    lr, decay, grad_scale, found_inf = settings.unbind()
+    stored = _both((first, first_scales, first_code, second, second_scales, second_code))
+    lr, decay, _, found_inf = settings.unbind()
     bits, skipped = _random_bits(place, step, value), found_inf > 0
-    g = grad / grad_scale
-    if not decoupled:
-        g = g + decay * value
-    m = beta1 * _widened(first, first_scales, first_code) + (1 - beta1) * g
-    v = beta2 * _widened(second, second_scales, second_code) + (1 - beta2) * g * g
-    rate = -lr / torch.expm1(
-        step * math.log(beta1 or LEAST)
-    )  # of 1 - beta^step nothing is lost while it is small
-    root = (v / -torch.expm1(step * math.log(beta2 or LEAST))).sqrt()
-    x = value - lr * decay * value if decoupled else value
-    value.copy_(torch.where(skipped, value, x - rate * m / (root + eps)))
+    m, v = _moved(value, grad, *stored, settings, betas, adds_decay)
+    # Of 1 - beta^step nothing is lost while it is small.
+    narrowed, corrected = (-torch.expm1(step * math.log(beta or LEAST)) for beta in betas)
+    root = (v / corrected).sqrt()
+    x = value if adds_decay else value - lr * decay * value
+    value.copy_(torch.where(skipped, value, x - lr / narrowed * m / (root + eps)))
     low, high = bits & 0xFFFF, bits >> RANDOM_BITS
-    for moment, old, scales, code, random in (
-        (m, first, first_scales, first_code, low),
-        (v, second, second_scales, second_code, high),
+    for moment, kept, largest, random in (
+        (m, stored[0], first_largest, low),
+        (v, stored[1], second_largest, high),
     ):
-        if code is None:
-            old.copy_(
-                torch.where(skipped, old, moment if old.dtype == moment.dtype else _to_bf16(moment, random))
-            )
-            continue
-        codes, new_scales = _in_blocks(moment, random, code)
-        old.copy_(torch.where(skipped, old, codes))
-        scales.copy_(torch.where(skipped, scales, new_scales))
+        if kept.code is None:
+            rounded = moment if kept.values.dtype == moment.dtype else _to_bf16(moment, random)
+        else:
+            rounded = _coded(moment, largest, random, kept.code)
+            kept.scales.copy_(torch.where(skipped, kept.scales, largest))
+        kept.values.copy_(torch.where(skipped, kept.values, rounded))
 
 
 def _widened(values: Tensor, scales: Tensor | None, code: Tensor | None) -> Tensor:
@@ -272,16 +313,31 @@ def _to_bf16(values: Tensor, random: Tensor) -> Tensor:
     return (raw & -(2**RANDOM_BITS)).view(torch.float32).to(torch.bfloat16)
 
 
-def _in_blocks(values: Tensor, random: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of values [..., block], uint8, and the scales [..., 1]; `random` as in `_to_bf16`."""
-    scales = values.abs().amax(-1, keepdim=True)
-    x = values / torch.where(scales > 0, scales, 1.0)
-    below = (torch.bucketize(x, code, right=True) - 1).clamp(0, code.shape[0] - 2)
+def _coded(values: Tensor, largest: Tensor, random: Tensor, code: Tensor) -> Tensor:
+    """The codes of values [..., block], uint8, of which [..., 1] are the largest; `random` as in `_to_bf16`."""
+    x = values / torch.where(largest > 0, largest, 1.0)
+    below = _below(x, code)
     low, high = code[below], code[below + 1]
-    codes = below + (random < (x - low) / (high - low) * 2**RANDOM_BITS).long()
+    codes = below + (random < (x - low) / (high - low) * 2**RANDOM_BITS).int()
     if code.shape[0] % 2 == 0:  # without a sign
         codes = torch.where(values > 0, codes.clamp(min=1), 0)
-    return codes.to(torch.uint8), scales
+    return codes.to(torch.uint8)
+
+
+def _below(x: Tensor, code: Tensor) -> Tensor:
+    """The place of the value of `code` at or below each x, int32, or of its neighbour where x is one of them but for
+    rounding: by arithmetic, for a search in the table takes a GPU several times as long as the rest of a step."""
+    last, signed = code.shape[0] - 1, code.shape[0] % 2 == 1
+    zero = last // 2 if signed else 0
+    size, values, power = x.abs(), float((last - zero + 1) // 2), 1.0
+    cut, scale = torch.full_like(size, values), torch.ones_like(size)  # of x's decade
+    for _ in range(1, DECADES):
+        power, values = 10.0 * power, values / 2
+        smaller = size * power < 1
+        cut, scale = torch.where(smaller, values, cut), torch.where(smaller, power, scale)
+    place = ((size * scale - 0.1) * (cut / 0.9) - 0.5).floor() + cut - (0.0 if signed else 1.0)
+    place = place.int().clamp(0, last - zero - 1)  # NaN, too
+    return zero + (torch.where(x < 0, -1 - place, place) if signed else place)
 
 
 def _random_bits(place: Tensor, step: Tensor, like: Tensor) -> Tensor:
