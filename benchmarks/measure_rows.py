@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.measured_rows import ROWS, TRADEOFFS, TWO_GPUS, Row
+from benchmarks.mirrored_rank import mirrored
 from benchmarks.plan_accuracy import expected
-from megalith.bench.training_speed import run_to_end, surroundings
+from megalith.bench.training_speed import medians, run_of, surroundings
 
+AS_EXPECTED = [  # what a run would choose by its memory, and `expected` leaves out
+    ("runtime", "activation_memory_budget", 1.0),
+    ("parallel", "fsdp_unsharded_layers", 0),
+]
 LONGEST = 90.0  # seconds that a row is taken to need
 
 
@@ -34,12 +38,14 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--missing", action="store_true")
     which.add_argument("--rows", nargs="+", metavar="NAME", help="words that a row's name has")
+    parser.add_argument("--mirrored", action="store_true", help="rank 0 alone: benchmarks.mirrored_rank")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
+    alone = mirrored if args.mirrored else nullcontext
     room = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 0.0
     for row in chosen(args):
         if time.monotonic() + LONGEST > end:
@@ -51,7 +57,9 @@ def main() -> None:
                 f"{row.name} is expected to take {memory:.0f} GB of {room:.0f}", file=sys.stderr, flush=True
             )
             continue
-        found = {"row": row.name, "model": row.model["preset"]} | measured(row, args.steps, args.warmup)
+        with alone():
+            figures = measured(row, args.steps, args.warmup)
+        found = {"row": row.name, "model": row.model["preset"], "mirrored": args.mirrored} | figures
         found |= {"expected_ms": round(1e3 * seconds.seconds, 1), "expected_gb": round(memory, 1)}
         print(line := json.dumps(found | surroundings()), flush=True)
         if args.results:
@@ -60,33 +68,33 @@ def main() -> None:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    if args.rows:
-        return [row for row in TRADEOFFS + TWO_GPUS + ROWS if any(name in row.name for name in args.rows)]
     gpus = max(torch.cuda.device_count(), 1)
-    rows = (row for row in TRADEOFFS + TWO_GPUS if row.processes <= gpus)
-    return [row for row in rows if row.ms is None or row.gigabytes is None]
+    rows = [row for row in TRADEOFFS + TWO_GPUS if row.ms is None]
+    if args.rows:
+        rows = [row for row in ROWS if any(name in row.name for name in args.rows)]
+    return [row for row in rows if fits(row, gpus, args.mirrored)]
+
+
+def fits(row: Row, gpus: int, mirrored: bool) -> bool:
+    """A pipeline's stages have other layers than the first: no rank mirrors it."""
+    staged = "pipeline_model_parallel_size" in row.parallel
+    return row.processes > 1 and not staged if mirrored else row.processes <= gpus
 
 
 def measured(row: Row, steps: int, warmup: int) -> dict[str, Any]:
     """Milliseconds of a step and GB at its peak, medians of the steps after the warm-up; or `failed`."""
+    tree = row.tree()
+    for section, setting, value in AS_EXPECTED:
+        tree[section].setdefault(setting, value)
+    tree["train"] |= {"train_iters": steps, "eval_iters": 0}
+    tree["checkpoint"] = {"save_at_end": False}
     with tempfile.TemporaryDirectory() as folder:
-        tree, output = row.tree(), Path(folder) / "run"
-        tree["train"] |= {"train_iters": steps, "eval_iters": 0, "output_dir": str(output)}
-        tree["checkpoint"] = {"save_at_end": False}
-        file = Path(folder) / "run.yaml"
-        file.write_text(yaml.safe_dump(tree))
-        command = [sys.executable, "-m", "megalith", "train", str(file), "--nproc", str(row.processes)]
-        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
-        if returncode:
-            return {"failed": f"{returncode}: {printed[-1500:]}"}
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-    counted = [json.loads(line) for line in lines][warmup:steps]
+        found, printed = run_of(tree, Path(folder), row.processes)
+    if found is None:
+        return {"failed": printed}
+    figures = medians(found[warmup:steps])
     names = {"ms": "step_time_ms", "gb": "max_memory_gb"}
-    return {
-        short: round(statistics.median(step[name] for step in counted if step[name] is not None), 1)
-        for short, name in names.items()
-        if counted[0][name] is not None
-    }
+    return {short: round(figures[name], 1) for short, name in names.items() if name in figures}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -221,27 +222,29 @@ def main() -> None:
     given, failed = list(args.set), False
     for variant in args.variant:
         args.set = [*given, *(f"parallel.{name}={value}" for name, value in VARIANTS[variant].items())]
-        found = measure(args)
+        with mirrored():
+            found = training_speed.measure(args, args.layout, {"mock": True})
         training_speed.show(args, f"{args.layout} {variant}, mirrored", found)
         failed |= "failed" in found
     sys.exit(failed)
 
 
-def measure(args: argparse.Namespace) -> dict:
-    size = LAYOUTS[args.layout]["processes"]
-    ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # nobody asks there
+@contextmanager
+def mirrored() -> Iterator[None]:
+    """In it, training_speed's runs are rank 0's own, among ranks that mirror it."""
     run_to_end = training_speed.run_to_end
 
     def alone(command: list[str], file: Path) -> tuple[int, str]:
         at = command.index("--nproc")
-        command = [*command[:at], *command[at + 2 :]]
+        size, command = command[at + 1], [*command[:at], *command[at + 2 :]]
+        ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # nobody asks there
         ours = [sys.executable, "-m", "benchmarks.mirrored_rank", "--worker"]
         with mock.patch.dict(os.environ, ranks | address):
             return run_to_end([*ours, *command[command.index("train") :]], file)
 
     with mock.patch.object(training_speed, "run_to_end", alone):
-        return training_speed.measure(args, args.layout, {"mock": True})
+        yield
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -152,31 +153,22 @@ def measure(
     """The figures of one run of `megalith PROGRAM`, or under `failed` the end of what it printed. `sections` are
     laid over those of the workload's run file."""
     with tempfile.TemporaryDirectory() as folder:
-        run_file, output = Path(folder) / "run.yaml", Path(folder) / "run"
         tree = run_tree(
             args.workload, layout, data, folder, steps=args.steps, batch=args.batch, profiles=args.kernels
         )
         for name, section in (sections or {}).items():
             tree[name] = {**tree.get(name, {}), **section}
-        run_file.write_text(yaml.safe_dump(tree))
-        command = [sys.executable, "-m", "megalith", program, str(run_file)]
-        command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
-        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
-        metrics = output / "metrics.jsonl"
-        if returncode or not metrics.exists():
-            return {"failed": f"failed with {returncode}: {printed[-2000:]}"}
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        options = [f"--{setting}" for setting in args.set]
+        steps, printed = run_of(tree, Path(folder), LAYOUTS[layout]["processes"], options, program)
+        if steps is None:
+            return {"failed": printed}
+        output = Path(folder) / "run"
         table = output / "profile" / "top_operations.txt"
         kernels = costliest(table.read_text()) if table.exists() else None
         trace = output / "profile" / "trace.json"
         parts = step_breakdown.table(step_breakdown.read_trace(trace)) if trace.exists() else ""
         stages = stage_times(read_timeline(output)) if (output / TIMELINE_FILE).exists() else None
-    measured = steps[args.warmup : args.steps]
-    found: dict[str, Any] = {
-        key: statistics.median(step[key] for step in measured)
-        for key in FIGURES
-        if measured[0][key] is not None
-    }
+    found = medians(steps[args.warmup : args.steps])
     if first := re.search(r"first step ([\d.]+) s after", printed):
         found["first_step_s"] = float(first[1])
     if args.losses:
@@ -190,6 +182,31 @@ def measure(
         "stages": stages,
         "kernels": kernels,
         "parts": parts if step_breakdown.EXPERTS in parts else None,
+    }
+
+
+def run_of(
+    tree: dict[str, Any], folder: Path, processes: int, options: Sequence[str] = (), program: str = "train"
+) -> tuple[list[dict[str, Any]] | None, str]:
+    """Runs `megalith PROGRAM` of a run file's sections, its output in `run` under the folder: the lines of its metrics
+    and what it printed; of a run that failed None, and a sentence with the end of that."""
+    run_file, output = folder / "run.yaml", folder / "run"
+    tree["train"] = {**tree["train"], "output_dir": str(output)}
+    run_file.write_text(yaml.safe_dump(tree))
+    command = [sys.executable, "-m", "megalith", program, str(run_file), "--nproc", str(processes), *options]
+    returncode, printed = run_to_end(command, folder / "printed.txt")
+    metrics = output / "metrics.jsonl"
+    if returncode or not metrics.exists():
+        return None, f"failed with {returncode}: {printed[-2000:]}"
+    return [json.loads(line) for line in metrics.read_text().splitlines()], printed
+
+
+def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the figures that the steps have."""
+    return {
+        key: statistics.median(step[key] for step in steps if step[key] is not None)
+        for key in FIGURES
+        if steps[0][key] is not None
     }
 
 
