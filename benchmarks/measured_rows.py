@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megalith.config import RunConfig
 
 FIT, TOLD = "fit", "told"
+MIRRORED = "mirrored"  # one rank's step without the wire (mirrored_rank.py): its memory holds
 OLD = "old"  # of an older version: its memory holds, its kernels or its recomputation were slower
 
 
@@ -63,6 +64,8 @@ SAVED = dict(recompute_granularity="full", recompute_saves_attention=True)
 FP16 = dict(train=dict(precision="fp16"))
 FP8 = dict(train=dict(fp8_format="hybrid"))
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+IN_BF16 = dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))
+IN_FP8 = dict(optim=dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"))
 ALL = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0))
 PACKED = dict(data=dict(tokenizer_type="ByteTokenizer", reset_attention_mask=True, reset_position_ids=True))
 V4 = dict(PP, pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")
@@ -76,7 +79,7 @@ def selective(*modules: str) -> dict:
 
 CHEAP = selective("layernorm", "mlp_act")
 SEQUENCES, AT_ONCE = (1, 4, 8192), (2, 4, 8192)
-GATHERED = dict(WHOLE, fsdp_unsharded_layers=32)
+GATHERED, FREED = dict(WHOLE, fsdp_unsharded_layers=32), dict(WHOLE, fsdp_unsharded_layers=0)
 
 # fmt: off
 TRADEOFFS = [  # GPT-2-large on one GPU; ¹ on another machine than the others
@@ -91,36 +94,43 @@ TRADEOFFS = [  # GPT-2-large on one GPU; ¹ on another machine than the others
     Row("all recomputed (`recompute_saves_attention: false`) ¹", TOLD, 1, LARGE, ONE, FULL, 388, 14.6),
     Row("half of the optimizer's state on the host", TOLD, 1, LARGE, ONE, {}, 407.2, 57.2, HALF),
     Row("all of it on the host", TOLD, 1, LARGE, ONE, {}, 506.9, 54.1, ALL),
-    Row("packed documents", TOLD, 1, LARGE, ONE, {}, None, None, PACKED),
+    Row("packed documents ¹", TOLD, 1, LARGE, ONE, {}, 330.3, 60.4, PACKED),
     Row("FP8 delayed", TOLD, 1, LARGE, ONE, {}, 253.0, 52.1, FP8),
 ]
-TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines
+TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines; ² one rank among mirrors of itself, on one machine
     Row("`optim_grads_params`, all layers gathered", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1583, 129.2),
-    Row("the same, both in one micro-batch, 0.9 of the activations (`auto`)", TOLD, 2, LLAMA, AT_ONCE, GATHERED,
-        None, None, dict(runtime=dict(activation_memory_budget=0.9))),
-    Row("the same, `layernorm`, `mlp_act` recomputed in place of these", TOLD, 2, LLAMA, AT_ONCE,
-        dict(GATHERED, **CHEAP), None, None),
-    Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, WHOLE, 1700, 112.6),
+    Row("the same ²", MIRRORED, 2, LLAMA, SEQUENCES, GATHERED, 1546.2, 128.2),
+    Row("both in one micro-batch, 0.9 of the activations ²", MIRRORED, 2, LLAMA, AT_ONCE, GATHERED,
+        1582.7, 136.5, dict(runtime=dict(activation_memory_budget=0.9))),
+    Row("both in one micro-batch, `mlp_act` recomputed (`auto`)", TOLD, 2, LLAMA, AT_ONCE,
+        dict(GATHERED, **selective("mlp_act")), None, None),
+    Row("both in one micro-batch, `layernorm`, `mlp_act` recomputed ²", MIRRORED, 2, LLAMA, AT_ONCE,
+        dict(GATHERED, **CHEAP), 1542.8, 128.0),
+    Row("the same, moments in bf16 ²", MIRRORED, 2, LLAMA, AT_ONCE, dict(GATHERED, **CHEAP), 1525.2, 111.9, IN_BF16),
+    Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, FREED, 1700, 112.6),
     Row("`optim_grads`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
     Row("`optim`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim"), None, None),
+    Row("`optim`, 0.9 of the activations ²", MIRRORED, 2, LLAMA, SEQUENCES,
+        dict(data_parallel_sharding_strategy="optim"), 1616.3, 134.7,
+        dict(runtime=dict(activation_memory_budget=0.9))),
     Row("`no_shard`", TOLD, 2, LLAMA, SEQUENCES, {}, None, None),
-    Row("recomputed: `core_attn`", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("core_attn")), None, None),
-    Row("recomputed: `layernorm`, `mlp_act`, every layer freed", TOLD, 2, LLAMA, SEQUENCES, dict(WHOLE, **CHEAP),
+    Row("recomputed: `core_attn` ²", MIRRORED, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("core_attn")), 1618.2,
+        126.0),
+    Row("recomputed: `layernorm`, `mlp_act`, every layer freed", TOLD, 2, LLAMA, SEQUENCES, dict(FREED, **CHEAP),
         1696, 102.9),
     Row("the same, moments in bf16, 24 layers gathered", TOLD, 2, LLAMA, SEQUENCES,
-        dict(WHOLE, fsdp_unsharded_layers=24, **CHEAP), 1637, 97.3,
-        dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
-    Row("… both in one micro-batch, every layer freed", TOLD, 2, LLAMA, AT_ONCE, dict(WHOLE, **CHEAP), None,
-        None, dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))),
-    Row("recomputed: `mlp`", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("mlp")), None, None),
+        dict(WHOLE, fsdp_unsharded_layers=24, **CHEAP), 1637, 97.3, IN_BF16),
+    Row("… both in one micro-batch, every layer freed", TOLD, 2, LLAMA, AT_ONCE, dict(FREED, **CHEAP), None, None,
+        IN_BF16),
+    Row("recomputed: `mlp` ²", MIRRORED, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("mlp")), 1752.5, 105.7),
     Row("all recomputed, attention's output saved", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **SAVED), 1889, 93.3),
     Row("all recomputed", TOLD, 2, LLAMA, SEQUENCES, dict(GATHERED, **FULL), 1934, 92.1),
     Row("half of the optimizer's state on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, HALF),
     Row("all of it on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, ALL),
-    Row("packed documents, every layer freed", TOLD, 2, LLAMA, SEQUENCES, WHOLE, 1685, 112.6, PACKED),
+    Row("packed documents, every layer freed", TOLD, 2, LLAMA, SEQUENCES, FREED, 1685, 112.6, PACKED),
     Row("FP8 delayed", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1214, 125.1,
         dict(train=dict(fp8_format="hybrid", fp8_cache_weights=False))),
-    Row("FP8 delayed, every layer freed", TOLD, 2, LLAMA, SEQUENCES, WHOLE, 1308, 107.8, FP8),
+    Row("FP8 delayed, every layer freed", TOLD, 2, LLAMA, SEQUENCES, FREED, 1308, 107.8, FP8),
     Row("PP2 in two chunks", TOLD, 2, LLAMA, SEQUENCES,
         dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*8|t*8|t*8|t*8L"), None, None),
 ]
@@ -159,14 +169,16 @@ ROWS = [
     Row("the same, attention saved", TOLD, 1, LLAMA, LONG, SAVED, 1839, 138.3),
     Row("the same in FP8", TOLD, 1, LLAMA, LONG, SAVED, 1469, 135.1,
         dict(train=dict(fp8_format="hybrid", fp8_cache_weights=False))),
+    Row("both in one micro-batch, `layernorm` and `mlp_act` recomputed, moments in fp8", OLD, 1, LLAMA,
+        (2, 2, 8192), CHEAP, 2201, 122.0, IN_FP8),  # 751 ms of it a kernel of fp8 moments since rewritten
     Row("half recomputed outside of its graphs, half on the host", OLD, 1, LLAMA, LONG,
         dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
     Row("Llama-3-8B, half recomputed, half on the host", TOLD, 1, LLAMA, LONG,
         dict(SAVED, recompute_method="block", recompute_num_layers=16), 2741, 129.6, HALF),
     Row("FSDP2, recomputed outside of its graphs", OLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
-    Row("Llama-3-8B, FSDP2, 0.7 of the activations", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1744, 101.7,
+    Row("Llama-3-8B, FSDP2, 0.7 of the activations", TOLD, 2, LLAMA, (1, 4, 8192), FREED, 1744, 101.7,
         dict(runtime=dict(activation_memory_budget=0.7))),
-    Row("the same, 0.58 of them", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1791, 99.6,
+    Row("the same, 0.58 of them", TOLD, 2, LLAMA, (1, 4, 8192), FREED, 1791, 99.6,
         dict(runtime=dict(activation_memory_budget=0.58))),
     Row("Llama-3-8B, TP2 + SP", TOLD, 2, LLAMA, (2, 4, 8192), SP, 1623, 118),
     Row("the same, FP8 delayed, weights cast once", OLD, 2, LLAMA, (2, 4, 8192), SP, None, 111,  # 1,286 ms profiled

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from unittest.mock import patch
 
-from benchmarks.measured_rows import FIT, OLD, ROWS, TRADEOFFS, TWO_GPUS, Row
+from benchmarks.measured_rows import FIT, MIRRORED, OLD, ROWS, TRADEOFFS, TWO_GPUS, Row
 from benchmarks.published_rows import (
     H100_ROWS,
     IN_2021,
@@ -91,7 +91,11 @@ def measured_line(row: Row) -> str:
     memory, time = expected(row)
     ms = 1e3 * time.seconds
     has_time = row.ms is not None
-    use = {FIT: "fitted on", OLD: "memory alone; an older version"}.get(row.use, "")
+    use = {
+        FIT: "fitted on",
+        OLD: "memory alone; an older version",
+        MIRRORED: "memory alone; one rank, mirrored",
+    }.get(row.use, "")
     cells = [f"`{row.model['preset']}`", row.name, str(row.processes)]
     cells += (
         [f"{row.gigabytes:g}", f"{memory:.1f}", off(memory, row.gigabytes)] if row.gigabytes else ["", "", ""]
@@ -196,9 +200,10 @@ TABLE = re.compile("(?<=<!-- benchmarks.plan_accuracy writes this -->\n).*?(?=<!
 
 
 def tradeoffs(rows: list[Row]) -> str:
-    """A table of docs/tradeoffs.md, beside the first row."""
-    base, lines = rows[0], []
+    """A table of docs/tradeoffs.md, beside the first row; what was mirrored beside the first that was."""
+    lines = []
     for row in rows:
+        base = next(each for each in rows if (each.use == MIRRORED) == (row.use == MIRRORED))
         memory, time = expected(row)
         known = row.ms is not None and row.gigabytes is not None
         cells = [row.name, *([f"{row.gigabytes:g}", f"{row.ms:,g}"] if known else ["", ""])]

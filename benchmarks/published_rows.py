@@ -58,6 +58,7 @@ class Published(NamedTuple):
                 "parallel": dict(sequence_parallel=self.parallel.get("tensor_model_parallel_size", 1) > 1)
                 | self.parallel,
                 "train": train | (dict(fp8_format="hybrid", fp8_recipe="tensorwise") if self.fp8 else {}),
+                "runtime": dict(activation_memory_budget=1.0),  # as it stands, whether that fits or not
             }
         )
 

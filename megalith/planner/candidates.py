@@ -30,14 +30,17 @@ CLEAN = {  # what a search decides
 }  # fmt: skip
 # Whose `auto` hangs on a device's memory (planner/layout.py).
 BY_MEMORY = (
-    PARALLEL + "recompute_saves_attention", "runtime.activation_memory_budget", PARALLEL + "moe_static_dispatch",
+    PARALLEL + "recompute_saves_attention", PARALLEL + "moe_static_dispatch",
     PARALLEL + "fsdp_unsharded_layers", "train.fp8_cache_weights", "train.moe_cache_weights",
 )  # fmt: skip
 # From the cheapest on.
+ACTIVATIONS = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
 NO_GEMM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]}
 SHARDS = {"save_gathered_inputs": False}  # under SP
+CHEAP = [ACTIVATIONS, NO_GEMM]  # costs less than layers that are gathered again
 RECOMPUTED: list[dict[str, Any]] = [
     {},
+    ACTIVATIONS,
     NO_GEMM,
     SHARDS,
     NO_GEMM | SHARDS,

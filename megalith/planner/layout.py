@@ -7,7 +7,7 @@ screen.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,7 +20,11 @@ from megalith.config.rules.expert_rules import (
     ranks_of_a_token,
 )
 from megalith.config.rules.fastest import Machine, line_of, with_fastest
-from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
+from megalith.config.rules.parallel_rules import (
+    check_parallel,
+    data_parallel_size,
+    what_keeps_attention_unsaved,
+)
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.fp8_linears import casts_weights_once
@@ -29,6 +33,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule
+from megalith.planner.candidates import CHEAP, PARALLEL, RECOMPUTED, SHARDS
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.traffic import Transfer, transfers
@@ -150,16 +155,15 @@ def with_auto(
     """`config` without an `auto` that hangs on the machine, and a line of what was chosen, where something was: the
     trainer's choices, and so the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
+    config, again = with_recomputation(config, world_size, machine.memory, meta)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
-    config, budget = with_activation_budget(config, world_size, machine, meta)
     config, dispatch = with_static_dispatch(config, world_size, machine, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
     config, experts = with_cached_experts(config, world_size, machine.memory, meta)
-    return config, line_of(fastest + attention + budget + dispatch + unsharded + cached + experts)
+    return config, line_of(fastest + again + attention + dispatch + unsharded + cached + experts)
 
 
-BUDGETS = (0.9, 0.8, 0.7, 0.6)  # of activations, as measured down to 0.58 (docs/tradeoffs.md)
 MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
@@ -169,27 +173,33 @@ def with_unsharded_layers(
 ) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of fsdp_unsharded_layers, and what was chosen, with its reason, where layers were: as
     many as are expected to fit into `memory`, bytes of a device (0: not known, none)."""
-    parallel = config.parallel
-    if parallel.fsdp_unsharded_layers != "auto":
+    if config.parallel.fsdp_unsharded_layers != "auto":
         return config, []
-    sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
-    ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
-    stages = assign_layers(config.model, parallel)
-    most = max(len(chunk.layers) for chunks in stages for chunk in chunks) if sharded and ranks > 1 else 0
-
-    def keeping(number: int) -> RunConfig:
-        return config.with_settings({"parallel.fsdp_unsharded_layers": number})
+    most = _layers_to_keep(config, world_size) if memory else 0
+    if not most:
+        return _keeping(config, 0), []
+    meta = meta or MetaModel(config.model, config.lora)
 
     def expected(number: int) -> int:
-        return fullest(keeping(number), world_size, meta)
+        return fullest(_keeping(config, number), world_size, meta)
 
-    most = most if memory else 0
-    meta = meta or (MetaModel(config.model, config.lora) if most else None)
     number = bisect_right(range(1, most + 1), USABLE * memory, key=expected)
-    if not most:
-        return keeping(0), []
     figures = f"{expected(number) / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
-    return keeping(number), [f"parallel.fsdp_unsharded_layers {number} of {most} ({figures})"]
+    return _keeping(config, number), [f"parallel.fsdp_unsharded_layers {number} of {most} ({figures})"]
+
+
+def _layers_to_keep(config: RunConfig, world_size: int) -> int:
+    """The most that an `auto` of fsdp_unsharded_layers may choose."""
+    parallel = config.parallel
+    sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
+    if parallel.fsdp_unsharded_layers != "auto" or not sharded or ranks == 1:
+        return 0
+    return max(len(chunk.layers) for chunks in assign_layers(config.model, parallel) for chunk in chunks)
+
+
+def _keeping(config: RunConfig, number: int) -> RunConfig:
+    return config.with_settings({"parallel.fsdp_unsharded_layers": number})
 
 
 def with_saved_attention(
@@ -210,34 +220,59 @@ def with_saved_attention(
     return on if fits else off, [f"parallel.recompute_saves_attention {str(fits).lower()} ({why})"]
 
 
-def with_activation_budget(
-    config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
+def with_recomputation(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of activation_memory_budget, and what was chosen where 1 is not expected to fit: of a
-    run that recomputes nothing the largest of BUDGETS that is, and 1 where none is."""
+    """`config` without an `auto` of activation_memory_budget, and what was chosen: of a run that recomputes nothing and
+    is not expected to fit so the first of RECOMPUTED that is, and where none is what takes least, if the device has
+    that. What is CHEAP also before layers are gathered again, which costs more. `memory` as above."""
     if config.runtime.activation_memory_budget != "auto":
         return config, []
-
-    def within(budget: float) -> RunConfig:
-        return config.with_settings({"runtime.activation_memory_budget": budget})
-
-    usable, every = USABLE * machine.memory, within(1.0)
-    measured = config.train.fp8_format is None and config.parallel.recompute_granularity is None
-    if not (usable and machine.compiled and measured):
-        return every, []
+    config = config.with_settings({"runtime.activation_memory_budget": 1.0})
+    if not memory or config.parallel.recompute_granularity is not None:
+        return config, []
     meta = meta or MetaModel(config.model, config.lora)
-    expected = fullest(every, world_size, meta)
-    if expected <= usable:
-        return every, []
-    device = f"on a GPU of {machine.memory / 1e9:.1f}"
-    for budget in BUDGETS:
-        if (lower := fullest(within(budget), world_size, meta)) <= usable:
-            figures = f"{lower / 1e9:.1f} GB expected {device}, else {expected / 1e9:.1f}"
-            return within(budget), [f"runtime.activation_memory_budget {budget} ({figures})"]
-    figures = (
-        f"{expected / 1e9:.1f} GB expected {device}, and {lower / 1e9:.1f} with {budget}; see `megalith plan`"
-    )
-    return every, [f"runtime.activation_memory_budget 1 ({figures})"]
+    kept = _layers_to_keep(config, world_size)
+
+    def expected(way: RunConfig, number: int) -> int:
+        return fullest(_keeping(way, number) if kept else way, world_size, meta)
+
+    def chosen(way: RunConfig, number: int) -> tuple[RunConfig, list[str]]:
+        if way is config:
+            return config, []
+        parallel = way.parallel
+        modules = f" of {' and '.join(parallel.recompute_modules)}" * (
+            parallel.recompute_granularity == "selective"
+        )
+        figures = f"{expected(way, number) / 1e9:.1f} {device}, else {expected(config, number) / 1e9:.1f}"
+        return way, [f"parallel.recompute_granularity {parallel.recompute_granularity}{modules} ({figures})"]
+
+    device = f"GB expected on a GPU of {memory / 1e9:.1f}"
+    cheap = [config, *_recomputing(config, world_size, CHEAP)] if kept else []
+    every = [config, *_recomputing(config, world_size, RECOMPUTED[1:])]
+    for way, number in [(way, kept) for way in cheap] + [(way, 0) for way in every]:
+        if expected(way, number) <= USABLE * memory:
+            return chosen(way, number)
+    least = min(every, key=lambda way: expected(way, 0))
+    if expected(least, 0) < memory:
+        return chosen(least, 0)
+    figures = f"{expected(config, 0) / 1e9:.1f} {device}, and {expected(least, 0) / 1e9:.1f} at least"
+    return config, [f"parallel.recompute_granularity null ({figures}; see `megalith plan`)"]
+
+
+def _recomputing(
+    config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
+) -> Iterator[RunConfig]:
+    """`config` with each of the ways that it can recompute in."""
+    for way in ways:
+        if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
+            continue
+        try:
+            changed = config.with_settings({PARALLEL + name: value for name, value in way.items()})
+            check_parallel(changed, world_size)
+        except ConfigError:  # as under zero_bubble
+            continue
+        yield changed
 
 
 def with_static_dispatch(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
-from megalith.config.rules.parallel_rules import data_parallel_size
+from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.planner.counts import MetaModel
 from megalith.planner.layout import USABLE, fullest, with_auto
 
 ENOUGH = 32_768  # tokens of a micro-batch on a GPU, as many as the benchmarks of GPT-2-large have
+
+PASS_BY_PASS = {
+    "optim_grads": "casts weights, reduces gradients and adds them up",
+    "optim_grads_params": "gathers and casts weights, reduces gradients and adds them up",
+}
+"""Strategy → what each micro-batch does of it, where there are shards."""
 
 
 def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> list[str]:
@@ -37,12 +43,14 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             expected = fullest(larger, world_size, meta)
         except ConfigError:  # of a batch size that grows, by less than these
             continue
-        if expected <= USABLE * machine.memory:
-            budget = larger.runtime.activation_memory_budget
-            lowered = "" if budget in (1.0, "auto") else f" with runtime.activation_memory_budget {budget}"
-            each = "gathers and casts weights, reduces gradients and adds them up"
-            if parallel.data_parallel_sharding_strategy != "optim_grads_params" or dp == 1:
-                each = "casts weights and adds gradients up"
+        given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
+        cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
+        if expected <= USABLE * machine.memory and (cheap or again == given):
+            modules = " and ".join(larger.parallel.recompute_modules)
+            lowered = f" with {modules} recomputed" if again != given else ""
+            each, strategy = "casts weights and adds gradients up", parallel.data_parallel_sharding_strategy
+            if shard_size(parallel, world_size) > 1:
+                each = PASS_BY_PASS.get(strategy, each)
             return [
                 f"train.micro_batch_size {times * micro} is expected to fit{lowered} ({expected / 1e9:.1f} GB on a GPU "
                 f"of {machine.memory / 1e9:.1f}): try it, for each of a step's {passes} micro-batches {each}"

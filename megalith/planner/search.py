@@ -28,6 +28,7 @@ from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
 from megalith.planner.candidates import (
     BY_MEMORY,
+    CHEAP,
     CLEAN,
     OFFLOADED,
     PARALLEL,
@@ -220,9 +221,11 @@ class _Search:
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
-        """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
-        does not fit, the others need not be tried; after a layout of which none has fitted it comes first."""
+        """Tries the ways to recompute, until one fits, and what is cheap also where layers are gathered again. Of a
+        stage with many layers the last takes least, so where it does not fit, the others need not be tried; after a
+        layout of which none has fitted it comes first."""
         *ways, full = candidate.ways
+        dearer = [{}, *CHEAP[:-1]]  # with layers gathered again than the next way without
         attempt = partial(self._try, candidate)
         layers = self.config.model.num_layers // candidate.chosen.parallel.pipeline_model_parallel_size
         ask, least = layers >= DEEP, None
@@ -233,7 +236,8 @@ class _Search:
             if least is not None and not least.fits:
                 break
             layout = attempt(way)
-            if layout is not None and self._count(layout):
+            fits = layout is not None and self._count(layout)
+            if fits and not (way in dearer and _regathers(layout)):
                 return
             if ask and layout is not None:
                 ask, least = False, attempt(full)
@@ -348,6 +352,14 @@ class _Search:
             stage_layout(config, self.meta, self.world, chunks, schedule, micro_batches)
             for chunks in assign_layers(config.model, parallel)
         ]
+
+
+def _regathers(layout: PlannedLayout) -> bool:
+    """Whether FSDP frees some layers and gathers them again."""
+    parallel = layout.config.parallel
+    chunks = (chunk for chunks in assign_layers(layout.config.model, parallel) for chunk in chunks)
+    freed = parallel.unsharded_layers < max(len(chunk.layers) for chunk in chunks)
+    return parallel.data_parallel_sharding_strategy == "optim_grads_params" and freed
 
 
 def _without_state(layout: PlannedLayout) -> int:

@@ -11,8 +11,9 @@ from megalith.parallel.pipeline.timeline import read_timeline
 from megalith.planner.layout import (
     alternative,
     build_layout,
+    fullest,
     most_held,
-    with_activation_budget,
+    with_recomputation,
     with_static_dispatch,
     with_unsharded_layers,
 )
@@ -180,30 +181,70 @@ def test_auto_leaves_as_many_layers_gathered_as_nine_tenths_of_the_memory_hold()
     assert sent[0] - sent[1] == pytest.approx((2 * micro_batches - 1) * 2 * layers / 2, rel=0.01)
 
 
-def test_auto_lowers_the_budget_of_activations_where_a_compiled_run_would_not_fit():
-    field, config = "runtime.activation_memory_budget", large(1).config
+def test_auto_recomputes_what_is_cheapest_where_a_run_would_not_fit():
+    """Activation functions, then norms too, then norms and MLPs, then layers; what takes least, where that is less
+    than the device has."""
+    config = large(1).config
+    ways = [
+        {},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        {"recompute_granularity": "full"},
+    ]
+    ways = [{f"parallel.{name}": value for name, value in way.items()} for way in ways]
+    totals = [fullest(config.with_settings(way), 1) for way in ways]
+    assert totals == sorted(totals, reverse=True)
 
-    def chosen(memory: float, settings: dict | None = None, compiled: bool = True) -> float:
-        machine = Machine(compiled=compiled, memory=int(memory))
-        found, notes = with_activation_budget(config.with_settings(settings or {}), 1, machine)
-        short = field not in (settings or {}) and compiled and 0 < memory <= totals[1.0]
-        assert len(notes) == int(short and found.parallel.recompute_granularity is None)
-        return found.runtime.activation_memory_budget
+    def chosen(memory: float, settings: dict | None = None) -> int | None:
+        found, notes = with_recomputation(config.with_settings(settings or {}), 1, int(memory))
+        assert len(notes) == (0 < memory < totals[0] / 0.9 and not settings)
+        parallel = found.parallel
+        same = (
+            parallel.recompute_granularity == way.get("parallel.recompute_granularity")
+            and way.get("parallel.recompute_modules", parallel.recompute_modules)
+            == parallel.recompute_modules
+            for way in ways
+        )
+        return list(same).index(True)
 
-    totals = {
-        share: build_layout(config.with_settings({field: share}), 1).stages[0].memory.total / 0.9
-        for share in (1.0, 0.9, 0.7, 0.6)  # 0.8 is as 0.9: MLPs' activations are more than either leaves out
-    }
-    assert sorted(set(totals.values()), reverse=True) == list(totals.values())
-    for share, total in totals.items():
-        assert chosen(total + 1) == share
-    assert chosen(totals[0.9] - 1) == 0.7
-    assert chosen(totals[0.6] - 1) == chosen(0) == 1  # nothing helps; nothing is known
-    short = totals[0.9] + 1
-    assert (
-        chosen(short, compiled=False) == chosen(short, {"parallel.recompute_granularity": "selective"}) == 1
+    assert [chosen(total / 0.9 + 1) for total in totals] == [0, 1, 2, 3, 4]
+    assert [chosen(total / 0.9 - 1) for total in totals[:4]] == [1, 2, 3, 4]
+    assert chosen(totals[4] + 1) == 4 and chosen(totals[4] - 1) == chosen(0) == 0
+    for settings in ({"runtime.activation_memory_budget": 1.0}, {"parallel.recompute_granularity": "full"}):
+        assert chosen(totals[1], settings) == (4 if "parallel.recompute_granularity" in settings else 0)
+    zero_bubble = RunConfig.load(None, [*LENGTHS, "model.preset=llama3-8b", "parallel.pipeline_schedule=zero_bubble",
+        "parallel.pipeline_model_parallel_size=2"])  # fmt: skip
+    found, [note] = with_recomputation(zero_bubble, 2, 10**11)
+    assert found.parallel.recompute_granularity is None
+    assert "parallel.recompute_granularity null" in note and " at least; see `megalith plan`" in note
+
+
+def test_auto_recomputes_what_is_cheap_rather_than_gather_layers_again():
+    config = large(2, data_parallel_sharding_strategy="optim_grads_params").config
+    acts, norms = (
+        config.with_settings(
+            {"parallel.recompute_granularity": "selective", "parallel.recompute_modules": modules}
+        )
+        for modules in (["mlp_act"], ["layernorm", "mlp_act"])
     )
-    assert chosen(short, {field: 1.0}) == 1 and chosen(10**13, {field: 0.65}) == 0.65
+
+    def total(way: RunConfig, kept: int) -> float:
+        return fullest(way.with_settings({FIELD: kept}), 2) / 0.9
+
+    def chosen(memory: float, settings: dict | None = None) -> list[str] | None:
+        found, _ = with_recomputation(config.with_settings(settings or {}), 2, int(memory))
+        again = found.parallel.recompute_granularity
+        return again and found.parallel.recompute_modules
+
+    freed = total(config, 0)
+    assert freed < total(norms, 36) < total(acts, 36) or freed > total(acts, 36)
+    assert chosen(total(config, 36) + 1) is None
+    assert chosen(total(acts, 36) + 1) == ["mlp_act"]
+    assert chosen(total(norms, 36) + 1) == ["layernorm", "mlp_act"]
+    assert chosen(freed + 1, {FIELD: 0}) is None
+    short = total(norms, 36) - 1
+    assert chosen(short) == (None if short > freed else ["layernorm", "mlp_act"])
 
 
 LENGTHS = ["train.precision=bf16", "data.mock=true", "data.seq_length=8192", "train.global_batch_size=4"]
@@ -253,11 +294,14 @@ def test_auto_dispatches_in_static_buffers_where_that_sends_few_more_tokens_and_
 
 
 def test_larger_micro_batch_that_fits_is_named():
-    def named(memory: int, **settings) -> str:
+    def noted(memory: int, **settings) -> str:
         sections = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
         sharded = "parallel.data_parallel_sharding_strategy=optim_grads_params"
         config = RunConfig.load(None, ["model.preset=llama3-8b", *LENGTHS, sharded, *sections])
-        return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory)))[:27]
+        return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory)))
+
+    def named(memory: int, **settings) -> str:
+        return noted(memory, **settings)[:27]
 
     h200, h100 = 150_754_000_000, 85_521_000_000
     assert named(h200) == "train.micro_batch_size 2 is"
@@ -267,6 +311,11 @@ def test_larger_micro_batch_that_fits_is_named():
     )  # 8 are enough tokens alone
     assert not named(h100) and not named(0) and not named(h200, train__micro_batch_size=2)
     assert not named(10**12, parallel__pipeline_model_parallel_size=2)
+    assert "is expected to fit with mlp_act recomputed (" in noted(h200)
+    strategy = "parallel__data_parallel_sharding_strategy"
+    assert "batches gathers and casts weights, reduces" in noted(10**12, parallel__context_parallel_size=2)
+    assert "micro-batches casts weights, reduces gradients" in noted(10**12, **{strategy: "optim_grads"})
+    assert "micro-batches casts weights and adds" in noted(10**12, **{strategy: "optim"})
 
 
 def test_alternative_that_the_trainer_refuses_is_none():
