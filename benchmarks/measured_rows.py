@@ -128,7 +128,7 @@ TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines; ² one rank among m
     Row("half of the optimizer's state on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, HALF),
     Row("all of it on the host", TOLD, 2, LLAMA, SEQUENCES, GATHERED, None, None, ALL),
     Row("packed documents, every layer freed", TOLD, 2, LLAMA, SEQUENCES, FREED, 1685, 112.6, PACKED),
-    Row("FP8 delayed", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1214, 125.1,
+    Row("FP8 delayed, weights cast at use", TOLD, 2, LLAMA, SEQUENCES, GATHERED, 1214, 125.1,
         dict(train=dict(fp8_format="hybrid", fp8_cache_weights=False))),
     Row("FP8 delayed, every layer freed", TOLD, 2, LLAMA, SEQUENCES, FREED, 1308, 107.8, FP8),
     Row("PP2 in two chunks", TOLD, 2, LLAMA, SEQUENCES,

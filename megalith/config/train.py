@@ -256,9 +256,10 @@ class TrainConfig(Section):
     """FP8: wgrad too; off, it is computed in the compute type."""
 
     fp8_cache_weights: Annotated[bool | Literal["auto"], Needs("fp8_format")] = "auto"
-    """FP8: weights are cast once a step, for all its micro-batches, in two bytes a parameter; off, where they are used.
-    Not what FSDP gathers for each pass: under optim_grads_params the fsdp_unsharded_layers alone. `auto`: where a step
-    casts them more than once and memory is expected to suffice."""
+    """FP8: weights are cast once a step, for all its micro-batches, in two bytes a parameter, in place of what FSDP has
+    gathered; off, where they are used. Not what FSDP gathers for each pass: under optim_grads_params the
+    fsdp_unsharded_layers alone. `auto`: where it takes no more memory, or a step casts them more than once and memory
+    is expected to suffice."""
 
     moe_cache_weights: Annotated[bool | Literal["auto"], Needs("model.num_experts")] = "auto"
     """Experts' weights are cast once a step, for all its passes, in two bytes a parameter; off, where they are used.

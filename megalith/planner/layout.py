@@ -305,12 +305,18 @@ def with_cached_weights(
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return config, []
     on, off = (config.with_settings({"train.fp8_cache_weights": value}) for value in (True, False))
+    if not memory or not casts_weights_once(on):
+        return off, []
     dp = data_parallel_size(parallel, world_size)
     passes = BatchSizeSchedule.from_config(train, dp).global_batch_size // (train.micro_batch_size * dp)
-    again = parallel.recompute_granularity is not None or parallel.overlaps
-    if not memory or not casts_weights_once(on) or (passes == 1 and not again):
-        return off, []
-    return _where_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta)
+    again = passes > 1 or parallel.recompute_granularity is not None or parallel.overlaps
+    expected, at_use = (fullest(each, world_size, meta) for each in (on, off))
+    if expected <= at_use:
+        figures = f"{expected / 1e9:.1f} GB expected, with false {at_use / 1e9:.1f}"
+        return on, [f"train.fp8_cache_weights true ({figures})"]
+    return (
+        _where_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta) if again else (off, [])
+    )
 
 
 def with_cached_experts(

@@ -269,7 +269,8 @@ class StageMemory:
     def _copies(self) -> int:
         saved = self.fp8 - self.cast_once if saves_weight_codes(self.config) else 0.0
         copies = self._compute_copy(self.dense, self.fsdp, saved, self.cast_once)
-        copies += 2 * self.cast_once * self.dense  # for the whole step, by row and by column
+        freed = self.width if self.fsdp and not self.config.log.log_fp8_interval else 0  # of what is gathered
+        copies += (2 - freed) * self.cast_once * self.dense  # for the whole step, by row and by column
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
         elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py), or once a step

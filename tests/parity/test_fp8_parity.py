@@ -356,21 +356,26 @@ def test_weights_whose_memory_was_freed_are_gathered_again_after_a_step_that_fai
 
 
 ALL_SHARDED = {"parallel.data_parallel_sharding_strategy": "optim_grads_params"}
+SHARDED = {"parallel.data_parallel_sharding_strategy": "optim"}
+ONE_MICRO_BATCH = {"train.global_batch_size": 4}
 
 
-def test_auto_caches_where_a_step_casts_more_than_once_and_memory_suffices():
-    config = fp8_config(None).with_settings({"train.global_batch_size": 4, "train.micro_batch_size": 2})
+def test_auto_caches_where_it_takes_no_more_or_a_step_casts_more_than_once_and_memory_suffices():
+    config = fp8_config(None, precision="bf16")
+    config = config.with_settings({"train.global_batch_size": 8, "train.micro_batch_size": 2})
     for settings, memory, cached in (
         ({}, 80 * 10**9, True),
-        ({}, 10**6, False),
+        ({}, 10**5, False),
         ({}, 0, False),
-        ({"train.global_batch_size": 2}, 80 * 10**9, False),
-        ({"train.global_batch_size": 2} | RECOMPUTED, 80 * 10**9, True),
-        ({"parallel.data_parallel_sharding_strategy": "optim"}, 80 * 10**9, True),
+        (ONE_MICRO_BATCH, 80 * 10**9, False),
+        (ONE_MICRO_BATCH | RECOMPUTED, 80 * 10**9, True),
+        (SHARDED, 10**5, True),
+        (SHARDED | ONE_MICRO_BATCH, 80 * 10**9, True),
+        (SHARDED | ONE_MICRO_BATCH | {"log.log_fp8_interval": 1}, 80 * 10**9, False),
         (ALL_SHARDED, 80 * 10**9, False),
-        (ALL_SHARDED | LAST_STAYS, 80 * 10**9, True),
+        (ALL_SHARDED | LAST_STAYS, 10**5, True),
     ):
-        found, told = with_cached_weights(config.with_settings(settings), 1, memory)
+        found, told = with_cached_weights(config.with_settings(settings), 2, memory)
         said = any("fp8_cache_weights true" in line for line in told)
         assert found.train.fp8_cache_weights == said == cached, settings
         assert casts_weights_once(found) == cached

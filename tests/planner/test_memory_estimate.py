@@ -258,24 +258,30 @@ def test_fp8_saves_a_byte_of_what_matrices_take_and_of_weights():
     )
 
 
-def test_codes_of_a_step_take_two_bytes_of_each_weight_that_stays_whole():
+def test_codes_of_a_step_take_two_bytes_of_a_weight_in_place_of_what_is_gathered():
     model = ONE_LAYER | dict(ffn_hidden_size=192, swiglu=True, position_embedding_type="rope")
     weights = in_layers(model).total()
 
-    def more(**parallel) -> int:
+    def more(counted: int = 0, precision: str = "bf16", **parallel) -> int:
+        train, log = dict(fp8_format="hybrid", precision=precision), dict(log_fp8_interval=counted)
         once, at_use = (
             expected(
-                model, devices=2, parallel=parallel, train=dict(fp8_format="hybrid", fp8_cache_weights=value)
+                model, devices=2, parallel=parallel, train=train | dict(fp8_cache_weights=value), log=log
             )
             for value in (True, False)
         )
         return once.compute_copy - at_use.compute_copy
 
+    assert more(data_parallel_sharding_strategy="no_shard") == 2 * weights - weights
     for strategy in ("optim", "optim_grads"):  # cast at use a byte is saved to the backward pass
-        assert more(data_parallel_sharding_strategy=strategy) == 2 * weights - weights
+        sharded = dict(data_parallel_sharding_strategy=strategy)
+        assert more(**sharded) == (2 - 2) * weights - weights
+        assert more(**sharded, precision="fp32") == (2 - 4) * weights - weights
+        assert more(**sharded, counted=10) == 2 * weights - weights  # what is counted stays
     for stay in (0, 3, 10):
         sharded = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=stay)
-        assert more(**sharded) == 2 * weights * stay // 10
+        assert more(**sharded) == 0
+        assert more(**sharded, counted=10) == 2 * weights * stay // 10
 
 
 def test_pairs_of_preferences_are_two_rows_and_their_reference_a_second_model():
