@@ -155,6 +155,7 @@ def with_auto(
     """`config` without an `auto` that hangs on the machine, and a line of what was chosen, where something was: the
     trainer's choices, and so the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
+    meta = meta or (MetaModel(config.model, config.lora) if machine.memory else None)
     config, again = with_recomputation(config, world_size, machine.memory, meta)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
     config, dispatch = with_static_dispatch(config, world_size, machine, meta)

@@ -19,7 +19,7 @@ from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.delta_rule import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
-from megalith.parallel.memory.recompute import fits_a_graph
+from megalith.parallel.memory.recompute import fits_a_graph, keeps_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, left_out, makes_mask, saved_activations
@@ -115,7 +115,7 @@ class Passes:
         self, chunk: Stage, numbers: Sequence[int], kinds: Counter[int]
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
-        recomputed = self._recomputed(len(numbers))
+        recomputed = self._recomputed(len(numbers), chunk.head)
         for number, times in kinds.items():
             there, back, again = self._layer(number)
             times = times * share_of_tokens(self.config, number)
@@ -140,13 +140,14 @@ class Passes:
             backward["tensor"] += self.moves("reduce_scatter", self.tensor, 1, hidden)
         return forward, backward
 
-    def _recomputed(self, layers: int) -> float:
+    def _recomputed(self, layers: int, head: bool) -> float:
         """The share of the forward passes that is made again."""
         parallel = self.parallel
-        if parallel.recompute_granularity == "full":
-            again = min(parallel.recompute_num_layers, layers) / max(layers, 1)
-            return again if parallel.recompute_method == "block" else 1.0
-        return 0.0
+        if parallel.recompute_granularity != "full" or not layers:
+            return 0.0
+        if parallel.recompute_method == "block":
+            return min(parallel.recompute_num_layers, layers) / layers
+        return 1.0 - (head and keeps_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
         """With what the host is late by."""

@@ -110,7 +110,7 @@ def begun_and_waited_for(config: RunConfig) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     ],
     ids=["full", "mlp"],

@@ -191,6 +191,7 @@ def test_recomputing_more_layers_keeps_less():
     ]
     kept = [kept_for_backward(build("tiny-gpt", **block)) for block in blocks]
     assert all(more > less for more, less in itertools.pairwise(kept))
+    assert kept_for_backward(build("tiny-gpt", **MODES["uniform, each layer"])) == kept[1]  # all but the last
 
 
 def test_parameters_keep_their_names_and_evaluation_its_values():
@@ -240,8 +241,8 @@ def test_ranks_keep_a_part_each_of_a_unit_s_input_and_compute_with_all_of_it(poo
     batch, seq, hidden = 2, 16, 64
     distributed, whole = (pool.run(kept_inputs, distribute, size=2) for distribute in (True, False))
     for (parts, held, gradients), (_, held_whole, plain) in zip(distributed, whole, strict=True):
-        assert parts == [batch * seq * hidden // 2] * 3
-        assert held == [False] * 3 and held_whole == [True] * 3
+        assert parts == [batch * seq * hidden // 2] * 2  # the last layer is not recomputed
+        assert held == [False, False, True] and held_whole == [True] * 3
         assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
 
 

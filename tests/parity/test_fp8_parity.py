@@ -247,7 +247,7 @@ def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind):
     for once in (True, False):
         settings = {"train.fp8_cache_weights": once, "train.global_batch_size": 4}
         with casts_of_weights() as casts:
-            run = start(MAKERS[kind](None).with_settings(settings | RECOMPUTED))
+            run = start(MAKERS[kind](None).with_settings(settings | EVERY_LAYER))
             losses = train(run, 2)
         found[once] = losses, state_by_name(run), sum(casts)
         assert all(
@@ -261,6 +261,7 @@ def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind):
 
 
 RECOMPUTED = {"parallel.recompute_granularity": "full", "parallel.recompute_method": "uniform"}
+EVERY_LAYER = RECOMPUTED | {"parallel.recompute_method": "block", "parallel.recompute_num_layers": 9}
 
 
 def linears(run):

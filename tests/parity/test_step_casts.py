@@ -12,7 +12,11 @@ from megalith.parallel.step_casts import cast_for_step
 from megalith.parity.job import start, state_by_name
 from megalith.planner.layout import fullest, with_auto
 
-RECOMPUTED = {"parallel.recompute_granularity": "full", "parallel.recompute_method": "uniform"}
+RECOMPUTED = {
+    "parallel.recompute_granularity": "full",
+    "parallel.recompute_method": "block",  # which takes the last layer too
+    "parallel.recompute_num_layers": 9,
+}
 
 
 def experts(run):
@@ -77,7 +81,7 @@ def test_auto_casts_experts_once_where_memory_suffices_and_fsdp_gathers_none():
         ({}, 1, 10**5, False),
         ({}, 1, 0, False),
         ({"train.precision": "fp32"}, 1, 80 * 10**9, False),
-        ({"lora.rank": 4}, 1, 80 * 10**9, False),
+        ({"lora.rank": 4, "lora.targets": ["linear_qkv"]}, 1, 80 * 10**9, False),
         (sharded, 2, 80 * 10**9, False),
         (sharded | {"parallel.expert_model_parallel_size": 2}, 2, 80 * 10**9, True),
     ):

@@ -116,7 +116,8 @@ def test_weights_cast_to_fp8_once_a_step_take_nothing_of_further_micro_batches()
     recomputed = dict(recompute_granularity="full", recompute_method="uniform")
     each = saved(2)
     assert each > 0 and saved(1) == pytest.approx(0, abs=1e-9)
-    assert saved(8) == pytest.approx(7 * each) and saved(8, **recomputed) == pytest.approx(15 * each)
+    # Of 8 · 1.75 casts, for of four layers the last is not recomputed, one is left.
+    assert saved(8) == pytest.approx(7 * each) and saved(8, **recomputed) == pytest.approx(13 * each)
 
 
 @pytest.mark.parametrize(

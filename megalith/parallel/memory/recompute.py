@@ -3,7 +3,8 @@
 `full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
 of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
-distribute_saved_activations each saves a shard, and they all-gather it when it is needed. With
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. The model's last layer, whose
+backward pass comes next, is not recomputed where units have one layer: it would be there whole at once. With
 recompute_saves_attention what attention gave is saved too, and not computed again. A compiled layer that is a unit by
 itself is recomputed inside of its graph where it can be, without its last matmul, which no gradient needs. `selective`
 recomputes chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but
@@ -53,11 +54,10 @@ def apply_recompute(
     each layer is going to be. Raises ConfigError where attention's output is to be saved and cannot."""
     check_saved_attention(model.config, parallel)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
-    first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
+    chosen = _recomputed(model, parallel)
     if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
         again = partial(again, context_fn=saving_attention if parallel.saves_attention else recomputing)
-        block = parallel.recompute_method == "block"
-        for layer in first_layers if block else layers_of(model).values():
+        for layer in chosen:
             plug(layer, "runner", again)
     elif parallel.recompute_granularity == "full":
         if parallel.saves_attention:
@@ -66,7 +66,7 @@ def apply_recompute(
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
         for stack in stacks_of(model):
-            plug(stack, "runner", _recompute_layers(stack, first_layers, parallel, again))
+            plug(stack, "runner", _recompute_layers(stack, chosen, parallel, again))
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
             _plug_cores(model, lambda core: partial(again, core))
@@ -78,6 +78,20 @@ def apply_recompute(
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:  # experts are no part of a graph
                         plug(module, "runner", again if isinstance(module, MoE) else in_graph)
+
+
+def _recomputed(model: Transformer, parallel: ParallelConfig) -> list[TransformerLayer]:
+    """The layers that full recomputation takes."""
+    layers = list(layers_of(model).values())
+    if parallel.recompute_method == "block":
+        return layers[: parallel.recompute_num_layers]
+    last = model.final_layernorm is not None and keeps_last_layer(parallel)
+    return layers[:-1] if last else layers
+
+
+def keeps_last_layer(parallel: ParallelConfig) -> bool:
+    """Whether full recomputation leaves the model's last layer out."""
+    return parallel.recompute_method != "block" and unit_size(parallel) == 1
 
 
 def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
@@ -140,19 +154,19 @@ def unit_size(parallel: ParallelConfig) -> int:
 
 
 def _recompute_layers(
-    stack: Stack, first_layers: Sequence[TransformerLayer], parallel: ParallelConfig, again: Callable
+    stack: Stack, chosen: Sequence[TransformerLayer], parallel: ParallelConfig, again: Callable
 ) -> Runner:
     run_layers, size = stack.runner, unit_size(parallel)
 
-    def uniform(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    def in_units(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
         for first in range(0, len(layers), size):
             x = again(run_layers, layers[first : first + size], x, context)
         return x
 
-    def block(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    def one_by_one(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
         for layer in layers:
-            run = partial(again, run_layers) if layer in first_layers else run_layers
+            run = partial(again, run_layers) if layer in chosen else run_layers
             x = run([layer], x, context)
         return x
 
-    return block if parallel.recompute_method == "block" else uniform
+    return one_by_one if size == 1 else in_units
