@@ -27,6 +27,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
 from megalith.planner.candidates import (
+    ACTIVATIONS,
     BY_MEMORY,
     CHEAP,
     CLEAN,
@@ -39,7 +40,7 @@ from megalith.planner.candidates import (
 )
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
-from megalith.planner.memory import MemoryEstimate, StageMemory
+from megalith.planner.memory import MemoryEstimate, StageMemory, saved_activations
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout
 from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
 from megalith.planner.step_time import short_schedule, step_time
@@ -177,6 +178,14 @@ class _Search:
         """Those of which nothing has fitted, with the bytes that they take at least beside the optimizer's state."""
         self.tight = False
         self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
+        on_rank = self.meta.on_rank(self.clean.parallel)
+        every = range(self.config.model.num_layers)
+        saves = any(
+            saved_activations(on_rank, number, recomputed=["mlp_act"]) < saved_activations(on_rank, number)
+            for number in on_rank.kinds(every)
+        )
+        # Not where every MLP is of experts.
+        self.ways = [way for way in RECOMPUTED if saves or way is not ACTIVATIONS]
 
     def run(self) -> None:
         """Tries every candidate."""
@@ -217,7 +226,7 @@ class _Search:
             self.answer.refused[str(error)] += 1
             return None
         gathers = settings[PARALLEL + "sequence_parallel"]
-        ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
+        ways = [way for way in self.ways if gathers or "save_gathered_inputs" not in way]
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
