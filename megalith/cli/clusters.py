@@ -125,7 +125,9 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace")
     parser.add_argument("--queue", help="Kueue's")
     parser.add_argument(
-        "--topology", metavar="LABEL", help="nodes with the same value of it are near each other"
+        "--topology",
+        metavar="LABEL",
+        help="nodes with the same value of it are near each other: with --queue all have it, else they are preferred",
     )
     parser.set_defaults(time=None, account=None, array=None)
 

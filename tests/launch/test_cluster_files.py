@@ -286,7 +286,7 @@ def test_efa_and_a_queue_are_asked_for_where_they_are_wanted(capsys):
     assert container["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32"
     assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
     assert found["JobSet"]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
-    assert pod["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
+    assert pod["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-required-topology": "rack"}
     assert "affinity" not in pod["spec"]
 
 

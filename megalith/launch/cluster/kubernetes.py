@@ -246,7 +246,7 @@ def _pod(
         **_nearness(job, gpus),
     }  # fmt: skip
     annotations = (
-        {"kueue.x-k8s.io/podset-preferred-topology": job.topology} if job.topology and job.queue else {}
+        {"kueue.x-k8s.io/podset-required-topology": job.topology} if job.topology and job.queue else {}
     )
     labels = {"app.kubernetes.io/name": job.name}
     return {"metadata": {"labels": labels, **({"annotations": annotations} if annotations and gpus else {})},
