@@ -236,7 +236,8 @@ def with_recomputation(
     kept = _layers_to_keep(config, world_size)
 
     def expected(way: RunConfig, number: int) -> int:
-        return fullest(_keeping(way, number) if kept else way, world_size, meta)
+        way = _keeping(way, number) if kept else way
+        return min(fullest(each, world_size, meta) for each in with_casts(way))
 
     def chosen(way: RunConfig, number: int) -> tuple[RunConfig, list[str]]:
         if way is config:
@@ -318,6 +319,17 @@ def with_cached_weights(
     return (
         _where_it_fits(on, off, "train.fp8_cache_weights", world_size, memory, meta) if again else (off, [])
     )
+
+
+def with_casts(config: RunConfig) -> list[RunConfig]:
+    """`config` with each of what an `auto` of fp8_cache_weights may choose: it takes the first where that takes no more
+    memory, and otherwise if it fits."""
+    train = config.train
+    if train.fp8_format is None or train.fp8_cache_weights != "auto":
+        return [config]
+    each = {value: train.model_copy(update={"fp8_cache_weights": value}) for value in (True, False)}
+    on, off = (config.model_copy(update={"train": each[value]}) for value in (True, False))
+    return [on, off] if casts_weights_once(on) else [off]
 
 
 def with_cached_experts(

@@ -220,6 +220,18 @@ def test_auto_recomputes_what_is_cheapest_where_a_run_would_not_fit():
     assert "parallel.recompute_granularity null" in note and " at least; see `megalith plan`" in note
 
 
+def test_auto_does_not_recompute_where_weights_that_are_cast_once_leave_the_memory():
+    strategy = "parallel.data_parallel_sharding_strategy=optim"
+    fp8 = RunConfig.load(None, ["model.preset=llama3-8b", *LENGTHS, strategy, "train.fp8_format=hybrid"])
+    once, at_use = (
+        fullest(fp8.with_settings({"train.fp8_cache_weights": value}), 2) for value in (True, False)
+    )
+    assert once < at_use
+    for total, recomputed in ((once + 1, False), (once - 1, True)):
+        found, _ = with_recomputation(fp8, 2, int(total / 0.9) + 1)
+        assert (found.parallel.recompute_granularity is not None) == recomputed
+
+
 def test_auto_recomputes_what_is_cheap_rather_than_gather_layers_again():
     config = large(2, data_parallel_sharding_strategy="optim_grads_params").config
     acts, norms = (
