@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of
 from megalith.ops.attention_core import seen_places
-from megalith.ops.compiled import run_eagerly
+from megalith.ops.compiled import in_pieces, run_eagerly
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
 from megalith.parallel.data.replicas import copies_of
+from megalith.parallel.seams import plug
 from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
@@ -126,7 +128,10 @@ class Engine:
         self._graphed = capturable if graphs is None else graphs
         if (on_gpu if compile is None else compile) and model is None:
             for layer in layers_of(self.model).values():
-                layer.compile(fullgraph=not layer.has_experts, dynamic=False)
+                if layer.has_experts:
+                    plug(layer, "runner", partial(in_pieces, dynamic=False))
+                else:
+                    layer.compile(fullgraph=True, dynamic=False)
         self._window = WINDOW.get(self.device.type, 1)
         self._places = column_keys(max_tokens, self.device)  # a key for each index in a completion
         self._cache: Tensor | None = None

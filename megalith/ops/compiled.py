@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,6 +56,18 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
             if isinstance(arg, Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
     return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
+
+
+def in_pieces(method: partial, *args, dynamic: bool | None = None):
+    """A runner of a Runnable whose method is no single graph. Compiled as a module, its graph would break in the code
+    that runs any Runnable's methods, of which there is one for all: the compiler then leaves that alone, and with it
+    every other layer."""
+    return _in_pieces(method.func, dynamic)(*method.args, *args)
+
+
+@cache
+def _in_pieces(function: Callable, dynamic: bool | None) -> Callable:
+    return torch.compile(function, dynamic=dynamic)
 
 
 def recomputing() -> tuple[AbstractContextManager, AbstractContextManager]:

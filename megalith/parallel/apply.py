@@ -7,6 +7,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, layers_of
+from megalith.ops.compiled import in_pieces
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -17,6 +18,7 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
+from megalith.parallel.seams import plug
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
@@ -61,8 +63,10 @@ def apply(
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():
-                # the experts' dispatch is no part of a graph
-                layer.compile(fullgraph=not layer.has_experts, **options)
+                if layer.has_experts:  # whose dispatch is no part of a graph
+                    plug(layer, "runner", in_pieces)
+                else:
+                    layer.compile(fullgraph=True, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:
                     layer.mlp.shared_experts.compile(fullgraph=True)
         apply_activation_offload(chunk, parallel)

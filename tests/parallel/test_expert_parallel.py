@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
+from traced_layers import tracing
 
 from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, local_chunk
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
@@ -57,13 +58,7 @@ def test_experts_beside_adapters_stay_as_they_are(pool, layout):
 
 def traced(config: RunConfig) -> Outcome:
     """The job with layers that are traced and differentiated by torch.compile, but not made into machine code."""
-    compile_module = torch.nn.Module.compile
-
-    def trace(self, **options):
-        compile_module(self, backend="aot_eager", **options)
-
-    torch._dynamo.reset()
-    with mock.patch.object(torch.nn.Module, "compile", trace):
+    with tracing():
         return run_job(config)
 
 

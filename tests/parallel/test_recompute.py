@@ -12,17 +12,18 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
+from traced_layers import BATCH, LLAMA, SEQ, layer_graphs, tracing
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, TransformerLayer
 from megalith.ops import attention_blocks
 from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
+from megalith.parity.job import start
 from megalith.planner.counts import MetaModel
 from megalith.planner.memory import saved_activations
 
@@ -285,3 +286,28 @@ def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_w
         attention = re.compile(r"flash_attention_for_cpu(\.default|')")  # called, or given to a call
         assert any(attention.search(call) for call in calls) == attends_again
     assert again[3] < saving[3] < plain[3]
+
+
+def test_layers_beside_experts_stay_compiled_and_are_recomputed_so(tmp_path):
+    """Experts' layers are several graphs: the first layer, which has none, is one in every pass of two steps."""
+    again = {"recompute_granularity": "full", "recompute_method": "block"}
+    tree = {
+        "model": {"preset": "tiny-deepseek", "vocab_size": VOCAB}, "parallel": again,
+        "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+        "train": {"train_iters": 2, "global_batch_size": 1, "eval_iters": 0, "output_dir": str(tmp_path)},
+        "optim": {"lr": 1e-3}, "runtime": {"device": "cpu", "compile": True},
+    }  # fmt: skip
+    eager = []
+
+    def watched(layer: TransformerLayer, *args) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            eager.append(layer.number)
+        return added(layer, *args)
+
+    added = TransformerLayer._added
+    with tracing(), mock.patch.object(TransformerLayer, "_added", watched):
+        run = start(RunConfig.from_tree(tree))
+        with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+            for _ in range(2):
+                run.train_step(batches)
+    assert not eager

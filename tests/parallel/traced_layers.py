@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
+from megalith.ops import compiled
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
@@ -30,6 +34,19 @@ LARGE = dict(
 )
 LLAMA = dict(LARGE, num_query_groups=4, position_embedding_type="rope", swiglu=True, ffn_hidden_size=3392,
              normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """In it, what torch.compile takes is traced and differentiated, but not made into machine code."""
+    torch.compiler.reset()
+    with (
+        mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+        mock.patch.object(
+            compiled, "_in_pieces", compiled._in_pieces.__wrapped__
+        ),  # which keeps what is compiled
+    ):
+        yield
 
 
 def layer_graphs(model: dict = LARGE, **parallel) -> list[Graph]:
