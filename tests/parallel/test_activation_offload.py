@@ -92,6 +92,12 @@ def test_gradients_are_bitwise_those_without_offloading(family, recompute, layer
     assert kept
 
 
+def test_of_layers_that_are_recomputed_their_inputs_alone_go_to_the_host(kept):
+    """The model's last layer's too."""
+    loss_of(build(**RECOMPUTE["layers"])).backward()
+    assert [len(one.on_host) for one in kept] == [4 * 2 * 16 * 64] * LAYERS
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE["modules"]])
 def test_compiled_layers_too(recompute, kept):

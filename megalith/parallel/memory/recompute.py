@@ -4,11 +4,11 @@
 of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
 distribute_saved_activations each saves a shard, and they all-gather it when it is needed. The model's last layer, whose
-backward pass comes next, is not recomputed where units have one layer: it would be there whole at once. With
-recompute_saves_attention what attention gave is saved too, and not computed again. A compiled layer that is a unit by
-itself is recomputed inside of its graph where it can be, without its last matmul, which no gradient needs. `selective`
-recomputes chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but
-that of a GPU kernel's attention dropout.
+backward pass comes next, is not recomputed where units have one layer and none is offloaded: it would be there whole at
+once. With recompute_saves_attention what attention gave is saved too, and not computed again. A compiled layer that is
+a unit by itself is recomputed inside of its graph where it can be, without its last matmul, which no gradient needs.
+`selective` recomputes chosen modules inside each layer. Dropout is keyed by position, so there is no random state to
+restore but that of a GPU kernel's attention dropout.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def _recomputed(model: Transformer, parallel: ParallelConfig) -> list[Transforme
 
 
 def keeps_last_layer(parallel: ParallelConfig) -> bool:
-    """Whether full recomputation leaves the model's last layer out."""
-    return parallel.recompute_method != "block" and unit_size(parallel) == 1
+    """Whether full recomputation leaves the model's last layer out. Not where activations are offloaded: all of that
+    layer's would go to the host and back, where its input does."""
+    each = parallel.recompute_method != "block" and unit_size(parallel) == 1
+    return each and not parallel.cpu_offloading_num_layers
 
 
 def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
