@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megalith.config import RunConfig
+from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import (
     expert_data_parallel_size,
     has_grouped_kernel,
@@ -166,6 +166,9 @@ def with_auto(
 
 
 MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends
+WORTH_CHEAP = (
+    1 / 8
+)  # of the layers, of which gathering as many again takes as long as what is cheap in all of them
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
 
@@ -226,7 +229,8 @@ def with_recomputation(
 ) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of activation_memory_budget, and what was chosen: of a run that recomputes nothing and
     is not expected to fit so the first of RECOMPUTED that is, and where none is what takes least, if the device has
-    that. What is CHEAP also before layers are gathered again, which costs more. `memory` as above."""
+    that. What is CHEAP also before layers are gathered again, which costs more, and so that fewer are. `memory` as
+    above."""
     if config.runtime.activation_memory_budget != "auto":
         return config, []
     config = config.with_settings({"runtime.activation_memory_budget": 1.0})
@@ -239,27 +243,47 @@ def with_recomputation(
         way = _keeping(way, number) if kept else way
         return min(fullest(each, world_size, meta) for each in with_casts(way))
 
+    def fits(way: RunConfig, number: int) -> bool:
+        return expected(way, number) <= USABLE * memory
+
     def chosen(way: RunConfig, number: int) -> tuple[RunConfig, list[str]]:
         if way is config:
             return config, []
-        parallel = way.parallel
-        modules = f" of {' and '.join(parallel.recompute_modules)}" * (
-            parallel.recompute_granularity == "selective"
-        )
         figures = f"{expected(way, number) / 1e9:.1f} {device}, else {expected(config, number) / 1e9:.1f}"
-        return way, [f"parallel.recompute_granularity {parallel.recompute_granularity}{modules} ({figures})"]
+        if fits(config, number):
+            figures += " and fewer layers gathered"
+        return way, [f"{_recomputed_by(config.parallel, way.parallel)} ({figures})"]
 
     device = f"GB expected on a GPU of {memory / 1e9:.1f}"
-    cheap = [config, *_recomputing(config, world_size, CHEAP)] if kept else []
-    every = [config, *_recomputing(config, world_size, RECOMPUTED[1:])]
-    for way, number in [(way, kept) for way in cheap] + [(way, 0) for way in every]:
-        if expected(way, number) <= USABLE * memory:
+
+    def layers_kept(way: RunConfig) -> int:
+        return bisect_right(range(1, kept + 1), USABLE * memory, key=lambda number: expected(way, number))
+
+    every = [(config, 0), *((way, 0) for way in _recomputing(config, world_size, RECOMPUTED[1:]))]
+    if kept:
+        cheap = [config, *_recomputing(config, world_size, CHEAP)]
+        fewest = min(cheap, key=lambda way: expected(way, 0))
+        more = layers_kept(fewest) - layers_kept(config)
+        every = [*((way, kept) for way in cheap), *[(fewest, 0)] * (more >= WORTH_CHEAP * kept), *every]
+    for way, number in every:
+        if fits(way, number):
             return chosen(way, number)
-    least = min(every, key=lambda way: expected(way, 0))
+    least, _ = min(every, key=lambda each: expected(each[0], 0))
     if expected(least, 0) < memory:
         return chosen(least, 0)
     figures = f"{expected(config, 0) / 1e9:.1f} {device}, and {expected(least, 0) / 1e9:.1f} at least"
     return config, [f"parallel.recompute_granularity null ({figures}; see `megalith plan`)"]
+
+
+def _recomputed_by(given: ParallelConfig, parallel: ParallelConfig) -> str:
+    """The settings of `parallel` that are not as `given`, by which it recomputes or gathers tokens again."""
+    granularity, said = parallel.recompute_granularity, []
+    if granularity is not None:
+        modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
+        said.append(f"parallel.recompute_granularity {granularity}{modules}")
+    if parallel.save_gathered_inputs != given.save_gathered_inputs:
+        said.append("parallel.save_gathered_inputs false")
+    return " and ".join(said)
 
 
 def _recomputing(

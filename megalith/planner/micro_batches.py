@@ -45,7 +45,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        if expected <= USABLE * machine.memory and (cheap or again == given):
+        gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
+        if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)
             lowered = f" with {modules} recomputed" if again != given else ""
             each, strategy = "casts weights and adds gradients up", parallel.data_parallel_sharding_strategy

@@ -255,8 +255,38 @@ def test_auto_recomputes_what_is_cheap_rather_than_gather_layers_again():
     assert chosen(total(acts, 36) + 1) == ["mlp_act"]
     assert chosen(total(norms, 36) + 1) == ["layernorm", "mlp_act"]
     assert chosen(freed + 1, {FIELD: 0}) is None
-    short = total(norms, 36) - 1
-    assert chosen(short) == (None if short > freed else ["layernorm", "mlp_act"])
+    config = large(2, 1, data_parallel_sharding_strategy="optim_grads_params").config  # few tokens
+    norms = config.with_settings(
+        {
+            "parallel.recompute_granularity": "selective",
+            "parallel.recompute_modules": ["layernorm", "mlp_act"],
+        }
+    )
+    short = int(total(norms, 36) - 1)
+    plain, saving = (
+        with_unsharded_layers(way, 2, short)[0].parallel.fsdp_unsharded_layers for way in (config, norms)
+    )
+    assert 0 < plain < saving and chosen(short) == ["layernorm", "mlp_act"]
+
+
+def test_auto_says_by_its_name_what_recomputes_and_what_gathers_tokens_again():
+    def said(**train) -> str:
+        """With the least memory that suffices where tokens are gathered again."""
+        config = large(2, tensor_model_parallel_size=2, sequence_parallel=True).config
+        config = config.with_settings({f"train.{name}": value for name, value in train.items()})
+        ways = {"parallel.save_gathered_inputs": False}
+        if not train:
+            ways |= {
+                "parallel.recompute_granularity": "selective",
+                "parallel.recompute_modules": ["layernorm", "mlp_act"],
+            }
+        found, [note] = with_recomputation(config, 2, int(fullest(config.with_settings(ways), 2) / 0.9) + 1)
+        assert not found.parallel.save_gathered_inputs
+        return note.partition(" (")[0]
+
+    gathers, of = "parallel.save_gathered_inputs false", "parallel.recompute_granularity selective of"
+    assert said() == f"{of} layernorm and mlp_act and {gathers}"
+    assert said(fp8_format="hybrid") == gathers
 
 
 LENGTHS = ["train.precision=bf16", "data.mock=true", "data.seq_length=8192", "train.global_batch_size=4"]
