@@ -107,8 +107,11 @@ def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
     `optim_grads_params` with every layer gathered is `optim_grads`."""
     seen = set()
     for each in layouts:
-        others = {name: value for name, value in each.settings.items() if name not in SHARDED}
-        key = (each.time.seconds, each.bytes, repr(sorted(others.items())))
+        others = each.config.model_dump()
+        for path in SHARDED:
+            section, _, name = path.partition(".")
+            del others[section][name]
+        key = (each.time.seconds, each.bytes, repr(others))
         if key not in seen:
             seen.add(key)
             yield each

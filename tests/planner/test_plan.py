@@ -33,7 +33,7 @@ from megalith.planner import search as search_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
 from megalith.planner.goodput import SIZES, best_interval, goodput, training_share
-from megalith.planner.layout import build_layout
+from megalith.planner.layout import build_layout, fullest, with_auto
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import plan, planned, preset_config
 from megalith.planner.step_time import step_time
@@ -381,9 +381,22 @@ def test_python_gives_what_the_command_does():
 
 def test_what_is_sharded_to_no_effect_stands_once():
     """Every layer stays gathered: optim_grads_params is optim_grads."""
+    recomputing = megalith.plan(preset_config("llama3-8b", 2, 8192, 4), 2).best
     best = megalith.plan(preset_config("gpt2", 4, 1024, 16), 4).best
-    assert len({(each.time.seconds, each.bytes) for each in best}) == len(best)
+    for found in (recomputing, best):
+        assert len({(each.time.seconds, each.bytes) for each in found}) == len(found)
     assert {"optim_grads"} < {each.config.parallel.data_parallel_sharding_strategy for each in best}
+
+
+def test_a_run_of_a_plan_takes_no_more_memory_than_the_plan_was_given():
+    """Also where `auto` would, for the GPU has more."""
+    job = preset_config("llama3-8b", 2, 8192, 4)
+    answer = megalith.plan(job, 2, "H200", memory_gb=120)
+    whole = answer.rates.machine(2, 8)
+    assert any(each.config.parallel.recompute_granularity for each in answer.best)
+    for each in answer.best:
+        run, _ = with_auto(job.with_settings(each.settings), 2, whole)
+        assert fullest(run, 2) <= answer.usable, each.name
 
 
 def simulated_share(
