@@ -142,8 +142,10 @@ def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
         yield {"train.micro_batch_size": config.train.micro_batch_size // 2}, False
     if parallel.recompute_granularity != "full":
         yield {"parallel.recompute_granularity": "full"}, False
-    if parallel.recompute_granularity is None:
-        yield {"parallel.recompute_granularity": "selective", "parallel.recompute_modules": ["mlp"]}, False
+    selective = parallel.recompute_granularity == "selective"
+    if parallel.recompute_granularity is None or (selective and "mlp" not in parallel.recompute_modules):
+        modules = {"parallel.recompute_modules": ["layernorm", "mlp"]}
+        yield {"parallel.recompute_granularity": "selective"} | modules, False
     if not config.optim.optimizer_cpu_offload:
         if config.optim.optimizer in ("adamw", "adam"):
             yield {"optim.exp_avg_dtype": "bf16", "optim.exp_avg_sq_dtype": "bf16"}, False
