@@ -32,7 +32,7 @@ class Row(NamedTuple):
         return {
             "model": self.model,
             "data": dict(mock=True, seq_length=seq) | more.get("data", {}),
-            "parallel": self.parallel,
+            "parallel": dict(self.parallel),
             "optim": dict(lr=1e-4) | more.get("optim", {}),
             "train": train | more.get("train", {}),
             "runtime": more.get("runtime", {}),

@@ -185,6 +185,10 @@ def test_what_could_not_run_is_refused_before_a_file_is_printed(capsys, words, s
     assert said in err and out == ""
 
 
+def test_a_time_of_0_is_no_limit_as_slurm_has_it(capsys):
+    assert "#SBATCH --time=0\n" in slurm(capsys, "--time", "0")
+
+
 def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path, capsys):
     script = slurm(capsys, "--array", "optim.lr=1e-3,3e-4,1e-4")
     assert "#SBATCH --array=0-2\n" in script

@@ -86,8 +86,10 @@ def _seconds(limit: str) -> float:
     days, *rest = found.groups()
     first, second, third = (int(each or 0) for each in rest)
     if days is None and rest[-1] is None:
-        return 60 * first + second
-    return 86400 * int(days or 0) + 3600 * first + 60 * second + third
+        seconds = 60 * first + second
+    else:
+        seconds = 86400 * int(days or 0) + 3600 * first + 60 * second + third
+    return seconds or math.inf  # 0 is no limit
 
 
 def _training(job: ClusterJob, array: tuple[str, Sequence[str]] | None) -> str:
