@@ -28,11 +28,11 @@ CLEAN = {  # what a search decides
         "tp_comm_overlap": "auto", "fsdp_unsharded_layers": "auto", "symmetric_memory_groups": "auto",
     }.items()
 }  # fmt: skip
-# What an `auto` chooses by a device's memory (planner/layout.py).
+# What an `auto` chooses by a device's memory (planner/layout.py), together where it is one choice.
 BY_MEMORY = (
-    PARALLEL + "recompute_granularity", PARALLEL + "recompute_modules", PARALLEL + "save_gathered_inputs",
-    PARALLEL + "recompute_saves_attention", PARALLEL + "moe_static_dispatch",
-    PARALLEL + "fsdp_unsharded_layers", "train.fp8_cache_weights", "train.moe_cache_weights",
+    (PARALLEL + "recompute_granularity", PARALLEL + "recompute_modules", PARALLEL + "save_gathered_inputs"),
+    (PARALLEL + "recompute_saves_attention",), (PARALLEL + "moe_static_dispatch",),
+    (PARALLEL + "fsdp_unsharded_layers",), ("train.fp8_cache_weights",), ("train.moe_cache_weights",),
 )  # fmt: skip
 # From the cheapest on.
 ACTIVATIONS = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}

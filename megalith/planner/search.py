@@ -381,12 +381,16 @@ def _without_state(layout: PlannedLayout) -> int:
 def _by_memory(whole: RunConfig, limited: RunConfig) -> dict[str, Any]:
     """What was chosen otherwise than for a device's whole memory."""
     found = {}
-    for path in BY_MEMORY:
-        section, _, name = path.partition(".")
-        value = getattr(getattr(limited, section), name)
-        if value != getattr(getattr(whole, section), name):
-            found[path] = value
+    for paths in BY_MEMORY:
+        by_memory, by_less = ({path: _value(config, path) for path in paths} for config in (whole, limited))
+        if by_less != by_memory:
+            found |= by_less
     return found
+
+
+def _value(config: RunConfig, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def longest_sequence(
