@@ -166,9 +166,7 @@ def with_auto(
 
 
 MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends
-WORTH_CHEAP = (
-    1 / 8
-)  # of the layers, of which gathering as many again takes as long as what is cheap in all of them
+WORTH_CHEAP = 1 / 8  # of the layers: to gather so many again takes as long as what is cheap in all of them
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
 
