@@ -237,11 +237,6 @@ def _job(args: Arguments):
         "tokens",
         "price_per_gpu_hour",
     )
-    if args.device and args.device_json:
-        raise ConfigError(
-            f"--device is {args.device} and --device-json {args.device_json}, whose table is of a GPU of its own; give "
-            "one of them"
-        )
     if args.price_per_gpu_hour and not args.tokens:
         raise ConfigError(
             f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, without --tokens there is no cost; give both"

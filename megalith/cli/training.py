@@ -51,6 +51,7 @@ processes:
   --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
   --device NAME              with --dry-run: the GPUs, as `plan` names them, whose memory an `auto` is chosen by
+  --device-json FILE         with --dry-run: as the file says that `plan calibrate` has made of them
   --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun say in the environment is read first.
@@ -86,9 +87,12 @@ def train(arguments: list[str]) -> int:
             from megalith.cli.rollout_command import dry_run as rollout_dry_run
 
             return rollout_dry_run(config, launcher.world_size or place.nproc or 1)
+        from megalith.planner.rates import rates_of
         from megalith.training.precheck import dry_run
 
-        print(dry_run(config, launcher.world_size or place.nproc or 1, launcher.device))
+        named = launcher.device is not None or launcher.device_json is not None
+        rates = rates_of(launcher.device, launcher.device_json) if named else None
+        print(dry_run(config, launcher.world_size or place.nproc or 1, rates))
         return 0
     if place.nproc is not None:
         from megalith.launch.launcher import launch
@@ -128,17 +132,18 @@ def train(arguments: list[str]) -> int:
 def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
     if launcher.world_size is not None and launcher.world_size < 1:
         raise ConfigError(f"--world-size is {launcher.world_size}; give 1 or more")
-    for name in ("world_size", "device"):
+    for name in ("world_size", "device", "device_json"):
         if (value := getattr(launcher, name)) is not None and not launcher.dry_run:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value}, and without --dry-run nothing reads it: give --dry-run, or "
                 "for a run --nproc and --runtime.device"
             )
-    if program == "grpo" and launcher.device is not None:
-        raise ConfigError(
-            f"--device is {launcher.device}, and the dry run of grpo is of this machine; leave it out, and see "
-            "`megalith plan show`"
-        )
+    for name in ("device", "device_json"):
+        if program == "grpo" and (value := getattr(launcher, name)) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}, and the dry run of grpo is of this machine; leave it out, and "
+                "see `megalith plan show`"
+            )
 
 
 def implied(program: str) -> list[str]:
@@ -173,6 +178,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--device")
+    parser.add_argument("--device-json")
     parser.add_argument("--nnodes")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")

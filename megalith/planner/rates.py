@@ -247,8 +247,14 @@ def _check_numbers(table: Rates) -> None:
 def rates_of(device: str | None = None, device_json: str | Path | None = None) -> Rates:
     """The rates of a chip by the driver's name, or a short one like H100 or RTX 4090; the H200's by default.
 
-    Raises ConfigError, with the nearest names, for one that is not known.
+    `device_json`: a file of `plan calibrate`, in place of a name. Raises ConfigError for both, and with the nearest
+    names for one that is not known.
     """
+    if device and device_json:
+        raise ConfigError(
+            f"--device is {device} and --device-json {device_json}, whose table is of a GPU of its own; give one of "
+            "them"
+        )
     if device_json is not None:
         try:
             return read_rates(Path(device_json).read_text(encoding="utf-8"), str(device_json))

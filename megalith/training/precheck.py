@@ -39,7 +39,7 @@ from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
-from megalith.planner.rates import check_precision, rates_of
+from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of
 from megalith.report.layout_text import layout_text, memory_unit, paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
@@ -140,18 +140,18 @@ class BuiltRank:
         return abs(self.even - self.expected) <= DIFFERENCE * self.expected
 
 
-def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_per_node: int = 8) -> str:
-    """What a run of `world_size` processes would begin with, as text; `device`: on GPUs of this name, as `plan` takes
-    it, by whose memory and links an `auto` is chosen. Raises the MegalithError that it would end with,
-    and a TrainingError where a rank has other weights than the planner counts."""
+def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus_per_node: int = 8) -> str:
+    """What a run of `world_size` processes would begin with, as text; `rates`: of the GPUs by whose memory and links an
+    `auto` is chosen. Raises the MegalithError that it would end with, and a TrainingError where a rank has other
+    weights than the planner counts."""
     config, notes = opened(config, world_size)
     machine = Machine(min(gpus_per_node, world_size), ranks=world_size)
-    if device is not None:
-        check_precision(config, rates := rates_of(device))
+    if rates is not None:
+        check_precision(config, rates)
         machine = rates.machine(world_size, gpus_per_node)
     notes += micro_batch_notes(config, world_size, machine)
     config, chosen = with_auto(config, world_size, machine)
-    chosen += overlap_notes(config, compiled=device is None or machine.compiled)
+    chosen += overlap_notes(config, compiled=rates is None or machine.compiled)
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
@@ -171,7 +171,7 @@ def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_
             f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts: {'; '.join(told)}"
         )
     used = "no device was used"
-    if device is None and config.runtime.device != "cpu":
+    if rates is None and config.runtime.device != "cpu":
         used += ", and auto is chosen as on CPUs; with --device NAME as on such GPUs"
     return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; {used}"])
 

@@ -488,6 +488,21 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
         dry_run(config, 30)
 
 
+def test_a_dry_run_on_a_measured_gpu_is_that_on_one_of_its_name(tmp_path, capsys):
+    rates, run = tmp_path / "rates.json", tmp_path / "run.yaml"
+    rates.write_text(rates_of("H100").to_json())
+    model = dict(preset="gpt2", num_layers=2, vocab_size=1024)
+    sharded = dict(data_parallel_sharding_strategy="optim_grads_params")
+    train = dict(train_iters=1, global_batch_size=2, precision="bf16", output_dir=str(tmp_path / "out"))
+    tree = dict(model=model, data=dict(mock=True, seq_length=64), optim=dict(lr=1e-4), train=train)
+    run.write_text(yaml.safe_dump(tree | dict(parallel=sharded)))
+    told = []
+    for device in (["--device", "H100"], ["--device-json", str(rates)]):
+        assert main(["train", str(run), "--dry-run", "--world-size", "2", *device]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and "fsdp_unsharded_layers 2 of 2" in told[0]
+
+
 @pytest.mark.parametrize(
     ("parallel", "train", "chosen"),
     [
