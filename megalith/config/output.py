@@ -125,8 +125,8 @@ class RuntimeConfig(Section):
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs. `auto`:
-    1, and a run that is not expected to fit without recomputation recomputes norms and activation functions
-    (parallel.recompute_modules); where that is not enough, norms and MLPs; else whole layers."""
+    1, and a run that is not expected to fit without recomputation recomputes as little as will: from activation
+    functions and norms (parallel.recompute_modules), by norms and MLPs, to whole layers."""
 
     distributed_timeout_minutes: PositiveFloat = 10
     """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named. With servers

@@ -249,8 +249,8 @@ def _largest(
     second: Tensor, second_scales: Tensor | None, second_code: Tensor | None,
     settings: Tensor, betas: tuple[float, float], adds_decay: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The largest of each block of both moments after a step, [blocks, 1], where they have scales. By itself, for a
-    kernel that also rounds them has whole blocks in registers, which do not suffice: it took several times as long."""
+    """The largest of each block of both moments after a step, [blocks, 1], where they have scales. By itself, so that
+    the kernel of the step, as with moments in bf16, need not hold whole blocks."""
     stored = _both((first, first_scales, first_code, second, second_scales, second_code))
     moved = _moved(value, grad, *stored, settings, betas, adds_decay)
     return tuple(
@@ -316,28 +316,12 @@ def _to_bf16(values: Tensor, random: Tensor) -> Tensor:
 def _coded(values: Tensor, largest: Tensor, random: Tensor, code: Tensor) -> Tensor:
     """The codes of values [..., block], uint8, of which [..., 1] are the largest; `random` as in `_to_bf16`."""
     x = values / torch.where(largest > 0, largest, 1.0)
-    below = _below(x, code)
+    below = (torch.bucketize(x, code, right=True) - 1).clamp(0, code.shape[0] - 2)
     low, high = code[below], code[below + 1]
-    codes = below + (random < (x - low) / (high - low) * 2**RANDOM_BITS).int()
+    codes = below + (random < (x - low) / (high - low) * 2**RANDOM_BITS).long()
     if code.shape[0] % 2 == 0:  # without a sign
         codes = torch.where(values > 0, codes.clamp(min=1), 0)
     return codes.to(torch.uint8)
-
-
-def _below(x: Tensor, code: Tensor) -> Tensor:
-    """The place of the value of `code` at or below each x, int32, or of its neighbour where x is one of them but for
-    rounding: by arithmetic, for a search in the table takes a GPU several times as long as the rest of a step."""
-    last, signed = code.shape[0] - 1, code.shape[0] % 2 == 1
-    zero = last // 2 if signed else 0
-    size, values, power = x.abs(), float((last - zero + 1) // 2), 1.0
-    cut, scale = torch.full_like(size, values), torch.ones_like(size)  # of x's decade
-    for _ in range(1, DECADES):
-        power, values = 10.0 * power, values / 2
-        smaller = size * power < 1
-        cut, scale = torch.where(smaller, values, cut), torch.where(smaller, power, scale)
-    place = ((size * scale - 0.1) * (cut / 0.9) - 0.5).floor() + cut - (0.0 if signed else 1.0)
-    place = place.int().clamp(0, last - zero - 1)  # NaN, too
-    return zero + (torch.where(x < 0, -1 - place, place) if signed else place)
 
 
 def _random_bits(place: Tensor, step: Tensor, like: Tensor) -> Tensor:

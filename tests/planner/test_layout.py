@@ -250,7 +250,6 @@ def test_auto_recomputes_what_is_cheap_rather_than_gather_layers_again():
         return again and found.parallel.recompute_modules
 
     freed = total(config, 0)
-    assert freed < total(norms, 36) < total(acts, 36) or freed > total(acts, 36)
     assert chosen(total(config, 36) + 1) is None
     assert chosen(total(acts, 36) + 1) == ["mlp_act"]
     assert chosen(total(norms, 36) + 1) == ["layernorm", "mlp_act"]
