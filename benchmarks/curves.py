@@ -12,7 +12,8 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     recomputed  the plain path with every layer computed again in the backward pass
     bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
-    fp8-delayed, …  compiled, with matmuls in FP8; these, plain, fp32 and split from `--seeds` seeds
+    looped      with `--experts`: the plain path with a GEMM for each expert in place of a grouped one
+    fp8-delayed, …  compiled, matmuls in FP8; these (and all, with experts) beside plain, fp32, split of `--seeds` seeds
 
 bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
 measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
@@ -26,7 +27,8 @@ the yardsticks are averaged over seeds, of weights, samples and dropout: the mea
 larger of `fp32`'s and `split`'s, and judged is what is left when noise averages out. The shift is a run's mean signed
 difference from plain in the second half of its steps; its mean over the seeds, give or take twice its standard error,
 has to lie within 0.25 % of the loss, which is what DeepSeek-V3 reports of its recipe. Where noise is too large for
-that, more seeds or steps are needed.
+that, more seeds or steps are needed. With `--experts` every path is judged so: a token that is routed otherwise for the
+rounding of a score carries a run further in ten steps than four times the spread, `split` too.
 
 Runs go side by side, as many on each GPU as `--at-once` says.
 """
@@ -41,7 +43,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +57,7 @@ from megalith.bench.workloads import LAYOUTS
 
 IN_THE_MEAN, IN_A_WINDOW = 2.0, 4.0  # times the spread
 WINDOW = 10  # steps
-SHIFT = 0.0025  # of the loss: FP8's
+SHIFT = 0.0025  # of the loss: that of a path judged over seeds
 FIRST_SEED, SEED = 1234, "-seed"
 VOCAB_SIZE = 32_000
 YARDSTICKS = ("fp32", "split")
@@ -83,6 +85,7 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     },
     "moments-bf16": {**PLAIN, "optim": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "moments-fp8": {**PLAIN, "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}},
+    "looped": {**PLAIN, "model": {"moe_grouped_gemm": False}},
     "fp8-delayed": {"train": {"fp8_format": "hybrid"}},
     "fp8-tensorwise": {"train": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}},
     "fp8-blockwise": {"train": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
@@ -110,7 +113,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--experts", type=int, help="of every layer of every run, two for each token")
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="of weights, samples and dropout")
-    parser.add_argument("--seeds", type=int, default=4, help="of the fp8 paths, 2 at least")
+    parser.add_argument("--seeds", type=int, default=4, help="of fp8 and experts, 2 at least")
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
@@ -121,17 +124,17 @@ def main() -> None:
         )
         runs = {name: PATHS[name] for name in PATHS if name in ("plain", *YARDSTICKS, *args.paths)}
         runs |= {name: {**LAYOUTS[name], "set": args.set} for name in args.layout}
-        seeded = [name for name in args.paths if is_fp8(name)]
+        seeded = [name for name in (*args.paths, *args.layout) if args.experts or is_fp8(name)]
         for number in range(1, args.seeds if seeded else 1):
             paths = ("plain", *YARDSTICKS, *seeded)
-            runs |= {of_seed(name, number): PATHS[name] | {"seed": number} for name in paths}
+            runs |= {of_seed(name, number): runs[name] | {"seed": number} for name in paths}
         gpus = Gpus(args.at_once)
         with ThreadPoolExecutor(max(1, gpus.count * args.at_once)) as side_by_side:
             losses = side_by_side.map(
                 lambda name: run(args, runs[name], prefix, Path(folder) / name, gpus), runs
             )
             curves = dict(zip(runs, losses, strict=True))
-    sys.exit(1 if judge(curves) else 0)
+    sys.exit(1 if judge(curves, seeded) else 0)
 
 
 class Gpus:
@@ -187,6 +190,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "num_experts": args.experts,
         "vocab_size": args.vocab_size,
         "attention_dropout": 0.0,  # within the fused kernel it depends on the layout
+        **how.get("model", {}),
     }
     train = {
         "micro_batch_size": max(1, int(how.get("micro", 1.0) * args.batch)),
@@ -208,8 +212,9 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
     }
 
 
-def judge(curves: dict[str, list[float]]) -> list[str]:
-    """Prints how far each path is from the plain one; returns the names of those that are too far."""
+def judge(curves: dict[str, list[float]], seeded: Collection[str]) -> list[str]:
+    """Prints how far each path is from the plain one; returns the names of those that are too far. `seeded`: judged
+    over seeds."""
     plain = curves["plain"]
     spread = max(mean_distance(curves[name], plain) for name in YARDSTICKS)
     bounds = IN_THE_MEAN * spread, IN_A_WINDOW * spread
@@ -224,15 +229,15 @@ def judge(curves: dict[str, list[float]]) -> list[str]:
         end = statistics.mean(losses[-WINDOW:]) - statistics.mean(plain[-WINDOW:])
         fits = name in YARDSTICKS or (mean <= bounds[0] and window <= bounds[1])
         verdict = "the yardstick" if name in YARDSTICKS else "one run" if fits else "APART"
-        verdict = "see below" if is_fp8(name) else verdict
+        verdict = "see below" if name in seeded else verdict
         print(f"{name:23} {mean:9.1e} {window:9.1e} {largest:9.1e} {end:+11.1e}  {verdict}")
-        apart += [] if fits or is_fp8(name) else [name]
-    return apart + (judge_seeds(curves) if any(map(is_fp8, curves)) else [])
+        apart += [] if fits or name in seeded else [name]
+    return apart + (judge_seeds(curves, seeded) if seeded else [])
 
 
-def judge_seeds(curves: dict[str, list[float]]) -> list[str]:
-    """Prints the yardsticks' and FP8's differences over the seeds; returns the names of FP8 paths that are too far."""
-    names = [*YARDSTICKS, *(name for name in curves if is_fp8(name) and SEED not in name)]
+def judge_seeds(curves: dict[str, list[float]], seeded: Collection[str]) -> list[str]:
+    """Prints the differences of the yardsticks and of `seeded` over the seeds; returns those that are too far."""
+    names = [*YARDSTICKS, *seeded]
     pairs = {
         name: list(zip(seeds_of(name, curves), seeds_of("plain", curves), strict=True)) for name in names
     }

@@ -1,9 +1,9 @@
 """Adam's moments in two bytes or one, each: bf16, or 8 bits in blocks (Dettmers et al. 2022).
 
 A step widens a parameter's moments to fp32, moves them and the weights as Adam does, and rounds the moments again; on
-a GPU that is one compiled kernel, before which another finds the largest of each block. Moments move by a thousandth
-of themselves a step where beta2 is 0.999, less than half of what bf16 or 8 bits can tell apart: rounded to the nearest
-they would not move. So they are rounded stochastically, up or down, with the mean of what is rounded.
+a GPU that is one kernel (ops/kernels/moment_kernel.py). Moments move by a thousandth of themselves a step where beta2
+is 0.999, less than half of what bf16 or 8 bits can tell apart: rounded to the nearest they would not move. So they are
+rounded stochastically, up or down, with the mean of what is rounded.
 
 `fp8` is a dynamic float: of 8 bits the sign, for the first moment; then zeros, each for a factor of 10; the rest cuts a
 decade evenly. Values are those of a table from -1 to 1, times the largest of a block of 256 elements of a row or fewer.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError
-from megalith.ops.compiled import as_one_kernel
+from megalith.ops import kernels as fused
 
 if TYPE_CHECKING:
     from megalith.optim.optimizer import TrainedParameter
@@ -202,20 +202,17 @@ class ReducedAdam(torch.optim.Adam):
         self, parameter: Tensor, grad: Tensor, step: Tensor, settings: Tensor, group: dict[str, Any]
     ) -> None:
         place, block = self.reduced[parameter]
-        stored: list[Tensor | None] = []
+        stored = []
         for key in ("exp_avg", "exp_avg_sq"):
             moment = self.state[parameter][key]
             kept = [moment] if isinstance(moment, Tensor) else moment.tensors
             code = None if len(kept) == 1 else dynamic_code(moment.signed, parameter.device)
-            stored += [kept[0].view(-1, block), None if code is None else kept[1].view(-1, 1), code]
-        given = parameter.view(-1, block), grad.reshape(-1, block), *stored
-        rule = group["betas"], not group["decoupled_weight_decay"]
-        largest = None, None
-        if any(moment.code is not None for moment in _both(stored)):
-            largest = as_one_kernel(_largest, *given, settings, *rule, rows_vary=True)
-        as_one_kernel(
-            _step, *given, *largest, step.view(1), settings, place, *rule, group["eps"], rows_vary=True
-        )
+            scales = None if code is None else kept[1].view(-1, 1)
+            stored.append(_Stored(kept[0].view(-1, block), scales, code))
+        run = fused.step_moments_ if fused.AVAILABLE and parameter.is_cuda else _step
+        rule = group["betas"], not group["decoupled_weight_decay"], group["eps"]
+        blocks = parameter.view(-1, block), grad.contiguous().view(-1, block)
+        run(*blocks, *stored, step.view(1), settings, place, *rule)
 
 
 def _place(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
@@ -238,66 +235,29 @@ class _Stored(NamedTuple):
     code: Tensor | None
 
 
-def _both(stored: Sequence[Tensor | None]) -> tuple[_Stored, _Stored]:
-    """Of what compiled code takes one by one."""
-    return _Stored(*stored[:3]), _Stored(*stored[3:])
-
-
-def _largest(
-    value: Tensor, grad: Tensor,
-    first: Tensor, first_scales: Tensor | None, first_code: Tensor | None,
-    second: Tensor, second_scales: Tensor | None, second_code: Tensor | None,
-    settings: Tensor, betas: tuple[float, float], adds_decay: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The largest of each block of both moments after a step, [blocks, 1], where they have scales. By itself, so that
-    the kernel of the step, as with moments in bf16, need not hold whole blocks."""
-    stored = _both((first, first_scales, first_code, second, second_scales, second_code))
-    moved = _moved(value, grad, *stored, settings, betas, adds_decay)
-    return tuple(
-        None if kept.code is None else moment.abs().amax(-1, keepdim=True)
-        for moment, kept in zip(moved, stored)
-    )
-
-
-def _moved(
-    value: Tensor, grad: Tensor, first: _Stored, second: _Stored, settings: Tensor, betas: tuple[float, float],
-    adds_decay: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Both moments after a step, fp32."""
-    _, decay, grad_scale, _ = settings.unbind()
+def _step(
+    value: Tensor, grad: Tensor, first: _Stored, second: _Stored, step: Tensor, settings: Tensor, place: Tensor,
+    betas: tuple[float, float], adds_decay: bool, eps: float,
+) -> None:  # fmt: skip
+    """One step of a shard [blocks, block], in place; `step` float32 [1], this one counted. `settings` as `_settings`
+    has them."""
+    lr, decay, grad_scale, found_inf = settings.unbind()
+    bits, skipped = _random_bits(place, step, value), found_inf > 0
     g = grad / grad_scale
     if adds_decay:
         g = g + decay * value
     m = betas[0] * _widened(*first) + (1 - betas[0]) * g
     v = betas[1] * _widened(*second) + (1 - betas[1]) * g * g
-    return m, v
-
-
-def _step(
-    value: Tensor, grad: Tensor,
-    first: Tensor, first_scales: Tensor | None, first_code: Tensor | None,
-    second: Tensor, second_scales: Tensor | None, second_code: Tensor | None,
-    first_largest: Tensor | None, second_largest: Tensor | None,
-    step: Tensor, settings: Tensor, place: Tensor, betas: tuple[float, float], adds_decay: bool, eps: float,
-) -> None:  # fmt: skip
-    """One step of a shard [blocks, block], in place; `step` float32 [1], this one counted."""
-    stored = _both((first, first_scales, first_code, second, second_scales, second_code))
-    lr, decay, _, found_inf = settings.unbind()
-    bits, skipped = _random_bits(place, step, value), found_inf > 0
-    m, v = _moved(value, grad, *stored, settings, betas, adds_decay)
     # Of 1 - beta^step nothing is lost while it is small.
     narrowed, corrected = (-torch.expm1(step * math.log(beta or LEAST)) for beta in betas)
     root = (v / corrected).sqrt()
     x = value if adds_decay else value - lr * decay * value
     value.copy_(torch.where(skipped, value, x - lr / narrowed * m / (root + eps)))
-    low, high = bits & 0xFFFF, bits >> RANDOM_BITS
-    for moment, kept, largest, random in (
-        (m, stored[0], first_largest, low),
-        (v, stored[1], second_largest, high),
-    ):
+    for moment, kept, random in ((m, first, bits & 0xFFFF), (v, second, bits >> RANDOM_BITS)):
         if kept.code is None:
             rounded = moment if kept.values.dtype == moment.dtype else _to_bf16(moment, random)
         else:
+            largest = moment.abs().amax(-1, keepdim=True)
             rounded = _coded(moment, largest, random, kept.code)
             kept.scales.copy_(torch.where(skipped, kept.scales, largest))
         kept.values.copy_(torch.where(skipped, kept.values, rounded))
