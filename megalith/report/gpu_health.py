@@ -2,8 +2,9 @@
 package nvidia-ml-py).
 
 A run reads its GPUs at every log interval, while they work: the figures stand in the line of that step, the hottest,
-slowest and least busy GPU's of all ranks, and a GPU that is slowed by heat or power, or whose memory fails, is named
-when that begins. One slow GPU slows all: they meet in every collective. `megalith doctor` reads the same.
+slowest and least busy GPU's of all ranks, and a GPU that is slowed by heat or power, whose memory fails, or that waits
+for memory is named when that begins. One slow GPU slows all: they meet in every collective. `megalith doctor` reads the
+same.
 
 `megalith doctor` also measures how fast NCCL (on a CPU machine gloo) is over what links them. Every pair of GPUs
 makes an all-reduce of 64 MB, one pair after the other, in a process for each GPU. A pair that is far slower than the
@@ -18,7 +19,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class GpuState:
     """A row of the memory is replaced at the next reset."""
     rows_failed: bool = False
     """A row of the memory could not be replaced."""
+    alloc_retries: int | None = None
+    """Times since the last look that PyTorch found no memory, gave back what it kept free, and asked again."""
 
     def __str__(self) -> str:
         """`NVIDIA H200 | 60 °C, 100 % | 80161 / 143771 MB | 612 / 700 W | 1755 / 1980 MHz`"""
@@ -94,6 +97,12 @@ class GpuState:
             found.append("a row of its memory could not be replaced: replace the GPU")
         elif self.rows_pending:
             found.append("a row of its memory waits to be replaced: reset it")
+        if self.alloc_retries:
+            found.append(
+                f"its memory is full or in pieces, and all its kernels waited {self.alloc_retries} times while PyTorch "
+                "gave back what it kept free and asked anew: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+                "recompute more (parallel.recompute_granularity), or make train.micro_batch_size smaller"
+            )
         return found
 
 
@@ -150,7 +159,9 @@ class GpuWatch:
     def __init__(self, device: torch.device, world: Axis, tell: Callable[..., None]):
         """A collective call, where the ranks have GPUs."""
         self._world, self._tell = world, tell
+        self._device = device
         self._uuid = uuid_of(device) if device.type == "cuda" else None
+        self._retries: int | None = None  # until the last look; those before the first are not told
         self._told: set[tuple[int, str]] = set()
         self._shown = False
         first = self._uuid and read_gpu(self._uuid)
@@ -160,7 +171,7 @@ class GpuWatch:
         """The keys that the step's line has besides; on the first rank alone. A collective call where `enabled`."""
         if not self.enabled:
             return {}
-        own = read_gpu(self._uuid) or GpuState("GPU")
+        own = replace(read_gpu(self._uuid) or GpuState("GPU"), alloc_retries=self._new_retries())
         states = gather_json([socket.gethostname(), asdict(own)], self._world, to_first=True)
         gpus = [(host, GpuState(**state)) for host, state in states]
         if gpus and not self._shown:
@@ -169,6 +180,11 @@ class GpuWatch:
         for rank, (host, gpu) in enumerate(gpus):
             self._name(step, rank, host, gpu)
         return gpu_figures([gpu for _, gpu in gpus]) if gpus else {}
+
+    def _new_retries(self) -> int:
+        before, stats = self._retries, torch.cuda.memory_stats(self._device)
+        self._retries = stats.get("num_alloc_retries", 0)
+        return 0 if before is None else self._retries - before
 
     def _name(self, step: int, rank: int, host: str, gpu: GpuState) -> None:
         faults = gpu.faults()
@@ -191,6 +207,7 @@ def gpu_figures(gpus: Sequence[GpuState]) -> dict[str, float]:
         "gpu_memory_gb": (max, [gpu.memory_used and gpu.memory_used / 1e9 for gpu in gpus]),
         "gpu_clock_mhz": (min, [gpu.clock for gpu in gpus]),
         "gpu_ecc_errors": (sum, [gpu.ecc_errors for gpu in gpus]),
+        "gpu_alloc_retries": (max, [gpu.alloc_retries for gpu in gpus]),
     }
     return {
         name: worst(known)

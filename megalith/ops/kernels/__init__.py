@@ -14,7 +14,8 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-AVAILABLE = find_spec("triton") is not None
+_package = find_spec("triton")
+AVAILABLE = _package is not None and _package.origin is not None  # a folder of that name has none
 SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # of GELU's tanh
 LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in registers
 

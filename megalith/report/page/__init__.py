@@ -63,6 +63,7 @@ CHARTS = {
         ("gpu_utilization", "least utilization of a GPU, %"),
         ("gpu_memory_gb", "fullest GPU, GB"),
         ("gpu_ecc_errors", "ECC errors"),
+        ("gpu_alloc_retries", "allocations tried again"),
     ),
     "Experts": (
         ("moe_imbalance", "busiest expert / mean"),
