@@ -38,6 +38,7 @@ from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
 
 PEERS = ("hf", "plain", "fsdp2", "liger", "peft", "peft-liger")
+CHOSEN = "note: chosen by auto"  # how a run's line of it begins
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
 ENDING = 20.0  # seconds
@@ -117,7 +118,7 @@ def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
         f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (int, float))
     )
     print(f"{args.workload} {name} | {figures}")
-    for key in ("losses", "measured", "stages", "kernels", "parts", "failed"):
+    for key in ("losses", "told", "measured", "stages", "kernels", "parts", "failed"):
         if found.get(key):
             print(found[key])
     sys.stdout.flush()
@@ -163,6 +164,9 @@ def measure(
         if steps is None:
             return {"failed": printed}
         output = Path(folder) / "run"
+        events = output / "events.jsonl"
+        told = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
+        warned = [event["text"] for event in told if event["event"] == "gpu"]
         table = output / "profile" / "top_operations.txt"
         kernels = costliest(table.read_text()) if table.exists() else None
         trace = output / "profile" / "trace.json"
@@ -174,6 +178,7 @@ def measure(
     if args.losses:
         shown = steps[:: max(1, len(steps) // 6)]
         found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
+    found["told"] = "\n".join([line for line in printed.splitlines() if line.startswith(CHOSEN)] + warned)
     if "measured in step" in printed:
         lines = printed[printed.index("measured in step") :].splitlines()
         end = next((i for i, line in enumerate(lines) if "iteration" in line), None)

@@ -109,7 +109,7 @@ def run_tree(
         "data": {**data, **lengths(workload)},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
         "checkpoint": {"save_at_end": False},
-        "log": more if profiles else {},  # one more step, after the measured ones
+        "log": {"log_interval": 5, **(more if profiles else {})},  # one more step, after the measured ones
         "train": {
             "micro_batch_size": max(1, int(how["micro"] * batch)),
             "global_batch_size": batch,
