@@ -71,7 +71,8 @@ class MemoryEstimate:
     compute_copy: int
     """The weights in bf16 or fp16, or as FSDP2 has gathered them; 0 in fp32 without it."""
     gradients: int
-    """With one micro-batch a step: what is there of them at the fullest moment, for activations go as they come."""
+    """With one micro-batch a step: what is there of them at the fullest moment, for activations, and without FSDP cast
+    weights, go as they come."""
     optimizer: int
     activations: int
     """Of every micro-batch in flight."""
@@ -126,6 +127,8 @@ class StageMemory:
         here = meta.in_layers(self.numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
+        self.in_mlps = here["mlp"] / max(self.dense, 1)
+        """The share of the layers' dense weights that MLPs have."""
         self.outside = meta.outside(chunks).total()
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
         self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
@@ -155,10 +158,15 @@ class StageMemory:
             self._gradients(self.dense + self.outside, self.dense, self.shards)
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
+        copies = self._copies() + (0 if self.stored_bytes == width else width * head)
+        stay = (
+            self.fsdp or self.expert_fsdp or self.cast_once
+        )  # else autograd keeps them, as it does activations
+        going = activations + loss + (0 if stay else copies)
         return MemoryEstimate(
             weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),
-            compute_copy=self._copies() + (0 if self.stored_bytes == width else width * head),
-            gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
+            compute_copy=copies,
+            gradients=gradients if self.accumulates else max(gradients - going, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
             loss=loss,
@@ -283,6 +291,8 @@ class StageMemory:
         """The share of the weights of which FP8 `codes` are saved, and not the cast weights, and of those cast `once` a
         step, of which neither is."""
         layer, whole = self.width * self._mean(here), self._whole_layers()[1]
+        if self.parallel.recompute_granularity == "selective" and "mlp" in self.parallel.recompute_modules:
+            whole -= self.in_mlps * max(whole - 1, 0)  # what is recomputed casts its weights again
         saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
             return saved + (0 if self.width == self.stored_bytes else (1 - codes - once) * layer * whole)

@@ -185,12 +185,23 @@ def test_offloaded_optimizer_state_is_not_on_the_device():
     assert expected(LARGE, optim=optim).optimizer == expected(LARGE).optimizer // 2
 
 
+def test_weights_of_mlps_that_are_recomputed_are_cast_again_and_not_kept():
+    kept, again, norms = (
+        expected(
+            LARGE, parallel=dict(recompute_granularity="selective", recompute_modules=modules)
+        ).compute_copy
+        for modules in (["mlp_act"], ["mlp"], ["layernorm", "mlp"])
+    )
+    mlp = 2 * 1280 * 5120 + 5120 + 1280
+    assert kept - again == 2 * 35 * mlp and norms == again  # one layer's is there while it is recomputed
+
+
 def test_gradients_of_the_only_micro_batch_come_as_activations_go():
     """One micro-batch of many activations has no gradients at its fullest moment; of few, those beyond them."""
     alone, more = (expected(LARGE, 32, micro_batches=count) for count in (1, 2))
     assert alone.gradients == 0 and more.gradients == 4 * total(LARGE)
     few, others = (expected(LARGE, 1, 64, micro_batches=count) for count in (1, 2))
-    assert few.gradients == others.gradients - few.activations - few.loss > 0
+    assert few.gradients == others.gradients - few.activations - few.loss - few.compute_copy > 0
 
 
 def test_logits_count_in_full_for_a_small_batch_and_a_chunk_of_them_for_a_large_one():
