@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
+    if "looped" in args.paths and not args.experts:
+        parser.error("--paths looped is of experts; give --experts too")
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokens = build_dataset(Path(folder), vocab_size=args.vocab_size)
         print(

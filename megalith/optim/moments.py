@@ -243,7 +243,7 @@ def _step(
     has them."""
     lr, decay, grad_scale, found_inf = settings.unbind()
     bits, skipped = _random_bits(place, step, value), found_inf > 0
-    g = grad / grad_scale
+    g = grad.float() / grad_scale
     if adds_decay:
         g = g + decay * value
     m = betas[0] * _widened(*first) + (1 - betas[0]) * g

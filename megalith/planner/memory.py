@@ -71,8 +71,8 @@ class MemoryEstimate:
     compute_copy: int
     """The weights in bf16 or fp16, or as FSDP2 has gathered them; 0 in fp32 without it."""
     gradients: int
-    """With one micro-batch a step: what is there of them at the fullest moment, for activations, and without FSDP cast
-    weights, go as they come."""
+    """With one micro-batch a step: what is there of them at the fullest moment, for activations, and cast weights that
+    autograd keeps, go as they come."""
     optimizer: int
     activations: int
     """Of every micro-batch in flight."""
@@ -159,9 +159,8 @@ class StageMemory:
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
         copies = self._copies() + (0 if self.stored_bytes == width else width * head)
-        stay = (
-            self.fsdp or self.expert_fsdp or self.cast_once
-        )  # else autograd keeps them, as it does activations
+        # Else autograd keeps them, as it does activations.
+        stay = self.fsdp or self.expert_fsdp or self.cast_once or self.config.train.moe_cache_weights is True
         going = activations + loss + (0 if stay else copies)
         return MemoryEstimate(
             weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),

@@ -45,6 +45,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
+        if shard_size(parallel, world_size) > 1:
+            cheap = False  # with FSDP's buffers beside them steps were slower (benchmarks/RESULTS.md)
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
         if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)

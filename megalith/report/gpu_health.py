@@ -100,8 +100,9 @@ class GpuState:
         if self.alloc_retries:
             found.append(
                 f"its memory is full or in pieces, and all its kernels waited {self.alloc_retries} times while PyTorch "
-                "gave back what it kept free and asked anew: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-                "recompute more (parallel.recompute_granularity), or make train.micro_batch_size smaller"
+                "gave back what it kept free and asked anew: recompute more (parallel.recompute_granularity), make "
+                "train.micro_batch_size smaller, or, where no engine on the same GPU reads the weights, try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
         return found
 
@@ -161,7 +162,7 @@ class GpuWatch:
         self._world, self._tell = world, tell
         self._device = device
         self._uuid = uuid_of(device) if device.type == "cuda" else None
-        self._retries: int | None = None  # until the last look; those before the first are not told
+        self._retries = 0  # until the last look
         self._told: set[tuple[int, str]] = set()
         self._shown = False
         first = self._uuid and read_gpu(self._uuid)
@@ -181,10 +182,15 @@ class GpuWatch:
             self._name(step, rank, host, gpu)
         return gpu_figures([gpu for _, gpu in gpus]) if gpus else {}
 
+    def begin(self) -> None:
+        """After the first step, whose compilation and searches for kernels ask for memory that no other step does."""
+        if self.enabled:
+            self._new_retries()
+
     def _new_retries(self) -> int:
         before, stats = self._retries, torch.cuda.memory_stats(self._device)
         self._retries = stats.get("num_alloc_retries", 0)
-        return 0 if before is None else self._retries - before
+        return self._retries - before
 
     def _name(self, step: int, rank: int, host: str, gpu: GpuState) -> None:
         faults = gpu.faults()

@@ -280,6 +280,7 @@ class Report:
         if step.timers is not None and step.step % self._config.log.log_interval == 0:
             self._log_timers(step.step, step.timers)
         if step.step == self._first:
+            self._gpus.begin()
             self._starting.mark("first step")
             if parts := str(self._starting):
                 self.note(parts)

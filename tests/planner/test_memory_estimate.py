@@ -180,6 +180,15 @@ def test_of_whole_experts_one_layer_is_cast_at_a_time():
     assert cast == 2 * (parts["experts"] // model["num_layers"] + dense)
 
 
+def test_experts_that_are_cast_once_a_step_stay_while_gradients_come():
+    model = dict(PRESETS["qwen3-30b-a3b"], num_layers=8)
+    once, each = (
+        expected(model, 1, 1024, micro_batches=1, train=dict(moe_cache_weights=cached))
+        for cached in (True, False)
+    )
+    assert once.total - each.total > 0.8 * 2 * in_layers(model)["experts"]
+
+
 def test_offloaded_optimizer_state_is_not_on_the_device():
     optim = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
     assert expected(LARGE, optim=optim).optimizer == expected(LARGE).optimizer // 2

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from megalith.ops.kernels.adam_kernel import LEAST
 from megalith.ops.kernels.kernel_launch import Launcher
 
 ELEMENTS, WARPS = 2048, 8  # a program's part: as many blocks as it holds, one at least
-LEAST = 1e-30  # stands for a decay of 0, which has no logarithm
 TWO_IN_TENS, TEN_IN_TWOS = (
     tl.constexpr(0.3010299956639812),
     tl.constexpr(3.3219280948873626),
@@ -81,7 +81,10 @@ def _store(values, scales, code, moment, random, places, here, rows, there, SIGN
         largest = tl.max(tl.abs(moment), 1)
         tl.store(scales + rows, largest, mask=there)
         x = moment / tl.where(largest > 0, largest, 1.0)[:, None]
-        tl.store(values + places, _coded(x, random, code, SIGNED).to(tl.uint8), mask=here)
+        codes = _coded(x, random, code, SIGNED)
+        if not SIGNED:
+            codes = tl.where(moment > 0, tl.maximum(codes, 1), 0)
+        tl.store(values + places, codes.to(tl.uint8), mask=here)
     elif values.dtype.element_ty == tl.bfloat16:
         raw = moment.to(tl.uint32, bitcast=True) + random
         rounded = (raw & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -92,7 +95,7 @@ def _store(values, scales, code, moment, random, places, here, rows, there, SIGN
 
 @triton.jit
 def _coded(x, random, code, SIGNED: tl.constexpr):
-    """The codes of numbers from -1 or 0 to 1, int32."""
+    """The codes of numbers from -1 or 0 to 1, int32. Decades and places are those of optim.moments' `dynamic_code`."""
     ZERO: tl.constexpr = 127 if SIGNED else 0  # the code of 0
     LAST: tl.constexpr = 253 if SIGNED else 254  # that has another above it
     size = tl.abs(x)
@@ -107,10 +110,7 @@ def _coded(x, random, code, SIGNED: tl.constexpr):
     below += tl.where(off, tl.where(x < low, -1, 1), 0)
     low = tl.load(code + below, mask=off, other=low)
     high = tl.load(code + below + 1, mask=off, other=high)
-    codes = below + (random.to(tl.float32) < (x - low) / (high - low) * 65536).to(tl.int32)
-    if not SIGNED:
-        codes = tl.where(x > 0, tl.maximum(codes, 1), 0)
-    return codes
+    return below + (random.to(tl.float32) < (x - low) / (high - low) * 65536).to(tl.int32)
 
 
 @triton.jit
