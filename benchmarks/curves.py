@@ -13,7 +13,7 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
     looped      with `--experts`: the plain path with a GEMM for each expert in place of a grouped one
-    fp8-delayed, …  compiled, matmuls in FP8; these (and all, with experts) beside plain, fp32, split of `--seeds` seeds
+    fp8-delayed, …  compiled, with matmuls in FP8; these, plain, fp32 and split from several seeds
 
 bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
 measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
@@ -27,8 +27,8 @@ the yardsticks are averaged over seeds, of weights, samples and dropout: the mea
 larger of `fp32`'s and `split`'s, and judged is what is left when noise averages out. The shift is a run's mean signed
 difference from plain in the second half of its steps; its mean over the seeds, give or take twice its standard error,
 has to lie within 0.25 % of the loss, which is what DeepSeek-V3 reports of its recipe. Where noise is too large for
-that, more seeds or steps are needed. With `--experts` every path is judged so: a token that is routed otherwise for the
-rounding of a score carries a run further in ten steps than four times the spread, `split` too.
+that, more seeds or steps are needed. With `--seeds` every path is judged so, as large models with experts have to be,
+which routing carries further in ten steps than four times the spread, `split` too.
 
 Runs go side by side, as many on each GPU as `--at-once` says.
 """
@@ -58,7 +58,7 @@ from megalith.bench.workloads import LAYOUTS
 IN_THE_MEAN, IN_A_WINDOW = 2.0, 4.0  # times the spread
 WINDOW = 10  # steps
 SHIFT = 0.0025  # of the loss: that of a path judged over seeds
-FIRST_SEED, SEED = 1234, "-seed"
+FIRST_SEED, SEEDS, SEED = 1234, 4, "-seed"
 VOCAB_SIZE = 32_000
 YARDSTICKS = ("fp32", "split")
 PLAIN, COMPILED = {"runtime": {"compile": False}}, {"runtime": {"compile": True}}
@@ -113,12 +113,18 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--experts", type=int, help="of every layer of every run, two for each token")
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="of weights, samples and dropout")
-    parser.add_argument("--seeds", type=int, default=4, help="of fp8 and experts, 2 at least")
+    parser.add_argument(
+        "--seeds", type=int, help="of every path, 2 at least; else 4 of fp8 paths, one of others"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
     if "looped" in args.paths and not args.experts:
         parser.error("--paths looped is of experts; give --experts too")
+    if args.seeds is not None and args.seeds < 2:
+        parser.error(
+            f"--seeds is {args.seeds}, and what is judged over seeds takes 2 at least; leave it out for one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokens = build_dataset(Path(folder), vocab_size=args.vocab_size)
         print(
@@ -126,8 +132,9 @@ def main() -> None:
         )
         runs = {name: PATHS[name] for name in PATHS if name in ("plain", *YARDSTICKS, *args.paths)}
         runs |= {name: {**LAYOUTS[name], "set": args.set} for name in args.layout}
-        seeded = [name for name in (*args.paths, *args.layout) if args.experts or is_fp8(name)]
-        for number in range(1, args.seeds if seeded else 1):
+        told = [name for name in (*args.paths, *args.layout) if name not in ("plain", *YARDSTICKS)]
+        seeded = [name for name in told if args.seeds or is_fp8(name)]
+        for number in range(1, (args.seeds or SEEDS) if seeded else 1):
             paths = ("plain", *YARDSTICKS, *seeded)
             runs |= {of_seed(name, number): runs[name] | {"seed": number} for name in paths}
         gpus = Gpus(args.at_once)

@@ -31,6 +31,7 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
     if model.num_experts is not None and model.moe_expert_capacity_factor is not None:
         return []
     tokens = micro * config.data.seq_length // parallel.context_parallel_size
+    sharded = shard_size(parallel, world_size) > 1
     meta = None
     for times in range(min(passes, ENOUGH // tokens), 1, -1):
         if passes % times:
@@ -45,14 +46,15 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        if shard_size(parallel, world_size) > 1:
-            cheap = False  # with FSDP's buffers beside them steps were slower (benchmarks/RESULTS.md)
+        cheap = (
+            cheap and not sharded
+        )  # under FSDP it was slower (RESULTS, "Both sequences in one micro-batch")
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
         if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)
             lowered = f" with {modules} recomputed" if again != given else ""
             each, strategy = "casts weights and adds gradients up", parallel.data_parallel_sharding_strategy
-            if shard_size(parallel, world_size) > 1:
+            if sharded:
                 each = PASS_BY_PASS.get(strategy, each)
             return [
                 f"train.micro_batch_size {times * micro} is expected to fit{lowered} ({expected / 1e9:.1f} GB on a GPU "

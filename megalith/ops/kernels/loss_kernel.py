@@ -152,7 +152,7 @@ SAMPLED, SAMPLED_LANES, SAMPLED_WARPS = 4096, 1024, 4  # entries of a block, at 
 
 
 @triton.jit
-def _mix(h):
+def mix(h):
     """ops.dropout.mix, of uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -162,7 +162,7 @@ def _mix(h):
 @triton.jit
 def _noise(keys):
     """−log of ops.gumbel.exponential of the keys, uint32."""
-    bits = (_mix(keys) & 0x7FFFFFFF).to(tl.int32)
+    bits = (mix(keys) & 0x7FFFFFFF).to(tl.int32)
     v = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10
     near = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
     return -tl.log(tl.where(v < 0.0625, near, -tl.log(1 - v)))
@@ -187,7 +187,7 @@ def _sample(
             z = tl.where(z >= tl.load(least + row), z, float("-inf"))
         noisy = z
         if NOISY:
-            noisy = z + temperature * _noise(key ^ _mix((first + columns).to(tl.uint32)))
+            noisy = z + temperature * _noise(key ^ mix((first + columns).to(tl.uint32)))
         better = noisy > best
         at, of_best = tl.where(better, columns.to(tl.float32), at), tl.where(better, z, of_best)
         best = tl.maximum(best, noisy)

@@ -16,12 +16,11 @@ from triton.language.extra import libdevice
 
 from megalith.ops.kernels.adam_kernel import LEAST
 from megalith.ops.kernels.kernel_launch import Launcher
+from megalith.ops.kernels.loss_kernel import mix
 
 ELEMENTS, WARPS = 2048, 8  # a program's part: as many blocks as it holds, one at least
-TWO_IN_TENS, TEN_IN_TWOS = (
-    tl.constexpr(0.3010299956639812),
-    tl.constexpr(3.3219280948873626),
-)  # log10(2), log2(10)
+TWO_IN_TENS = tl.constexpr(0.3010299956639812)  # log10(2)
+TEN_IN_TWOS = tl.constexpr(3.3219280948873626)  # log2(10)
 
 
 @triton.jit
@@ -121,17 +120,9 @@ def _bits(place, age, rows, columns, BLOCK: tl.constexpr):
     in_a_row, column = tl.load(place + 4).to(tl.int32) // BLOCK, tl.load(place + 5).to(tl.uint32)
     row = rows // in_a_row
     whole = first + (row // rows_here).to(tl.uint32) * rows_there + (row % rows_here).to(tl.uint32)
-    keys = _mixed(whole ^ _mixed(key ^ _mixed(age.to(tl.int64).to(tl.uint32))))
+    keys = mix(whole ^ mix(key ^ mix(age.to(tl.int64).to(tl.uint32))))
     at = column + ((rows % in_a_row) * BLOCK).to(tl.uint32)[:, None] + columns.to(tl.uint32)[None, :]
-    return _mixed(keys[:, None] ^ (at * 0x9E3779B1))
-
-
-@triton.jit
-def _mixed(h):
-    """Murmur3's finalizer, of uint32."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+    return mix(keys[:, None] ^ (at * 0x9E3779B1))
 
 
 _launch = Launcher(_step)
