@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rules.fastest import with_fastest
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
+from megalith.parallel.data.data_parallel import SumInFp32
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
 from megalith.report.out_of_memory import bytes_in_use
 from megalith.training.build import prepare
-from megalith.training.process import machine_of
+from megalith.training.process import machine_of, prepare_process
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer
 
@@ -96,6 +99,49 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
         run.model.backward([next(batches)], loss_scale=run.loss_scale.scale)
     held = bytes_in_use(run.model.chunks)
     return held.weights, held.gathered, held.gradients
+
+
+def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[float, list[int]]:
+    """Steps of one, two and one micro-batches whose gradients are exchanged late. Which part of the bytes of layers'
+    gradients lies in memory of the stream that computes, and two sums of the bits of each step's gradients.
+    `own_stream`: all of them are asked for on FSDP2's stream."""
+    device = prepare_process(config, dist.get_rank())
+    config, _ = with_fastest(config, machine_of(config, device))
+    run, exchange = build(config), dist.all_to_all_single
+    sums, inside, total = [], 0, 0
+
+    def late(*arguments, **how):
+        torch.cuda._sleep(20_000_000)  # cycles: 10 ms
+        return exchange(*arguments, **how)
+
+    kept = mock.patch.object(SumInFp32, "_becomes_gradient", lambda exchange: False)
+    with (
+        kept if own_stream else contextlib.nullcontext(),
+        mock.patch.object(dist, "all_to_all_single", late),
+        run.data.train_loader(0, 0, run.device) as batches,
+    ):
+        for micro_batches in 1, 2, 1:
+            run.gradients([next(batches) for _ in range(micro_batches)])
+            stream = torch.cuda.current_stream().cuda_stream
+            segments = [
+                range(each["address"], each["address"] + each["total_size"])
+                for each in torch.cuda.memory_snapshot()
+                if each["stream"] == stream
+            ]
+            bits, weighted = torch.zeros(2, dtype=torch.int64, device=device)
+            for name, parameter in itertools.chain.from_iterable(
+                chunk.named_parameters() for chunk in run.model.chunks
+            ):
+                grad = local(parameter.grad)
+                if name.startswith("layers."):
+                    total += grad.nbytes
+                    inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
+                own = grad.flatten().view(torch.int32).long()
+                bits += own.sum()
+                weighted += (own * torch.arange(1, len(own) + 1, device=device)).sum()
+            sums += [bits.item(), weighted.item()]
+            run.optimizer.zero_grad()
+    return inside / total, sums
 
 
 def step_with_a_slow_rank(seconds: float) -> StepTimes:

@@ -46,9 +46,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        cheap = (
-            cheap and not sharded
-        )  # under FSDP it was slower (RESULTS, "Both sequences in one micro-batch")
+        # Else FSDP2's gradients cannot take the place of activations, and a memory so full is in pieces.
+        cheap = cheap and (not sharded or larger.parallel.exchanges_gradients)
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
         if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from layout_job import configuration, links_between, printed_by_run
+from layout_job import configuration, gradients_of_late_exchanges, links_between, printed_by_run
 
 import megalith
 from megalith.config.rules.fastest import Machine, with_fastest
@@ -111,6 +111,18 @@ def test_auto_makes_halves_only_where_the_host_keeps_up(gpus, tmp_path, micro):
         f"micro-batch {micro}: plain {times[0]:.1f} ms, halves {times[1]:.1f}, by auto {auto.parallel.overlaps}"
     )
     assert times[auto.parallel.overlaps] < 1.05 * min(times)
+
+
+@pytest.mark.parametrize("model", [WIDE, dict(LLAMA_8B, num_layers=2)], ids=["gpt", "llama"])
+def test_gradients_of_fsdp_lie_where_activations_did_and_are_the_same(gpus, tmp_path, model):
+    """To the bit, however late a layer's exchange comes; a layer that stays gathered among them."""
+    strategy = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=1)
+    config = large(tmp_path, model, 2, **strategy).with_settings({"train.deterministic": True})
+    expected, found = (
+        gpus.run(gradients_of_late_exchanges, config, own_stream) for own_stream in (True, False)
+    )
+    assert [part for part, _ in expected] == [0.0, 0.0]
+    assert found == [(1.0, sums) for _, sums in expected]
 
 
 def test_driver_says_what_links_the_gpus(gpus):

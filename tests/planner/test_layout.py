@@ -339,26 +339,26 @@ def test_larger_micro_batch_that_fits_is_named():
         sections = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
         sharded = "parallel.data_parallel_sharding_strategy=optim_grads_params"
         config = RunConfig.load(None, ["model.preset=llama3-8b", *LENGTHS, sharded, *sections])
-        return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory)))
+        return "".join(micro_batch_notes(config, 2, Machine(2, True, True, memory, ranks=2)))
 
     def named(memory: int, **settings) -> str:
         return noted(memory, **settings)[:27]
 
-    h200, h100, more = 150_754_000_000, 85_521_000_000, 190_000_000_000
-    assert named(more) == "train.micro_batch_size 2 is"
-    assert named(more, train__global_batch_size=16) == "train.micro_batch_size 2 is"  # 4 would not fit
-    assert not named(h200)  # but with mlp_act recomputed, which is slower under FSDP
+    h200, h100 = 150_754_000_000, 85_521_000_000
+    assert named(h200) == "train.micro_batch_size 2 is"
+    assert named(h200, train__global_batch_size=16) == "train.micro_batch_size 2 is"  # 4 would not fit
     assert (
         named(10**12, train__global_batch_size=16) == "train.micro_batch_size 4 is"
     )  # 8 are enough tokens alone
     assert not named(h100) and not named(0) and not named(h200, train__micro_batch_size=2)
     assert not named(10**12, parallel__pipeline_model_parallel_size=2)
+    assert "is expected to fit with mlp_act recomputed (" in noted(h200)
+    in_fp32 = dict(parallel__reduce_scatter_with_fp32_accumulation=False)
+    assert not named(h200, **in_fp32)  # gradients on FSDP2's stream
+    assert named(190_000_000_000, **in_fp32) == "train.micro_batch_size 2 is"  # with nothing recomputed
     strategy = "parallel__data_parallel_sharding_strategy"
-    alone = {
-        strategy: "no_shard",
-        "parallel__tensor_model_parallel_size": 2,
-        "parallel__sequence_parallel": True,
-    }
+    alone = {strategy: "no_shard", "parallel__tensor_model_parallel_size": 2}
+    alone |= {"parallel__sequence_parallel": True}
     assert "is expected to fit with mlp_act recomputed (" in noted(126_000_000_000, **alone)
     assert "batches gathers and casts weights, reduces" in noted(10**12, parallel__context_parallel_size=2)
     assert "micro-batches casts weights, reduces gradients" in noted(10**12, **{strategy: "optim_grads"})

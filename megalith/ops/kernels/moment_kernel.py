@@ -19,8 +19,9 @@ from megalith.ops.kernels.kernel_launch import Launcher
 from megalith.ops.kernels.loss_kernel import mix
 
 ELEMENTS, WARPS = 2048, 8  # a program's part: as many blocks as it holds, one at least
-TWO_IN_TENS = tl.constexpr(0.3010299956639812)  # log10(2)
-TEN_IN_TWOS = tl.constexpr(3.3219280948873626)  # log2(10)
+FAR = tl.constexpr(
+    1e-30
+)  # a block whose largest is less is multiplied first: its reciprocal could be infinite
 
 
 @triton.jit
@@ -31,18 +32,14 @@ def _step(
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(settings + 3) == 0:  # found_inf
-        lr, decay, grad_scale, age = (
-            tl.load(settings),
-            tl.load(settings + 1),
-            tl.load(settings + 2),
-            tl.load(step),
-        )
+        lr, decay, age = tl.load(settings), tl.load(settings + 1), tl.load(step)
+        unscaled = 1 / tl.load(settings + 2)
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns = tl.arange(0, COLUMNS)
         places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
         here, there = (rows < blocks)[:, None] & (columns < BLOCK)[None, :], rows < blocks
         x = tl.load(value + places, mask=here, other=0.0).to(tl.float32)
-        g = tl.load(grad + places, mask=here, other=0.0).to(tl.float32) / grad_scale
+        g = tl.load(grad + places, mask=here, other=0.0).to(tl.float32) * unscaled
         if ADDS_DECAY:
             g += decay * x
         else:
@@ -53,8 +50,8 @@ def _step(
             + (1 - BETA2) * g * g
         )
         # Of 1 - beta^step nothing is lost while it is small.
-        narrowed, corrected = -libdevice.expm1(age * LOG1), -libdevice.expm1(age * LOG2)
-        x -= lr / narrowed * m / (tl.sqrt(v / corrected) + eps)
+        rate, corrected = -lr / libdevice.expm1(age * LOG1), -1 / libdevice.expm1(age * LOG2)
+        x -= rate * m / (tl.sqrt(v * corrected) + eps)
         tl.store(value + places, x, mask=here)
         bits = _bits(place, age, rows, columns, BLOCK)
         _store(first, first_scales, first_code, m, bits & 0xFFFF, places, here, rows, there, True)
@@ -79,7 +76,9 @@ def _store(values, scales, code, moment, random, places, here, rows, there, SIGN
         moment = tl.where(here, moment, 0.0)
         largest = tl.max(tl.abs(moment), 1)
         tl.store(scales + rows, largest, mask=there)
-        x = moment / tl.where(largest > 0, largest, 1.0)[:, None]
+        far = tl.where(largest < FAR, 1 / FAR, 1.0)
+        inverse = 1 / tl.where(largest > 0, largest * far, 1.0)
+        x = moment * far[:, None] * inverse[:, None]
         codes = _coded(x, random, code, SIGNED)
         if not SIGNED:
             codes = tl.where(moment > 0, tl.maximum(codes, 1), 0)
@@ -97,10 +96,14 @@ def _coded(x, random, code, SIGNED: tl.constexpr):
     """The codes of numbers from -1 or 0 to 1, int32. Decades and places are those of optim.moments' `dynamic_code`."""
     ZERO: tl.constexpr = 127 if SIGNED else 0  # the code of 0
     LAST: tl.constexpr = 253 if SIGNED else 254  # that has another above it
-    size = tl.abs(x)
-    decade = tl.minimum(tl.maximum(tl.floor(tl.log2(size) * -TWO_IN_TENS), 0.0), 6.0)
-    count = tl.exp2((6.0 if SIGNED else 7.0) - decade)  # of codes in it
-    among = (size * tl.exp2(decade * TEN_IN_TWOS) - 0.1) * (count / 0.9) - 0.5
+    size, count = tl.abs(x), 64.0 if SIGNED else 128.0  # of codes in a decade, 0.1 to 1 the first
+    small = size < 1e-4
+    size, count = tl.where(small, size * 1e4, size), tl.where(small, count / 16, count)
+    small = size < 1e-2
+    size, count = tl.where(small, size * 100, size), tl.where(small, count / 4, count)
+    small = size < 0.1
+    size, count = tl.where(small, size * 10, size), tl.where(small, count / 2, count)
+    among = (size - 0.1) * (count * (1 / 0.9)) - 0.5
     above = (count + tl.floor(among)).to(tl.int32) - (0 if SIGNED else 1)  # 0
     below = tl.where(x < 0, ZERO - 1 - above, ZERO + above)
     below = tl.minimum(tl.maximum(below, 0), LAST)
@@ -109,7 +112,7 @@ def _coded(x, random, code, SIGNED: tl.constexpr):
     below += tl.where(off, tl.where(x < low, -1, 1), 0)
     low = tl.load(code + below, mask=off, other=low)
     high = tl.load(code + below + 1, mask=off, other=high)
-    return below + (random.to(tl.float32) < (x - low) / (high - low) * 65536).to(tl.int32)
+    return below + (random.to(tl.float32) * (high - low) < (x - low) * 65536).to(tl.int32)
 
 
 @triton.jit

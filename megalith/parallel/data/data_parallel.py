@@ -177,15 +177,34 @@ def _outside(root: FSDPModule) -> list[FSDPModule]:
 
 class SumInFp32:
     """FSDP2's reduce-scatter of gradients in the compute dtype: an all-to-all in it, and one sum in fp32 of what has
-    come. The result is that of a reduce-scatter in fp32, which sends twice as many bytes."""
+    come. The result is that of a reduce-scatter in fp32, which sends twice as many bytes.
 
-    def __init__(self) -> None:
-        self._has_input = False
+    PyTorch's allocator keeps each stream's memory apart, and FSDP2 asks for results on a stream of its own: then no
+    gradient can take the place of activations, which the stream that computes has freed. So a result that becomes the
+    gradient comes from that stream's memory. Its last use there is enqueued before FSDP2's stream waits for that
+    stream, and the gradient is freed after that stream has waited for the result, at the end of a backward pass. What
+    is added to a gradient, or over replicas, is freed before: it stays with FSDP2's stream.
+    """
+
+    def __init__(self, module: FSDPModule, replicas: bool) -> None:
+        """It makes the gradients of `module`'s own parameters."""
+        self._state, self._replicas = module._get_fsdp_state(), replicas
+        self._has_input, self._computes = False, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The input in `dtype`, and at the next call the result, fp32."""
         self._has_input = not self._has_input
-        return torch.empty(*size, dtype=dtype if self._has_input else torch.float32, device=device)
+        if self._has_input:
+            self._computes = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            return torch.empty(*size, dtype=dtype, device=device)
+        with torch.cuda.stream(self._computes if self._becomes_gradient() else None):
+            return torch.empty(*size, dtype=torch.float32, device=device)
+
+    def _becomes_gradient(self) -> bool:
+        shards = [parameter.sharded_param for parameter in self._state._fsdp_param_group.fsdp_params]
+        return not self._replicas and all(
+            shard.grad is None and shard.dtype == torch.float32 for shard in shards if shard.requires_grad
+        )
 
     def __call__(
         self,
@@ -217,7 +236,7 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if exchanges:
-        module.set_custom_reduce_scatter(SumInFp32())
+        module.set_custom_reduce_scatter(SumInFp32(module, replicas=over.ndim > 1))
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
