@@ -181,9 +181,9 @@ class SumInFp32:
 
     PyTorch's allocator keeps each stream's memory apart, and FSDP2 asks for results on a stream of its own: then no
     gradient can take the place of activations, which the stream that computes has freed. So a result that becomes the
-    gradient comes from that stream's memory. Its last use there is enqueued before FSDP2's stream waits for that
-    stream, and the gradient is freed after that stream has waited for the result, at the end of a backward pass. What
-    is added to a gradient, or over replicas, is freed before: it stays with FSDP2's stream.
+    gradient comes from that stream's memory. FSDP2's stream waits for its last use there, and the gradient is freed
+    after the stream that computes has waited for the result, at the end of a backward pass. What is added to a
+    gradient, or over replicas, is freed before: it stays with FSDP2's stream.
     """
 
     def __init__(self, module: FSDPModule, replicas: bool) -> None:
@@ -197,8 +197,12 @@ class SumInFp32:
         if self._has_input:
             self._computes = torch.cuda.current_stream(device) if device.type == "cuda" else None
             return torch.empty(*size, dtype=dtype, device=device)
-        with torch.cuda.stream(self._computes if self._becomes_gradient() else None):
+        if self._computes is None or not self._becomes_gradient():
             return torch.empty(*size, dtype=torch.float32, device=device)
+        with torch.cuda.stream(self._computes):
+            result = torch.empty(*size, dtype=torch.float32, device=device)
+        torch.cuda.current_stream(device).wait_stream(self._computes)
+        return result
 
     def _becomes_gradient(self) -> bool:
         shards = [parameter.sharded_param for parameter in self._state._fsdp_param_group.fsdp_params]
