@@ -43,7 +43,7 @@ class Comparison:
     command: str
 
 
-LLAMA, TUNED = "Llama-3-8B on two H200", "Fine-tuning"
+LLAMA, TUNED = "Both sequences in one micro-batch", "Fine-tuning"
 OTHERS, DROPOUT = "Against other code", "fp16 with dropout 0.1"
 ENCODERS = "BERT-large and T5-3B"
 PER_GPU = "tokens/s/GPU"
@@ -52,14 +52,15 @@ COMPARISONS = (
     Comparison(
         "Llama-3-8B, bf16, 2 GPUs, `optim_grads_params`",
         PER_GPU,
-        Bar("Megalith", LLAMA, "bf16, default settings", PER_GPU),
+        Bar("Megalith", LLAMA, "both in one micro-batch", PER_GPU),
         (
             Bar("transformers, liger-kernel, FSDP2", LLAMA, "transformers with liger-kernel", PER_GPU),
             Bar("transformers, compiled, FSDP2", LLAMA, "transformers, layers compiled", PER_GPU),
         ),
-        "one call",
-        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 12 --warmup 4 --peer fsdp2 liger "
-        "--set train.micro_batch_size=1",
+        "two calls, one after the other",
+        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 15 --warmup 5; "
+        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 15 --warmup 5 --set train.micro_batch_size=1 "
+        "--peer liger fsdp2",
     ),
     Comparison(
         "LoRA of Llama-3-8B, 1 GPU",

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -39,6 +40,7 @@ Peer = tuple[Callable[[Tensor, Tensor], Tensor], nn.Module]
 """The loss of tokens and labels, both [batch, seq]; the model."""
 
 
+@record  # torchrun's last lines then have the error itself
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

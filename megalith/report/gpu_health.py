@@ -100,9 +100,8 @@ class GpuState:
         if self.alloc_retries:
             found.append(
                 f"its memory is full or in pieces, and all its kernels waited {self.alloc_retries} times while PyTorch "
-                "gave back what it kept free and asked anew: recompute more (parallel.recompute_granularity), make "
-                "train.micro_batch_size smaller, or, where no engine on the same GPU reads the weights, try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                "gave back what it kept free and asked anew: recompute more (parallel.recompute_granularity), or make "
+                "train.micro_batch_size smaller"
             )
         return found
 
