@@ -15,6 +15,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rules.fastest import with_fastest
+from megalith.errors import TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
 from megalith.parallel.data.data_parallel import SumInFp32
@@ -102,9 +103,10 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
 
 
 def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[float, list[int]]:
-    """Steps of one, two and one micro-batches whose gradients are exchanged late. Which part of the bytes of layers'
-    gradients lies in memory of the stream that computes, and two sums of the bits of each step's gradients.
-    `own_stream`: all of them are asked for on FSDP2's stream."""
+    """Steps of one, two and one micro-batches whose gradients are exchanged late, and before the last of them one that
+    ends by an exception, in the forward pass of its second micro-batch. Which part of the bytes of layers' gradients
+    lies in memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of
+    them are asked for on FSDP2's stream."""
     device = prepare_process(config, dist.get_rank())
     config, _ = with_fastest(config, machine_of(config, device))
     run, exchange = build(config), dist.all_to_all_single
@@ -122,26 +124,43 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
     ):
         for micro_batches in 1, 2, 1:
             run.gradients([next(batches) for _ in range(micro_batches)])
-            stream = torch.cuda.current_stream().cuda_stream
-            segments = [
-                range(each["address"], each["address"] + each["total_size"])
-                for each in torch.cuda.memory_snapshot()
-                if each["stream"] == stream
-            ]
-            bits, weighted = torch.zeros(2, dtype=torch.int64, device=device)
-            for name, parameter in itertools.chain.from_iterable(
-                chunk.named_parameters() for chunk in run.model.chunks
-            ):
-                grad = local(parameter.grad)
-                if name.startswith("layers."):
-                    total += grad.nbytes
-                    inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
-                own = grad.flatten().view(torch.int32).long()
-                bits += own.sum()
-                weighted += (own * torch.arange(1, len(own) + 1, device=device)).sum()
-            sums += [bits.item(), weighted.item()]
-            run.optimizer.zero_grad()
+            more, part, whole = _bits_and_places(run)
+            sums, inside, total = sums + more, inside + part, total + whole
+            run.model.parameters.clear_gradients()
+            if micro_batches == 2:
+                passes = itertools.chain([run.model._forward], itertools.repeat(_refuse))
+                forward = mock.patch.object(
+                    run.model, "_forward", lambda *part, passes=passes: next(passes)(*part)
+                )
+                with forward, contextlib.suppress(TrainingError):
+                    run.gradients([next(batches) for _ in range(2)])
+                run.model.parameters.clear_gradients()
     return inside / total, sums
+
+
+def _bits_and_places(run: Run) -> tuple[list[int], int, int]:
+    """Two sums of the bits of all gradients; of layers' bytes those in memory of the current stream, and all."""
+    stream = torch.cuda.current_stream().cuda_stream
+    segments = [
+        range(each["address"], each["address"] + each["total_size"])
+        for each in torch.cuda.memory_snapshot()
+        if each["stream"] == stream
+    ]
+    sums, inside, total = torch.zeros(2, dtype=torch.int64, device=run.device), 0, 0
+    for chunk in run.model.chunks:
+        for name, parameter in chunk.named_parameters():
+            grad = local(parameter.grad)
+            if name.startswith("layers."):
+                total += grad.nbytes
+                inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
+            bits = grad.flatten().view(torch.int32).long()
+            places = torch.arange(1, len(bits) + 1, device=run.device)
+            sums += torch.stack([bits.sum(), (bits * places).sum()])
+    return sums.tolist(), inside, total
+
+
+def _refuse(*part) -> None:
+    raise TrainingError("a loss that fails")
 
 
 def step_with_a_slow_rank(seconds: float) -> StepTimes:

@@ -36,6 +36,7 @@ from megalith.parallel.data.data_parallel import (
     apply_data,
     micro_batch_begins,
     wait_for_gradients,
+    wait_for_reductions,
     weight_gradients_added,
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
@@ -296,8 +297,12 @@ class ParallelModel:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
         if self.amaxes is not None:
             self.amaxes.begin_step()
-        with self.step_casts:
-            self.own_loss = total = self._on_device(parts, factor)
+        try:
+            with self.step_casts:
+                self.own_loss = total = self._on_device(parts, factor)
+        except BaseException:
+            wait_for_reductions(self.chunks)
+            raise
         if self.amaxes is not None:
             self.amaxes.end_passes(self.mesh.world)
         wait_for_gradients(self.chunks, self._parallel)

@@ -31,7 +31,7 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
     if model.num_experts is not None and model.moe_expert_capacity_factor is not None:
         return []
     tokens = micro * config.data.seq_length // parallel.context_parallel_size
-    sharded = shard_size(parallel, world_size) > 1
+    sharded, strategy = shard_size(parallel, world_size) > 1, parallel.data_parallel_sharding_strategy
     meta = None
     for times in range(min(passes, ENOUGH // tokens), 1, -1):
         if passes % times:
@@ -46,13 +46,14 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        # Else FSDP2's gradients cannot take the place of activations, and a memory so full is in pieces.
-        cheap = cheap and (not sharded or larger.parallel.exchanges_gradients)
+        # Else FSDP2's gradients cannot take the place of activations (SumInFp32), and a memory so full is in pieces.
+        reused = strategy in PASS_BY_PASS and parallel.num_distributed_optimizer_instances == 1
+        cheap = cheap and (not sharded or (reused and larger.parallel.exchanges_gradients))
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
         if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)
             lowered = f" with {modules} recomputed" if again != given else ""
-            each, strategy = "casts weights and adds gradients up", parallel.data_parallel_sharding_strategy
+            each = "casts weights and adds gradients up"
             if sharded:
                 each = PASS_BY_PASS.get(strategy, each)
             return [

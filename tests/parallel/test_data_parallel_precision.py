@@ -3,12 +3,14 @@
 import functools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from data_job import GPT2, LLAMA, Job, Outcome, assert_equal, collectives, train
 
 from megalith.config import ModelConfig
+from megalith.parallel.data.data_parallel import SumInFp32
 
 MANY = 32  # samples: 16 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}
@@ -57,3 +59,12 @@ def test_a_step_gathers_what_stays_once_and_sends_the_layers_gradients_in_bf16(p
         }
         head, *_, embedding = (name for name, dtype in seen[-4:])
         assert head == embedding == "reduce-scatter"  # the head's is behind the last layer's backward pass
+
+
+def test_result_is_told_from_an_input_also_after_an_exception():
+    exchange = SumInFp32(SimpleNamespace(_get_fsdp_state=dict), ranks=2, replicas=False)
+    asked = [8, 8, 4, 8, 4]  # an exception came between the first two: both are inputs
+    dtypes = [
+        exchange.allocate((size,), dtype=torch.bfloat16, device=torch.device("cpu")).dtype for size in asked
+    ]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]

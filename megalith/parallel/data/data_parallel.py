@@ -28,6 +28,7 @@ thousands of gradients. So a bf16 run, too, is one process's run, up to the orde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,15 @@ def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) ->
         chunk.replicated.wait()
 
 
+def wait_for_reductions(chunks: Iterable[nn.Module]) -> None:
+    """To be called when an exception has ended a step's passes, before its gradients are freed: the stream that
+    computes waits for what is still summed into them. The host waits for nothing."""
+    for root in _roots(chunks):
+        stream = getattr(root._get_fsdp_state()._comm_ctx, "reduce_scatter_stream", None)
+        if isinstance(stream, torch.cuda.Stream):
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
 def free_gathered(chunks: Iterable[nn.Module]) -> None:
     """Frees what forward passes without a backward (evaluation, generation) have left gathered.
 
@@ -181,22 +191,25 @@ class SumInFp32:
 
     PyTorch's allocator keeps each stream's memory apart, and FSDP2 asks for results on a stream of its own: then no
     gradient can take the place of activations, which the stream that computes has freed. So a result that becomes the
-    gradient comes from that stream's memory. FSDP2's stream waits for its last use there, and the gradient is freed
-    after the stream that computes has waited for the result, at the end of a backward pass. What is added to a
-    gradient, or over replicas, is freed before: it stays with FSDP2's stream.
+    gradient comes from that stream's memory. FSDP2's stream waits for its last use there, and the gradient may be freed
+    when the stream that computes has waited for the result: at the end of a step's last backward pass, or in
+    `wait_for_reductions`. What is added to a gradient is freed before: it is left to FSDP2's stream, and so is what is
+    reduced over replicas.
     """
 
-    def __init__(self, module: FSDPModule, replicas: bool) -> None:
+    def __init__(self, module: FSDPModule, ranks: int, replicas: bool) -> None:
         """It makes the gradients of `module`'s own parameters."""
-        self._state, self._replicas = module._get_fsdp_state(), replicas
-        self._has_input, self._computes = False, None
+        self._state, self._ranks, self._replicas = module._get_fsdp_state(), ranks, replicas
+        self._input, self._computes = 0, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input in `dtype`, and at the next call the result, fp32."""
-        self._has_input = not self._has_input
-        if self._has_input:
+        """The input in `dtype`, and at the next call the result of it, fp32."""
+        length = math.prod(size)
+        if length * self._ranks != self._input:  # not the result: what an exception has left may be any call
+            self._input = length
             self._computes = torch.cuda.current_stream(device) if device.type == "cuda" else None
             return torch.empty(*size, dtype=dtype, device=device)
+        self._input = 0
         if self._computes is None or not self._becomes_gradient():
             return torch.empty(*size, dtype=torch.float32, device=device)
         with torch.cuda.stream(self._computes):
@@ -240,7 +253,8 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if exchanges:
-        module.set_custom_reduce_scatter(SumInFp32(module, replicas=over.ndim > 1))
+        ranks = over.size(over.ndim - 1)
+        module.set_custom_reduce_scatter(SumInFp32(module, ranks, replicas=over.ndim > 1))
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
