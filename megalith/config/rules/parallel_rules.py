@@ -233,9 +233,10 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     if (
-        parallel.context_parallel_size == 1 or parallel.cp_comm_type != "auto"
-    ):  # whose choice is judged when it is made
-        check_saved_attention(model, parallel)
+        parallel.context_parallel_size > 1 and parallel.cp_comm_type == "auto"
+    ):  # judged again when it has chosen
+        parallel = parallel.model_copy(update={"cp_comm_type": "a2a"})
+    check_saved_attention(model, parallel)
 
 
 def check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
