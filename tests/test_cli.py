@@ -216,6 +216,7 @@ def test_every_default_stands_in_the_help():
     [
         (["trian", "run.yaml"], ["no command `megalith trian`", "did you mean 'train'?"]),
         (["checkpoint", "lst"], ["no command `megalith checkpoint lst`", "did you mean 'list'?"]),
+        (["train"], ["`megalith train` has neither a run file nor settings; give a run file"]),
         (["zzz"], ["no command `megalith zzz`", "`megalith --help` lists them all"]),
         (["generate", "run", "--tempreature", "1"], ["takes no '--tempreature 1'", "did you mean '--temperature'?"]),
         (["generate", "run", "--seed", "one"], ["--seed: invalid int value: 'one'", "`megalith generate --help`"]),

@@ -11,7 +11,12 @@ import matplotlib.pyplot as plt
 
 
 def main(folder: str) -> None:
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    metrics = Path(folder) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    if not lines:
+        sys.exit(
+            f"error: {metrics} is missing or empty; name the output folder of a GRPO run that has made a step"
+        )
     steps = [json.loads(line) for line in lines]
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot([step["step"] for step in steps], [step["rewards_mean"] for step in steps])

@@ -71,6 +71,11 @@ def train(arguments: list[str]) -> int:
         print(TRAIN_USAGE)
         print(help_text())
         return 0
+    if arguments == implied(typed):
+        raise ConfigError(
+            f"`megalith {typed}` has neither a run file nor settings; give a run file (examples/quickstart.yaml is "
+            "one), or settings such as --model.preset gpt2; `megalith train --help` lists them"
+        )
     _say_that_it_starts(typed, arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override

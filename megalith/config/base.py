@@ -138,7 +138,10 @@ class Section(BaseModel):
         if isinstance(value, bool):
             annotation = cls.model_fields[info.field_name].annotation
             if bool not in (annotation, *typing.get_args(annotation)):
-                raise PydanticCustomError("no_truth", "a value is needed, not true or false")
+                raise PydanticCustomError(
+                    "no_truth",
+                    "a value is needed, not true or false; on the command line a name without a value is true",
+                )
         return value
 
     @classmethod

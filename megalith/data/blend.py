@@ -157,10 +157,14 @@ def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]
     parts = data_path.split() if isinstance(data_path, str) else list(data_path)
     if any(isinstance(part, Mapping) for part in parts):
         return _parse_mappings(parts)
+    if not parts:
+        raise ConfigError(
+            "data_path is empty; name a dataset by its files' prefix, as in data/books_text_document"
+        )
     numeric = [_number(part) is not None for part in parts]
-    if parts and not any(numeric):
+    if not any(numeric):
         return [str(part) for part in parts], None
-    if not parts or numeric != [True, False] * (len(parts) // 2):
+    if numeric != [True, False] * (len(parts) // 2):
         raise ConfigError(
             f"data_path {data_path!r} is neither a list of paths nor pairs of weight and path; "
             'write it as "a b" or as "0.7 a 0.3 b"'

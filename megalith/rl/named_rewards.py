@@ -88,7 +88,8 @@ NAMED: dict[str, Callable[[str, Prompt, Sequence[int], int], float]] = {
 def _column(prompt: Prompt, name: str) -> Any:
     value = prompt.columns.get(name)
     if value is None:
-        raise ValueError(f"{prompt.where} has no column {name!r}, only {', '.join(prompt.columns) or 'none'}")
+        there = f"only {', '.join(prompt.columns)}" if prompt.columns else "and no other beside the prompt's"
+        raise ValueError(f"{prompt.where} has no column {name!r}, {there}")
     return value
 
 

@@ -241,9 +241,12 @@ class Rewards:
         kind, index, texts, *_ = job
         at, prompt = said["at"], self.prompts[index]
         which = f"completion {at}, {texts[at]!r:.80}," if at is not None else f"the {len(texts)} completions"
+        out = "correct the function, or return None where there is no reward"
+        if self.functions[kind].named:
+            out = "correct the data, or choose another of rl.reward_funcs"
         return DataError(
-            f"the reward {self.names[kind]} failed on {which} of prompt {prompt.id} ({prompt.where}): {said['error']}; "
-            "correct the function, or return None where there is no reward"
+            f"the reward {self.names[kind]} failed on {which} of prompt {prompt.id} ({prompt.where}): "
+            f"{said['error']}; {out}"
         )
 
     def _spread(self, jobs: Sequence[Any]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from megalith.config import CheckpointConfig, RunConfig
 from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, printable
 from megalith.launch.hang_watch import open_watch
 from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
@@ -120,7 +120,10 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
             and result.ended == "train_iters"
             and not is_exported
         ):
-            export_hf(result.checkpoint, exported, replace=True)
+            written = export_hf(result.checkpoint, exported, replace=True)
+            for note in written.notes:
+                print(f"note: {printable(note)}", flush=True)
+            print(f"wrote {printable(written.path)} ({written.family.architecture})", flush=True)
         return result
 
 

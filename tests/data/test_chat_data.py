@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalith.config.data import DataConfig
 from megalith.config.rl import DpoConfig, SftConfig
 from megalith.data.chat import samples as sample_files
-from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch
+from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples
@@ -249,6 +250,15 @@ def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monke
     Path("alpaca.json").write_text(json.dumps(rows))
     with pytest.raises(DataError, match=r"alpaca.json entry 2 \(sample 2\)"):
         read_samples([Path("alpaca.json")], None, sft, 8, 60)
+
+
+def test_a_validation_share_too_small_for_a_sample_is_said(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    data, sft = DataConfig(data_path=str(tmp_path / "one.jsonl"), split="90,10,0", seq_length=8), SftConfig()
+    found = open_chat_data(data, sft, None, 60, 0, tmp_path / "cache")
+    assert found.valid is None and "valid: none of the 1 samples, by data.split 90,10,0" in found.notes[1]
+    whole = open_chat_data(data.model_copy(update={"split": "1"}), sft, None, 60, 0, tmp_path / "cache")
+    assert len(whole.notes) == 1
 
 
 def test_tools_and_keywords_reach_the_template():

@@ -366,6 +366,24 @@ def test_the_models_dropout_and_positions_are_its_own():
     assert settings(kind="gpt2", hidden_dropout=0.25)[0].model.hidden_dropout == 0.25
 
 
+def test_a_single_process_that_fails_gives_its_exit_code_and_what_was_passed_over_is_said(
+    monkeypatch, capsys
+):
+    def fails(args):
+        raise subprocess.CalledProcessError(3, ["python"])
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fails)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "/nowhere")
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert main(["accelerate", "launch", "--num_processes", "2", "script.py"]) == 3
+    assert (
+        "starts one process, whatever --num_processes says; for 2 give --multi_gpu" in capsys.readouterr().err
+    )
+    assert main(["accelerate", "launch", "--num_processes", "2", "--multi_gpu", "script.py"]) == 3
+    assert main(["accelerate", "launch", "script.py"]) == 3
+    assert capsys.readouterr().err == ""
+
+
 def test_processes_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):
         fresh_accelerator(tp_degree=2)

@@ -246,6 +246,9 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     assert not (tmp_path / "pretrain_gpt.py").exists()
     with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):
         run_command(["run", "nowhere.sh"])
+    (tmp_path / "windows.sh").write_bytes(b"ARGUMENTS=(--num-layers 2)\r\npython pretrain_gpt.py\r\n")
+    with pytest.raises(ConfigError, match=r"windows\.sh has Windows' line ends.*: sed -i 's/\\r\$//' "):
+        run_command(["run", str(tmp_path / "windows.sh")])
 
 
 def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_sort_counts_the_places_that_are_right():
 
 
 def test_a_missing_column_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"line 1 has no column 'answer', only x"):
+    with pytest.raises(DataError, match=r"line 1 has no column 'answer', only x; correct the data, or"):
         Rewards(["gsm8k"], [prompt(x=1)], longest=10)([(0, ["#### 1"], [[1]])])
 
 

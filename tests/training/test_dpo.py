@@ -167,6 +167,7 @@ def test_the_example_trains_evaluates_resumes_and_exports(prepared, capsys):
     assert main([*deterministic, "--train.output_dir", "whole", "--checkpoint.export_hf", "true"]) == 0
     out = capsys.readouterr().out
     assert "train: 57 samples in 2 × 57 rows of 80" in out and "rewards/accuracies: " in out
+    assert out.endswith("wrote whole/hf_model (LlamaForCausalLM)\n")
     records = read_records("whole/metrics.jsonl")
     assert records[0]["loss"] == pytest.approx(0.6931472) and records[0]["rewards/margins"] == 0
     for one in records:  # what is trained on, of 16 rows: not the padding, which is two thirds

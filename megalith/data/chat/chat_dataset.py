@@ -21,7 +21,7 @@ from megalith.config.rl import ChatConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.chat.conversations import chat_files
 from megalith.data.chat.samples import Samples, cached_samples
-from megalith.data.dataset import SPLITS, split_ranges
+from megalith.data.dataset import SPLITS, parse_split, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 
@@ -195,7 +195,7 @@ def open_chat_data(
         for each in files
     ]
     if len(files) == 1:
-        ranges = split_ranges(data.split, len(of_files[0]))
+        bounds, ranges = parse_split(data.split), split_ranges(data.split, len(of_files[0]))
         of_files *= len(SPLITS)
     else:
         ranges = [(0, len(samples)) if samples else (0, 0) for samples in of_files]
@@ -205,6 +205,10 @@ def open_chat_data(
     for name, samples, (first, last) in zip(SPLITS, of_files, ranges):
         if first == last:
             parts.append(None)
+            if name == "valid" and len(files) == 1 and bounds[1] < bounds[2]:
+                notes.append(
+                    f"valid: none of the {len(samples):,} samples, by data.split {data.split}; nothing is evaluated"
+                )
             continue
         rows = ChatDataset(samples, first, last, longest, packing=chat.packing, seed=seed, padding=padding)
         parts.append(rows)

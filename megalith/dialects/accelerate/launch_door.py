@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -73,8 +74,27 @@ def launch(words: list[str]) -> int:
     ]
     args.training_script, args.module = MODULE, True
     choose_megatron(args)
-    theirs.launch_command(args)
+    if note := _one_process_note(args):
+        print(note, file=sys.stderr)
+    try:
+        theirs.launch_command(args)
+    except subprocess.CalledProcessError as error:  # of a single process, which has said why
+        return error.returncode
     return 0
+
+
+def _one_process_note(args: Any) -> str:
+    """What `--num_processes` above 1 needs where Accelerate's launcher passes over it: no GPUs, and no type named."""
+    import torch
+
+    types = (args.multi_gpu, args.use_megatron_lm, args.use_deepspeed, args.use_fsdp, args.tpu, args.cpu)
+    count = args.num_processes or 1
+    if count < 2 or any(types) or torch.accelerator.is_available() or "distributed_type" in _file_of(args):
+        return ""
+    return (
+        f"note: without GPUs Accelerate's launcher starts one process, whatever --num_processes says; for {count} "
+        "give --multi_gpu or --use_megatron_lm too"
+    )
 
 
 def act_in_launcher() -> None:

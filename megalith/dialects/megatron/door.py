@@ -111,6 +111,7 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
             print(result.to_yaml(), end="")
         else:
             Path(own.emit).write_text(result.to_yaml(), encoding="utf-8")
+            print(f"wrote {printable(own.emit)}", file=sys.stderr)
         return 0
     if own.nproc is not None:
         from megalith.launch.launcher import launch
@@ -202,6 +203,11 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}; give the path of a shell script")
+    if b"\r\n" in Path(script).read_bytes():
+        raise ConfigError(
+            f"{script} has Windows' line ends, which bash takes for a part of each line; remove them: "
+            f"sed -i 's/\\r$//' {script}"
+        )
     with tempfile.TemporaryDirectory(prefix="megalith-megatron-") as folder:
         install(folder)
         wrappers = Path(folder) / "bin"
