@@ -137,7 +137,9 @@ class ModelConfig(HybridModel):
     moe_expert_capacity_factor: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """In training an expert takes this times its even share of a micro-batch's tokens, drops others. Absent: all."""
 
-    moe_token_drop_policy: Annotated[Literal["probs", "position"], Decides.UPDATES] = "probs"
+    moe_token_drop_policy: Annotated[
+        Literal["probs", "position"], Decides.UPDATES, Needs("moe_expert_capacity_factor")
+    ] = "probs"
     """Tokens beyond the capacity that are dropped: those with the lowest weights, or those furthest back."""
 
     moe_pad_expert_input_to_capacity: Annotated[

@@ -10,6 +10,7 @@ from megalith.config.base import KEPT, Needs, Section
 
 FULL = Needs("recompute_granularity", "full", strict=True)
 EXPERTS = Needs("model.num_experts", strict=True)
+STAGES = Needs("pipeline_model_parallel_size", above=1)
 
 
 class ParallelConfig(Section):
@@ -51,10 +52,10 @@ class ParallelConfig(Section):
     decoder_last_pipeline_num_layers: PositiveInt | None = None
     """Layers on the last pipeline rank, where it should hold fewer or more than the others."""
 
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, STAGES] = False
     """Counts the embedding as a layer when layers are split evenly, so the first stage holds one layer less."""
 
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: Annotated[bool, STAGES] = False
     """Counts head and loss as a layer when layers are split evenly, so the last stage holds one layer less."""
 
     pipeline_model_parallel_layout: str | None = None

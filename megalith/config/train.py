@@ -261,7 +261,9 @@ class TrainConfig(Section):
     fsdp_unsharded_layers alone. `auto`: where it takes no more memory, or a step casts them more than once and memory
     is expected to suffice."""
 
-    moe_cache_weights: Annotated[bool | Literal["auto"], Needs("model.num_experts")] = "auto"
+    moe_cache_weights: Annotated[
+        bool | Literal["auto"], Needs("model.num_experts"), Needs("precision", "bf16", "fp16")
+    ] = "auto"
     """Experts' weights are cast once a step, for all its passes, in two bytes a parameter; off, where they are used.
     Not what FSDP gathers, which is cast by then. `auto`: where memory is expected to suffice."""
 

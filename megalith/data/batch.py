@@ -27,8 +27,8 @@ class BoundaryRules:
         asked = [f.name for f in fields(self) if f.name != "eod" and getattr(self, f.name)]
         if asked and self.eod is None:
             raise ConfigError(
-                f"{' and '.join(asked)} ask where documents end, but the tokenizer has no end-of-document "
-                "token; use a tokenizer that has one, or turn them off"
+                f"{' and '.join(asked)} {'ask' if asked[1:] else 'asks'} where documents end, but the tokenizer has no "
+                "end-of-document token; use a tokenizer that has one, or turn them off"
             )
 
 

@@ -67,10 +67,14 @@ READ_WITH = {
         ("parallel.recompute_modules=[mlp]", "parallel.recompute_granularity=selective"),
     "parallel.recompute_granularity full":
         ("parallel.recompute_num_layers=2", "parallel.recompute_granularity=full"),
+    "parallel.pipeline_model_parallel_size above 1":
+        ("parallel.account_for_loss_in_pipeline_split=true", "parallel.pipeline_model_parallel_size=2"),
     "parallel.context_parallel_size above 1":
         ("parallel.cp_comm_type=a2a", "parallel.context_parallel_size=2"),
     "parallel.expert_model_parallel_size above 1":
         ("parallel.moe_static_dispatch=true", "parallel.expert_model_parallel_size=2 model.num_experts=8"),
+    "model.moe_expert_capacity_factor":
+        ("model.moe_token_drop_policy=position", "model.moe_expert_capacity_factor=2"),
     "model.num_experts":
         ("model.moe_router_topk=4 parallel.moe_token_dispatcher_type=allgather", "model.num_experts=8"),
     "model.position_embedding_type rope":
@@ -98,6 +102,8 @@ READ_WITH = {
         ("parallel.fsdp_unsharded_layers=1", "parallel.data_parallel_sharding_strategy=optim_grads_params"),
     "optim.optimizer_cpu_offload true":
         ("optim.optimizer_offload_fraction=0.5", "optim.optimizer_cpu_offload=true"),
+    "train.precision bf16 or fp16":
+        ("train.moe_cache_weights=true", "train.precision=bf16"),
     "train.precision fp16":
         ("optim.hysteresis=3", "train.precision=fp16"),
     "train.fp8_format":
@@ -173,6 +179,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
     if need.endswith("no_shard"):
         off = ["parallel.data_parallel_sharding_strategy=optim"]
+    if need.endswith(("capacity_factor", "bf16 or fp16")):
+        off = ["model.num_experts=8"]
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
