@@ -43,8 +43,8 @@ class LastingStream:
         ) as error:  # ValueError: a file that was closed, a character it has no code for
             if not self.failed:
                 self.failed = True
-                told = f"warning: {self._name} cannot be written ({error}); the run goes on, its folder has the log"
-                print(told, file=sys.stderr)
+                told = f"{self._name} cannot be written ({error}); the command goes on, a run's log is in its folder"
+                print(f"warning: {told}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -366,12 +366,14 @@ def test_the_models_dropout_and_positions_are_its_own():
     assert settings(kind="gpt2", hidden_dropout=0.25)[0].model.hidden_dropout == 0.25
 
 
-def test_a_single_process_that_fails_gives_its_exit_code_and_what_was_passed_over_is_said(
-    monkeypatch, capsys
+def test_a_process_that_fails_gives_its_exit_code_and_what_cannot_start_is_said(
+    tmp_path, monkeypatch, capsys
 ):
     def fails(args):
         raise subprocess.CalledProcessError(3, ["python"])
 
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fails)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "/nowhere")
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
@@ -382,6 +384,8 @@ def test_a_single_process_that_fails_gives_its_exit_code_and_what_was_passed_ove
     assert main(["accelerate", "launch", "--num_processes", "2", "--multi_gpu", "script.py"]) == 3
     assert main(["accelerate", "launch", "script.py"]) == 3
     assert capsys.readouterr().err == ""
+    assert main(["accelerate", "launch", "nowhere.py"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no script nowhere.py; give")
 
 
 def test_processes_that_do_not_divide_are_refused():
