@@ -29,6 +29,7 @@ class Rename:
 class Choose:
     path: str
     values: dict[Any, Any]
+    off: str | None = None  # what null sets to false; None: null sets nothing
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.clip_ratio":                                  Rename("rl.epsilon"),
     "rl.use_kl_loss":                                 Choose("rl.beta", {True: None, False: 0.0}),
     "rl.loss_mode":                                   Choose("rl.importance_sampling_level", {"vanilla": "token", "gspo": "sequence"}),
-    "rl.rollout_is":                                  Choose("rl.vllm_importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"}),
+    "rl.rollout_is":                                  Choose("rl.vllm_importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"}, off="rl.vllm_importance_sampling_correction"),  # verl
     "rl.rollout_is_threshold":                        Rename("rl.vllm_importance_sampling_clip_max"),
     "rl.bypass_mode":                                 Choose("rl.old_logprobs", {True: "rollout", False: "policy"}),
     "rl.truncated_importance_sampling_type":          Choose("rl.vllm_importance_sampling_mode", {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "geometric_mask"}),  # NeMo-RL
@@ -259,6 +260,8 @@ def _target(name: str, value: Any) -> str:
     meaning = ALIASES.get(name)
     if isinstance(meaning, Rename) and meaning.for_url and is_url(value):
         return meaning.for_url
+    if isinstance(meaning, Choose) and meaning.off and value is None:
+        return meaning.off
     return meaning.path if isinstance(meaning, Rename | Choose | Derive) else name
 
 
@@ -288,7 +291,8 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                     notes.append(f"{name} = {value} sets {path} = {computed}: {note}")
             case Choose(path=path, values=values):
                 _check_taken(name, value, bool if True in values else tuple(values))
-                _set(tree, path, values.get(value), name)
+                target = _target(name, value)
+                _set(tree, target, values.get(value) if target == path else False, name)
     return notes
 
 

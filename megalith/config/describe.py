@@ -114,8 +114,9 @@ def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str,
             return {"type": _JSON_TYPES[takes], **words}
         case Derive(takes=takes):
             return {"type": _JSON_TYPES[takes], **words}
-        case Choose(values=values):
-            return {"type": "boolean", **words} if True in values else {"enum": list(values), **words}
+        case Choose(values=values, off=off):
+            taken = [*values, None] if off else list(values)
+            return {"type": "boolean", **words} if True in values else {"enum": taken, **words}
 
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -131,11 +132,12 @@ def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
     match meaning:
         case Rename(path=path, for_url=for_url):
             return path + (f"; a URL: {for_url}" if for_url else "")
-        case Choose(path=path, values=values):
+        case Choose(path=path, values=values, off=off):
             spelled = values if True not in values else {"true": values[True]}
             if spelled.get("true", True) is None:
                 spelled = {"false": values[False]}
-            return "; ".join(f"{value}: {path} = {own}" for value, own in spelled.items())
+            each = [f"{value}: {path} = {own}" for value, own in spelled.items()]
+            return "; ".join([*each, *([f"null: {off} = false"] if off else [])])
         case Derive(path=path, note=note):
             return f"sets {path}" + (f": {note}" if note else "")
         case Already(note=note):

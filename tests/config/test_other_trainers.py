@@ -82,6 +82,7 @@ rl.multi_objective_aggregation           sum_then_normalize     rl.scale_rewards
 rl.use_importance_sampling_correction    false                  rl.vllm_importance_sampling_correction false
 rl.rollout_is                            token                  rl.vllm_importance_sampling_mode token_truncate
 rl.rollout_is                            sequence               rl.vllm_importance_sampling_mode sequence_truncate
+rl.rollout_is                            null                   rl.vllm_importance_sampling_correction false
 rl.rollout_is_threshold                  2.0                    rl.vllm_importance_sampling_clip_max   2.0
 rl.truncated_importance_sampling_type    tis                    rl.vllm_importance_sampling_mode token_truncate
 rl.truncated_importance_sampling_type    icepop                 rl.vllm_importance_sampling_mode       token_mask
