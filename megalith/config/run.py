@@ -136,6 +136,16 @@ class RunConfig(Section):
             tree.setdefault(section, {})[field] = value
         return self._validated(tree, self._notes)
 
+    def with_known(self, settings: Mapping[str, Any]) -> RunConfig:
+        """The same for values of our own, which need no check: a search tries thousands."""
+        sections: dict[str, dict[str, Any]] = {}
+        for path, value in settings.items():
+            section, _, field = path.partition(".")
+            sections.setdefault(section, {})[field] = value
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
+
     def to_tree(self) -> Tree:
         """Every field with its value, as plain dicts."""
         return self.model_dump(mode="json")

@@ -209,8 +209,12 @@ class MetaModel:
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
     """The numbers of the layers of these chunks, with those of multi-token prediction beside the head."""
-    further = {True: model.further_layers, False: []}
-    return [number for chunk in chunks for number in (*chunk.layers, *further[chunk.head])]
+    found: list[int] = []
+    for chunk in chunks:
+        found += chunk.layers
+        if chunk.head:
+            found += model.further_layers
+    return found
 
 
 def _part(name: str, module: nn.Module) -> str:

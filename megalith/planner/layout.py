@@ -349,8 +349,7 @@ def with_casts(config: RunConfig) -> list[RunConfig]:
     train = config.train
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return [config]
-    each = {value: train.model_copy(update={"fp8_cache_weights": value}) for value in (True, False)}
-    on, off = (config.model_copy(update={"train": each[value]}) for value in (True, False))
+    on, off = (config.with_known({"train.fp8_cache_weights": value}) for value in (True, False))
     return [on, off] if casts_weights_once(on) else [off]
 
 

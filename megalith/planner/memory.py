@@ -118,10 +118,12 @@ class StageMemory:
         self.numbers = layers_of(config.model, chunks)
         self.layers = len(self.numbers)
         self.held = self.layers if layers_held is None else layers_held
-        in_fp8 = sum(is_in_fp8(number, config) for number in self.numbers) if config.train.fp8_format else 0
+        in_fp8 = once = 0
+        if config.train.fp8_format:
+            in_fp8 = sum(is_in_fp8(number, config) for number in self.numbers)
+            once = sum(len(cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks)
         self.fp8 = in_fp8 / max(self.layers, 1)
         """The share of the layers that compute in FP8."""
-        once = sum(len(cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks)
         self.cast_once = once / max(self.layers, 1)
         """The share of them whose weights are cast once a step."""
         here = meta.in_layers(self.numbers)

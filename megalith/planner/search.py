@@ -13,7 +13,7 @@ import heapq
 from bisect import bisect, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megalith.config import RunConfig
@@ -206,24 +206,15 @@ class _Search:
         sizes = sorted(least for least, _ in every)
         most = max(sizes[: bisect(sizes, self.answer.usable) + nearest], default=0)
         near = [candidate for least, candidate in every if least <= most]
-        optim = {path.partition(".")[2]: value for path, value in more.items()}
         for each in near:
-            chosen = each.chosen.model_copy(update={"optim": each.chosen.optim.model_copy(update=optim)})
+            chosen = each.chosen.with_known(more)
             self._recompute(replace(each, chosen=chosen, settings=each.settings | more))
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
         """None where the trainer refuses it."""
-        sections: dict[str, dict[str, Any]] = {}
-        for path, value in settings.items():
-            section, _, name = path.partition(".")
-            sections.setdefault(section, {})[name] = value
-        # Unchecked: the values are those of candidates.py.
-        given = {
-            name: getattr(self.clean, name).model_copy(update=values) for name, values in sections.items()
-        }
         try:
-            chosen, _ = with_fastest(self.clean.model_copy(update=given), self.machine)
+            chosen, _ = with_fastest(self.clean.with_known(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
@@ -268,10 +259,9 @@ class _Search:
 
     def _try(self, candidate: _Candidate, way: dict[str, Any]) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
-        chosen, assignment = candidate.chosen, candidate.assignment
+        named = {PARALLEL + name: value for name, value in way.items()}
         try:
-            parallel = chosen.parallel.model_copy(update=way)  # unchecked: the values are those of RECOMPUTED
-            config = chosen.model_copy(update={"parallel": parallel})
+            config = candidate.chosen.with_known(named)
             check_parallel(config, self.world)
             check_fp8(config)
         except ConfigError as error:
@@ -279,8 +269,8 @@ class _Search:
             return None
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
-        config, memory = self._gathered(config, assignment, micro_batches)
-        settings = candidate.settings | {PARALLEL + name: value for name, value in way.items()}
+        config, memory = self._gathered(config, candidate.assignment, micro_batches)
+        settings = candidate.settings | named
         if max(each.total for each in memory) > self.answer.usable:
             return PlannedLayout(config, settings, self.world, memory)
         return self._timed(config, settings, memory, exact=False)
@@ -301,9 +291,9 @@ class _Search:
         if not auto or config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
             return config, self._memory(config, assignment, micro_batches)
 
+        @cache
         def keeping(number: int) -> tuple[RunConfig, list[MemoryEstimate]]:
-            parallel = config.parallel.model_copy(update={"fsdp_unsharded_layers": number})
-            kept = config.model_copy(update={"parallel": parallel})
+            kept = config.with_known({SHARDED[1]: number})
             return kept, self._memory(kept, assignment, micro_batches)
 
         def expected(number: int) -> int:

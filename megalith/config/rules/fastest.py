@@ -68,7 +68,7 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         told.append(f"parallel.reduce_scatter_with_fp32_accumulation {str(near).lower()} ({why})")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
         found["train.fp8_cache_weights"] = parallel.keeps_layers_whole
-    return config.with_settings(found) if found else config, told
+    return config.with_known(found) if found else config, told
 
 
 def line_of(told: list[str]) -> list[str]:
@@ -90,7 +90,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     encoder, all-to-alls."""
     parallel = config.parallel
     if config.model.encoder_layers:
-        chosen = config.with_settings({"parallel.cp_comm_type": "a2a"})
+        chosen = config.with_known({"parallel.cp_comm_type": "a2a"})
         return chosen, "the one that takes cross-attention"
     size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tensor
@@ -98,7 +98,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     most = max((d for d in near if heads % d == 0), default=1)
     ranks = f"the {heads} heads of a tensor-parallel rank over ranks of one host"
     if most == size:
-        return config.with_settings({"parallel.cp_comm_type": "a2a"}), ranks
+        return config.with_known({"parallel.cp_comm_type": "a2a"}), ranks
     if most == 1:
         over = " or ".join(str(d) for d in near if d > 1)
         why = f"the heads of a tensor-parallel rank, {heads}, do not divide over {over} ranks of one host"
@@ -106,10 +106,10 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
             why = f"CP {size} × TP {tensor} does not divide over hosts of {machine.ranks_per_host} ranks"
         if machine.ranks_per_host <= tensor:
             why = "no two of its ranks share a host"
-        return config.with_settings({"parallel.cp_comm_type": "p2p"}), why
+        return config.with_known({"parallel.cp_comm_type": "p2p"}), why
     levels = [most, size // most]
     two = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
-    return config.with_settings(two), f"{ranks}, {most} at a time, a ring between the {size // most}"
+    return config.with_known(two), f"{ranks}, {most} at a time, a ring between the {size // most}"
 
 
 def _exchanges_heads(config: RunConfig) -> bool:
@@ -128,7 +128,7 @@ def _obstacle(config: RunConfig, machine: Machine) -> str:
         return f"a layer's {work / 1e12:.2g} TFLOP are done before the host has launched two halves of them"
     try:
         if config.train.fp8_format is not None:
-            check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
+            check_fp8(config.with_known({"parallel.tp_comm_overlap": True}))
     except ConfigError:
         return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
     return ""

@@ -50,12 +50,9 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
     Raises ConfigError where that is not a whole number.
     """
-    sizes = {
-        "pipeline": parallel.pipeline_model_parallel_size,
-        "context": parallel.context_parallel_size,
-        "tensor": parallel.tensor_model_parallel_size,
-    }
-    product = math.prod(sizes.values())
+    pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    sizes = {"pipeline": pipeline, "context": context, "tensor": parallel.tensor_model_parallel_size}
+    product = pipeline * context * sizes["tensor"]
     if world_size % product == 0:
         return world_size // product
     ways_out = [
