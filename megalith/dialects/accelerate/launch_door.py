@@ -67,7 +67,7 @@ def launch(words: list[str]) -> int:
         raise ConfigError(
             "--no_python starts a program that is no Python script; megalith accelerate launch needs one"
         )
-    if not args.module and not args.no_python and not Path(args.training_script).exists():
+    if not args.module and not Path(args.training_script).exists():
         raise ConfigError(f"there is no script {args.training_script}; give the path of a Python script")
     args.training_script_args = [
         *(["-m"] if args.module else []),
