@@ -32,7 +32,7 @@ from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule
+from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, short_schedule
 from megalith.planner.candidates import CHEAP, PARALLEL, RECOMPUTED, SHARDS
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of
 from megalith.planner.memory import MemoryEstimate, StageMemory
@@ -111,7 +111,9 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
         parallel.tensor_model_parallel_size,
     )
     meta = meta or MetaModel(config.model, config.lora)
-    assignment, schedule, micro_batches = _scheduled(config, dp)
+    assignment, micro_batches = assign_layers(config.model, parallel), _micro_batches(config, dp)
+    several = parallel.pipeline_model_parallel_size > 1
+    schedule = run_schedule(parallel, micro_batches) if several else None
     stages = [
         stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
     ]
@@ -132,20 +134,23 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
     )
 
 
-def _scheduled(config: RunConfig, dp: int) -> tuple[list[list[Stage]], Schedule | None, int]:
-    """The stages, their schedule where they are several, and the micro-batches of a step."""
+def _micro_batches(config: RunConfig, dp: int) -> int:
+    """Of a step."""
     batch = BatchSizeSchedule.from_config(config.train, dp)
-    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
-    several = config.parallel.pipeline_model_parallel_size > 1
-    schedule = run_schedule(config.parallel, micro_batches) if several else None
-    return assign_layers(config.model, config.parallel), schedule, micro_batches
+    return batch.global_batch_size // (config.train.micro_batch_size * dp)
 
 
 def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> int:
     """Bytes that are expected on the rank that has most."""
     meta = meta or MetaModel(config.model, config.lora)
-    assignment, *schedule = _scheduled(config, data_parallel_size(config.parallel, world_size))
-    stages = (stage_layout(config, meta, world_size, chunks, *schedule) for chunks in assignment)
+    parallel = config.parallel
+    micro_batches = _micro_batches(config, data_parallel_size(parallel, world_size))
+    several = parallel.pipeline_model_parallel_size > 1
+    schedule = short_schedule(parallel, micro_batches)[0] if several else None
+    assignment = assign_layers(config.model, parallel)
+    stages = (
+        stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
+    )
     return max(stage.memory.total for stage in stages)
 
 

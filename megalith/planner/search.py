@@ -25,7 +25,7 @@ from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
-from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind
+from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, short_schedule
 from megalith.planner.candidates import (
     ACTIVATIONS,
     BY_MEMORY,
@@ -43,7 +43,7 @@ from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory, saved_activations
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout
 from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
-from megalith.planner.step_time import short_schedule, step_time
+from megalith.planner.step_time import step_time
 from megalith.progress import Progress
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts

@@ -16,9 +16,8 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
-from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind
+from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, short_schedule
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.memory import moment_bytes
@@ -28,7 +27,6 @@ from megalith.planner.traffic import hidden_bytes
 
 UPDATE = 4 + 2 * 12  # bytes a parameter: norm; gradient, weight and moments read, weight and moments written
 WAITS = 1.012  # ranks for the slowest
-LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
 
 PARTS = (
     "GEMMs",
@@ -114,16 +112,6 @@ def caution(config: RunConfig) -> str:
         f"attention of documents and windows was measured at head dims {measured}, not at {model.head_dim}: its time "
         "is taken from those and is likely too short"
     )
-
-
-def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
-    """That of as many micro-batches as show its form, and how many are left out of it."""
-    most = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
-    most = max(most, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
-    rest = max(micro_batches - most, 0)
-    unit = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
-    rest = rest // unit * unit
-    return run_schedule(parallel, micro_batches - rest), rest
 
 
 def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:

@@ -9,8 +9,9 @@ from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.rules.run_rules import check_training
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
+from megalith.parallel.pipeline.schedules import check_schedule
 from megalith.parallel.pipeline.simulate import few_micro_batches_warning
-from megalith.parallel.pipeline.stages import assign_layers, run_schedule, virtual_size
+from megalith.parallel.pipeline.stages import assign_layers, run_schedule, schedule_kind, virtual_size
 
 
 def check_layout(config: RunConfig, world_size: int) -> list[str]:
@@ -38,5 +39,9 @@ def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]
     assign_layers(config.model, parallel)
     if stages == 1:
         return []
-    schedules = [run_schedule(parallel, count) for count in sorted(set(micro_batches))]
-    return [warning for schedule in schedules if (warning := few_micro_batches_warning(schedule))]
+    kind, group = schedule_kind(parallel), parallel.microbatch_group_size_per_virtual_pipeline_stage
+    counts = sorted(set(micro_batches))
+    for count in counts:
+        check_schedule(kind, stages, count, virtual, group)
+    few = [run_schedule(parallel, count) for count in counts if count < stages]
+    return [warning for schedule in few if (warning := few_micro_batches_warning(schedule))]

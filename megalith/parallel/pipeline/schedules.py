@@ -89,6 +89,15 @@ def build_schedule(
     `group` is for `interleaved` alone: how many micro-batches go through a chunk at a time (default: `stages`).
     Raises ConfigError for sizes that the schedule cannot take, with sizes that it can.
     """
+    check_schedule(kind, stages, micro_batches, virtual, group)
+    group = group or stages
+    order = SCHEDULES[kind]
+    actions = [order(rank, stages, micro_batches, virtual, group) for rank in range(stages)]
+    return Schedule(kind, stages, micro_batches, virtual, group, actions)
+
+
+def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, group: int | None) -> None:
+    """What `build_schedule` raises, however many micro-batches there are."""
     if kind not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule is {kind!r}; choose one of {', '.join(SCHEDULES)}")
     for name, value in (
@@ -110,10 +119,6 @@ def build_schedule(
             f"pipeline_schedule {kind} has one chunk of layers on each rank, but "
             f"virtual_pipeline_model_parallel_size is {virtual}; set it to 1, or pipeline_schedule to interleaved"
         )
-    group = group or stages
-    order = SCHEDULES[kind]
-    actions = [order(rank, stages, micro_batches, virtual, group) for rank in range(stages)]
-    return Schedule(kind, stages, micro_batches, virtual, group, actions)
 
 
 def build_forward_schedule(stages: int, micro_batches: int, virtual: int = 1) -> Schedule:

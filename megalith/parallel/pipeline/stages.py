@@ -34,6 +34,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule
 from megalith.parallel.seams import plug
 
+LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
 _LONGEST_LAYOUT = 100_000  # letters after repetition; no model has as many layers
 
 
@@ -109,6 +110,16 @@ def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
         virtual_size(parallel),
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
+    """That of as many micro-batches as show its form, and how many are left out of it."""
+    most = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
+    most = max(most, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
+    rest = max(micro_batches - most, 0)
+    unit = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
+    rest = rest // unit * unit
+    return run_schedule(parallel, micro_batches - rest), rest
 
 
 def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -> list[Transformer]:
