@@ -54,18 +54,8 @@ COMPARISONS = (
         PER_GPU,
         Bar("Megalith", LLAMA, "both in one micro-batch", PER_GPU),
         (
-            Bar(
-                "liger-kernel, a sequence at a time",
-                LLAMA,
-                "transformers with liger-kernel",
-                PER_GPU,
-            ),
-            Bar(
-                "compiled FSDP2, a sequence at a time",
-                LLAMA,
-                "transformers, layers compiled",
-                PER_GPU,
-            ),
+            Bar("liger-kernel, a sequence at a time", LLAMA, "transformers with liger-kernel", PER_GPU),
+            Bar("compiled FSDP2, a sequence at a time", LLAMA, "transformers, layers compiled", PER_GPU),
         ),
         "two calls, one after the other",
         "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 15 --warmup 5; "

@@ -293,7 +293,7 @@ class _Search:
 
         @cache
         def keeping(number: int) -> tuple[RunConfig, list[MemoryEstimate]]:
-            kept = config.with_known({SHARDED[1]: number})
+            kept = config.with_known({PARALLEL + "fsdp_unsharded_layers": number})
             return kept, self._memory(kept, assignment, micro_batches)
 
         def expected(number: int) -> int:

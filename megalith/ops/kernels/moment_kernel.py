@@ -20,6 +20,7 @@ from megalith.ops.kernels.loss_kernel import mix
 
 ELEMENTS, WARPS = 2048, 8  # a program's part: as many blocks as it holds, one at least
 FAR = tl.constexpr(1e-30)  # where the largest of a block is less, its reciprocal could be infinite
+NO_LESS = tl.constexpr(1 + 2**-21)  # so that it has its own code, however its reciprocal rounds
 
 
 @triton.jit
@@ -75,11 +76,8 @@ def _store(values, scales, code, moment, random, places, here, rows, there, SIGN
         largest = tl.max(tl.abs(moment), 1)
         tl.store(scales + rows, largest, mask=there)
         far = tl.where(largest < FAR, 1 / FAR, 1.0)
-        inverse = 1 / tl.where(largest > 0, largest * far, 1.0)
+        inverse = NO_LESS / tl.where(largest > 0, largest * far, 1.0)
         x = moment * far[:, None] * inverse[:, None]
-        # Which a reciprocal may have rounded: a checkpoint has the scale as the largest that there is.
-        is_largest = tl.abs(moment) == tl.where(largest > 0, largest, 1.0)[:, None]
-        x = tl.where(is_largest, tl.where(moment < 0, -1.0, 1.0), x)
         codes = _coded(x, random, code, SIGNED)
         if not SIGNED:
             codes = tl.where(moment > 0, tl.maximum(codes, 1), 0)
