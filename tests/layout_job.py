@@ -18,7 +18,7 @@ from megalith.config.rules.fastest import with_fastest
 from megalith.errors import TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
-from megalith.parallel.data.data_parallel import SumInFp32
+from megalith.parallel.data.data_parallel import ReduceScatter
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
@@ -104,22 +104,27 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
 
 def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[float, list[int]]:
     """Steps of one, two and one micro-batches whose gradients are exchanged late, and before the last of them one that
-    ends by an exception, in the forward pass of its second micro-batch. Which part of the bytes of layers' gradients
-    lies in memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of
-    them are asked for on FSDP2's stream."""
+    ends by an exception, in the forward pass of its second micro-batch. Which part of the gradients' bytes lies in
+    memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of them are
+    asked for on FSDP2's stream."""
     device = prepare_process(config, dist.get_rank())
     config, _ = with_fastest(config, machine_of(config, device))
-    run, exchange = build(config), dist.all_to_all_single
-    sums, inside, total = [], 0, 0
+    run, sums, inside, total = build(config), [], 0, 0
 
-    def late(*arguments, **how):
-        torch.cuda._sleep(20_000_000)  # cycles: 10 ms
-        return exchange(*arguments, **how)
+    def late(collective):
+        def call(*arguments, **how):
+            torch.cuda._sleep(20_000_000)  # cycles: 10 ms
+            return collective(*arguments, **how)
 
-    kept = mock.patch.object(SumInFp32, "_becomes_gradient", lambda exchange: False)
+        return call
+
+    exchanges = "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"
+    kept = mock.patch.object(ReduceScatter, "_becomes_gradient", lambda reduction: False)
     with (
         kept if own_stream else contextlib.nullcontext(),
-        mock.patch.object(dist, "all_to_all_single", late),
+        mock.patch.multiple(
+            dist, **{name: late(getattr(dist, name)) for name in exchanges if hasattr(dist, name)}
+        ),
         run.data.train_loader(0, 0, run.device) as batches,
     ):
         for micro_batches in 1, 2, 1:
@@ -139,7 +144,7 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
 
 
 def _bits_and_places(run: Run) -> tuple[list[int], int, int]:
-    """Two sums of the bits of all gradients; of layers' bytes those in memory of the current stream, and all."""
+    """Two sums of the bits of all gradients; their bytes in memory of the current stream, and all."""
     stream = torch.cuda.current_stream().cuda_stream
     segments = [
         range(each["address"], each["address"] + each["total_size"])
@@ -148,11 +153,9 @@ def _bits_and_places(run: Run) -> tuple[list[int], int, int]:
     ]
     sums, inside, total = torch.zeros(2, dtype=torch.int64, device=run.device), 0, 0
     for chunk in run.model.chunks:
-        for name, parameter in chunk.named_parameters():
-            grad = local(parameter.grad)
-            if name.startswith("layers."):
-                total += grad.nbytes
-                inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
+        for grad in (local(parameter.grad) for parameter in chunk.parameters()):
+            total += grad.nbytes
+            inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
             bits = grad.flatten().view(torch.int32).long()
             places = torch.arange(1, len(bits) + 1, device=run.device)
             sums += torch.stack([bits.sum(), (bits * places).sum()])

@@ -72,7 +72,8 @@ def main() -> None:
         synchronize()
         start = time.perf_counter()
         for micro_batch in ids:
-            loss = loss_of(micro_batch[:, :-1], micro_batch[:, 1:]) / args.micro_batches
+            tokens, labels = micro_batch[:, :-1].contiguous(), micro_batch[:, 1:].contiguous()
+            loss = loss_of(tokens, labels) / args.micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()

@@ -46,9 +46,8 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
             continue
         given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
         cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        # Else FSDP2's gradients cannot take the place of activations (SumInFp32), and a memory so full is in pieces.
-        reused = strategy in PASS_BY_PASS and parallel.num_distributed_optimizer_instances == 1
-        cheap = cheap and (not sharded or (reused and larger.parallel.exchanges_gradients))
+        # Gradients over replicas cannot take the place of activations (ReduceScatter): a memory so full is in pieces.
+        cheap = cheap and (not sharded or parallel.num_distributed_optimizer_instances == 1)
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
         if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)

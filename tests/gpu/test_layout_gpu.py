@@ -114,9 +114,11 @@ def test_auto_makes_halves_only_where_the_host_keeps_up(gpus, tmp_path, micro):
 
 
 @pytest.mark.parametrize("model", [WIDE, dict(LLAMA_8B, num_layers=2)], ids=["gpt", "llama"])
-def test_gradients_of_fsdp_lie_where_activations_did_and_are_the_same(gpus, tmp_path, model):
-    """To the bit, however late a layer's exchange comes; a layer that stays gathered among them."""
+@pytest.mark.parametrize("sent", [True, False], ids=["in bf16", "in fp32"])
+def test_gradients_of_fsdp_lie_where_activations_did_and_are_the_same(gpus, tmp_path, model, sent):
+    """To the bit, however late their reduction comes; a layer that stays gathered among them."""
     strategy = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=1)
+    strategy["reduce_scatter_with_fp32_accumulation"] = sent
     config = large(tmp_path, model, 2, **strategy).with_settings({"train.deterministic": True})
     expected, found = (
         gpus.run(gradients_of_late_exchanges, config, own_stream) for own_stream in (True, False)

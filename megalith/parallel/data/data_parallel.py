@@ -185,9 +185,8 @@ def _outside(root: FSDPModule) -> list[FSDPModule]:
     return [root, head] if isinstance(head, FSDPModule) else [root]
 
 
-class SumInFp32:
-    """FSDP2's reduce-scatter of gradients in the compute dtype: an all-to-all in it, and one sum in fp32 of what has
-    come. The result is that of a reduce-scatter in fp32, which sends twice as many bytes.
+class ReduceScatter:
+    """FSDP2's reduce-scatter, of gradients to fp32 sums, whose result may take the place of activations.
 
     PyTorch's allocator keeps each stream's memory apart, and FSDP2 asks for results on a stream of its own: then no
     gradient can take the place of activations, which the stream that computes has freed. So a result that becomes the
@@ -231,6 +230,24 @@ class SumInFp32:
         op,
         async_op: bool = False,
     ) -> None:
+        reduce_scatter = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )  # torch 2.13's name
+        reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+
+
+class SumInFp32(ReduceScatter):
+    """Of gradients in the compute dtype: an all-to-all in it, and one sum in fp32 of what has come. The result is that
+    of a reduce-scatter in fp32, which sends twice as many bytes."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op,
+        async_op: bool = False,
+    ) -> None:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = received.view(group.size(), -1)
@@ -244,7 +261,8 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     """Lets FSDP2 gather the module in `dtype`, and reduce its gradients in fp32."""
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     wanted = parallel.exchanges_gradients and strategy.reduces_each
-    exchanges = wanted and dtype != torch.float32 and over.size(over.ndim - 1) > 1
+    ranks = over.size(over.ndim - 1)
+    exchanges = wanted and dtype != torch.float32 and ranks > 1
     # cast_forward_inputs would cast masks and rotary tables too
     reduced = dtype if exchanges else torch.float32
     gathered = None if dtype == torch.float32 else dtype  # as it is stored: frozen matrices may be in bf16
@@ -252,9 +270,9 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     fully_shard(module, mesh=over, mp_policy=policy, **how)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if exchanges:
-        ranks = over.size(over.ndim - 1)
-        module.set_custom_reduce_scatter(SumInFp32(module, ranks, replicas=over.ndim > 1))
+    if ranks > 1:
+        kind = SumInFp32 if exchanges else ReduceScatter
+        module.set_custom_reduce_scatter(kind(module, ranks, replicas=over.ndim > 1))
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
