@@ -1,8 +1,11 @@
 """Two steps of each kind of model, in the process that the tests' processes are forked from: what torch and the package
-make at their first use, each of those would make again, for a third of what a short job takes."""
+make at their first use, each of those would make again, for a third of what a short job takes. Its memory is put into
+huge pages then: a fork copies their table, and one of 287 MB takes 6 ms of a processor so and 18 without."""
 
+import ctypes
 import gc
 import os
+import re
 import tempfile
 import warnings
 
@@ -10,6 +13,19 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.parity.job import run_job
+
+HUGE = 1 << 21  # bytes of a page
+MADV_COLLAPSE = 25  # Linux 6.1; what cannot be collapsed stays as it is
+
+
+def collapse_memory() -> None:
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as maps:
+        private = re.findall(r"^(\w+)-(\w+) rw-p 00000000 00:00 0 +(?:\[heap\])?$", maps.read(), re.MULTILINE)
+    for first, end in private:
+        for page in range(-(-int(first, 16) // HUGE) * HUGE, int(end, 16) - HUGE + 1, HUGE):
+            libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE)
+
 
 environment, random = dict(os.environ), torch.get_rng_state()
 torch.set_num_threads(1)
@@ -38,3 +54,5 @@ os.environ.clear()
 os.environ.update(environment)
 gc.collect()
 gc.freeze()  # none of it is garbage: a process that looks through it has to copy it, too
+if os.path.exists("/proc/self/maps"):
+    collapse_memory()
