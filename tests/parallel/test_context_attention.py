@@ -1,5 +1,7 @@
 """Attention over a sequence that is cut over ranks equals one process's: result and gradients, every way of talking."""
 
+import functools
+
 import pytest
 import torch
 
@@ -60,8 +62,10 @@ def whole_problem(heads: int, groups: int, head_dim: int, documents: bool, dropo
     return tensors, ends, rows
 
 
-def by_one_process(shape: tuple) -> list[torch.Tensor]:
+@functools.cache
+def by_one_process(name: str) -> list[torch.Tensor]:
     """Result and gradients of query, key and value: [batch, seq, ·, head_dim] each."""
+    shape = SHAPES[name]
     (query, key, value, weights), ends, rows = whole_problem(*shape)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     scores = shape[5] if len(shape) > 5 else {}
@@ -72,14 +76,14 @@ def by_one_process(shape: tuple) -> list[torch.Tensor]:
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> list[list[torch.Tensor]]:
+def by_ranks(way: tuple, names: list[str], backend: str | None = None) -> list[list[torch.Tensor]]:
     """The same for each shape, gathered to the whole sequence; compiled if a `backend` is given."""
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
     core = context_core(axis, cp_comm_type, sizes)
     places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
     answers = []
-    for shape in shapes:
+    for shape in map(SHAPES.get, names):
         (query, key, value, weights), ends, rows = whole_problem(*shape)
         inputs = [x[:, places].requires_grad_() for x in (query, key, value)]
         rows = None if rows is None else rows[:, places]
@@ -99,20 +103,20 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
     return answers
 
 
-def assert_same(answers: list[list[torch.Tensor]], shapes: list[tuple]) -> None:
-    for shape, answer in zip(shapes, answers):
-        for name, ours, theirs in zip(("result", "query", "key", "value"), answer, by_one_process(shape)):
+def assert_same(answers: list[list[torch.Tensor]], names: list[str]) -> None:
+    for name, answer in zip(names, answers, strict=True):
+        for kind, ours, theirs in zip(("result", "query", "key", "value"), answer, by_one_process(name)):
             error = (ours - theirs).norm() / theirs.norm()
-            assert error < 2e-6, f"{name} of {shape}: relative error {error:.1e}"
+            assert error < 2e-6, f"{kind} of {name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_result_and_gradients_equal_one_process(pool, way):
     size, cp_comm_type, sizes = way
     by_heads = {"a2a": size, "a2a+p2p": (sizes or [1])[0]}.get(cp_comm_type, 1)
-    shapes = [shape for shape in SHAPES.values() if shape[0] % by_heads == 0]
-    for answers in pool.run(by_ranks, way, shapes, size=size):
-        assert_same(answers, shapes)
+    names = [name for name, shape in SHAPES.items() if shape[0] % by_heads == 0]
+    for answers in pool.run(by_ranks, way, names, size=size):
+        assert_same(answers, names)
 
 
 @pytest.mark.parametrize("documents", [None, torch.tensor([[100, 1024]], dtype=torch.int32)])
@@ -138,12 +142,12 @@ def test_under_a_window_a_ring_makes_no_mask_and_computes_no_more_than_chunks_an
     ["p2p of 2", "all_gather of 2", pytest.param("a2a of 2", marks=pytest.mark.full), "a2a of 2, p2p of 2"],
 )
 def test_traced_in_one_graph_equals_one_process(pool, way):
-    shapes = [SHAPES["grouped"], SHAPES["all of them"]] if way == "p2p of 2" else [SHAPES["all of them"]]
-    for answers in pool.run(by_ranks, WAYS[way], shapes, "aot_eager", size=WAYS[way][0]):
-        assert_same(answers, shapes)
+    names = ["grouped", "all of them"] if way == "p2p of 2" else ["all of them"]
+    for answers in pool.run(by_ranks, WAYS[way], names, "aot_eager", size=WAYS[way][0]):
+        assert_same(answers, names)
 
 
 def test_compiled_code_finds_the_ring_laid_out_as_it_was_told(pool):
-    shapes = [SHAPES["grouped"]]
-    for answers in pool.run(by_ranks, WAYS["p2p of 2"], shapes, "inductor", size=2):
-        assert_same(answers, shapes)
+    names = ["grouped"]
+    for answers in pool.run(by_ranks, WAYS["p2p of 2"], names, "inductor", size=2):
+        assert_same(answers, names)
