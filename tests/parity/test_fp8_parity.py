@@ -80,6 +80,7 @@ CASES = [
 MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("delayed", "cp2", 1e-4, 1e-4),
     ("experts", "ep2", 1e-6, 1e-4),
+    ("experts", "cp4-a2a", 1e-6, 1e-4),
     ("delayed", "tp2-sp", 1e-6, 1e-4),
     ("tensorwise", "tp2-sp", 1e-6, 1e-4),
     ("tensorwise", "cp2", 1e-4, 1e-4),
