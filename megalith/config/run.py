@@ -126,15 +126,16 @@ class RunConfig(Section):
 
     def with_settings(self, settings: Mapping[str, Any]) -> RunConfig:
         """The configuration with other values, "section.field" → value, checked like loading. Raises ConfigError."""
-        tree: dict[str, Any] = dict(self)
+        tree = {
+            name: {key: getattr(section, key) for key in section.model_fields_set} for name, section in self
+        }
         for path, value in settings.items():
             section, _, field = path.partition(".")
-            if isinstance(tree.get(section, {}), Section):
-                tree[section] = {
-                    name: getattr(tree[section], name) for name in tree[section].model_fields_set
-                }
+            give_way(tree, path, value)
             tree.setdefault(section, {})[field] = value
-        return self._validated(tree, self._notes)
+        tree = _sections_of(tree)
+        _refuse_unknown(tree)
+        return self._validated(tree, (*self._notes, *apply_aliases(tree, {})))
 
     def with_known(self, settings: Mapping[str, Any]) -> RunConfig:
         """The same for values of our own, which need no check: a search tries thousands."""

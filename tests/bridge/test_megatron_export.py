@@ -278,6 +278,8 @@ def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pyt
 def test_a_run_begins_from_a_hugging_face_folder_that_load_names(tmp_path: Path) -> None:
     save_run(tmp_path / "run", MODELS["gpt"])
     convert(tmp_path / "run", tmp_path / "hf", "hf")
+    with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere; check"):
+        convert(tmp_path / "nowhere", tmp_path / "new", "hf", source="megatron")
     tree = {
         "checkpoint": {"load": str(tmp_path / "hf")},
         "data": {"mock": True, "seq_length": 16},

@@ -51,8 +51,19 @@ def test_nothing_is_assigned_and_other_settings_make_another_configuration(load)
     assert other.notes == config.notes and len(other.notes) == 1
     with pytest.raises(ConfigError, match=r"^train\.seed is 'x': a whole number is needed$"):
         config.with_settings({"train.seed": "x"})
-    with pytest.raises(ConfigError, match="there is no such setting"):
+    with pytest.raises(ConfigError, match=r"there is no section .nowhere"):
         config.with_settings({"nowhere.seed": 1})
+
+
+def test_other_settings_have_megatrons_spellings_and_nearest_names_as_a_file_has():
+    config = RunConfig.from_tree({"model": {"preset": "gpt2"}})
+    sharded = config.with_settings({"parallel.use_distributed_optimizer": True})
+    assert sharded.parallel.data_parallel_sharding_strategy == "optim"
+    again = sharded.with_settings({"parallel.use_distributed_optimizer": False, "train.bf16": True})
+    assert again.parallel.data_parallel_sharding_strategy == "no_shard" and again.train.precision == "bf16"
+    assert "overlap_grad_reduce" in config.with_settings({"parallel.overlap_grad_reduce": True}).notes[0]
+    with pytest.raises(ConfigError, match=r"optim\.lrr; did you mean optim\.lr"):
+        config.with_settings({"optim.lrr": 1e-3})
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(load):

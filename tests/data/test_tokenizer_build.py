@@ -243,12 +243,16 @@ def test_a_hub_name_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="hf download some-org/other-model"):
         build_tokenizer("HuggingFaceTokenizer", "some-org/other-model")
+    with pytest.raises(DataError, match="there is no file or folder 'no--name'; check the path"):
+        build_tokenizer("HuggingFaceTokenizer", "no--name")
 
 
 def test_the_name_of_a_file_is_never_looked_for_on_the_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match=r"there is no file or folder 'data/tokenizer.json'; check the path"):
         build_tokenizer("HuggingFaceTokenizer", "data/tokenizer.json")
+    with pytest.raises(DataError, match=r"there is no file or folder '\./tokenizer'; check"):
+        build_tokenizer("HuggingFaceTokenizer", "./tokenizer")
 
 
 def test_a_hub_name_without_the_hub_library_says_what_to_do(monkeypatch):

@@ -174,6 +174,8 @@ def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_ne
     assert told[0] == "--data-impl is lazy: one of mmap, infer is needed"
     assert "give --fp8-format hybrid" in told[1] and "give --recompute-num-layers" in told[2]
     assert not OLDER.keys() & FLAGS.keys()
+    given = config_of("--cpu-offload-optimizer --enable-straggler-detection --dp-comm-overlap-bucket-size 9")
+    assert given.optim.optimizer_cpu_offload and given.runtime.enable_straggler_detection
 
 
 # What a run is whose command line leaves everything out that it can.

@@ -288,6 +288,8 @@ def convert(
                 "Megatron's, no run of ours; give the folder that does"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
+        if not is_there(place(path)):
+            raise CheckpointError(f"there is no folder {path}; check the path")
         raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
     if kind == target != "megatron":
         raise ConfigError(f"{path} is {kind} already, so this converts nothing; choose another target")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalith.errors import DataError
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILES = (".json", ".txt", ".model", ".tiktoken", ".safetensors", ".bin")
 
 
@@ -18,11 +18,12 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
     The cache is asked first, so that a machine without a network never waits for one. Whether a download is
     tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it, or `name` is a path.
     """
+    no_name = DataError(f"there is no file or folder {name!r}; check the path")
     if not _HUB_NAME.fullmatch(name) or name.endswith(_FILES):
-        raise DataError(f"there is no file or folder {name!r}; check the path")
+        raise no_name
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise DataError(
             f"{name!r} is no local file or folder, and huggingface_hub, which could look it up as a hub name, "
@@ -34,6 +35,8 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
             return folder
     except LocalEntryNotFoundError:
         pass
+    except HFValidationError:
+        raise no_name from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:

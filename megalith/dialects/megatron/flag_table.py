@@ -1026,7 +1026,7 @@ FLAGS: dict[str, Flag] = {
     "--yaml-cfg":                                 Refused("text", YAML),
 }
 
-# Flags of releases before core 0.20, and one since, which its parser refuses: in scripts that are in use.
+# Flags of releases before core 0.20, one since, and of guides, which its parser refuses: in scripts that are in use.
 AS_NOW = "Megatron has removed it, and nothing of the run depends on it"
 OLDER: dict[str, Flag] = {
     "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
@@ -1053,5 +1053,9 @@ OLDER: dict[str, Flag] = {
     ),
     "--delay-grad-reduce":                       NoEffect("switch", AS_NOW),
     "--overlap-p2p-communication":               NoEffect("switch", AS_NOW),
+    # What guides write as flags of it, where it has --optimizer-cpu-offload, --log-straggler and --ddp-bucket-size.
+    "--cpu-offload-optimizer":                   Sets("switch", "optim.optimizer_cpu_offload"),
+    "--enable-straggler-detection":              Sets("switch", "runtime.enable_straggler_detection"),
+    "--dp-comm-overlap-bucket-size":             NoEffect("int", OVERLAP),
 }
 # fmt: on
