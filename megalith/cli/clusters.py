@@ -180,13 +180,13 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
     _check_numbers(args)
     resumes = cluster.check_resumes(config)
     volumes = cluster.volumes(args.volume)
-    run_file = args.run_file
+    run_file, notes = args.run_file, []
     if args.system == "kubernetes":
-        cluster.check_on_volumes(config, volumes)
+        notes = cluster.check_on_volumes(config, volumes)
     elif args.image is not None:
         run_file = cluster.path_in_container(run_file, volumes)
-        cluster.check_on_volumes(config, volumes, "containers")
-    notes = cluster.check_within_nodes(config, args.gpus_per_node)
+        notes = cluster.check_on_volumes(config, volumes, "containers")
+    notes += cluster.check_within_nodes(config, args.gpus_per_node)
     changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
     every = [RunConfig.load(args.run_file, [*settings, *words]) for words in changed]
     for each in every:

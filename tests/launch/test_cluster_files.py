@@ -300,6 +300,10 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
     assert "train.output_dir is /data/out, which is on no volume of the pods (/mnt)" in refused(
         capsys, *run, "--image", "m:1", "--volume", "claim:/mnt"
     )
+    hub = ["--data.tokenizer_type", "HuggingFaceTokenizer", "--data.tokenizer_model"]
+    assert "./models/gpt2, which is on no volume" in refused(capsys, *run, *POD, *hub, "./models/gpt2")
+    assert main(["launch", *run, *POD, *hub, "openai/gpt2"]) == 0
+    assert "openai/gpt2 is a name on the Hugging Face hub" in capsys.readouterr().err
     assert "the claim 'My Claim'" in refused(capsys, *run, "--image", "m", "--volume", "My Claim:/data")
     assert "/data/../out, which is on no volume" in refused(
         capsys, *run, *POD, "--train.output_dir", "/data/../out"

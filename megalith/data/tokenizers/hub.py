@@ -12,6 +12,11 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILES = (".json", ".txt", ".model", ".tiktoken", ".safetensors", ".bin")
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether `name` could be a repository of the hub, if it is no path."""
+    return bool(_HUB_NAME.fullmatch(name)) and not name.endswith(_FILES)
+
+
 def local_folder(name: str, patterns: Sequence[str]) -> Path:
     """The folder of the snapshot of hub repository `name` that holds the first of `patterns`.
 
@@ -19,7 +24,7 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
     tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it, or `name` is a path.
     """
     no_name = DataError(f"there is no file or folder {name!r}; check the path")
-    if not _HUB_NAME.fullmatch(name) or name.endswith(_FILES):
+    if not is_hub_name(name):
         raise no_name
     try:
         import huggingface_hub

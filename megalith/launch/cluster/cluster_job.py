@@ -14,10 +14,12 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
 from megalith.config import RunConfig
+from megalith.data.tokenizers.hub import is_hub_name
 from megalith.errors import ConfigError
 from megalith.remote import is_inside, is_url, place
 
 PORT = 29500
+HUB_NAMES = ("data.tokenizer_model", "model.init_from")  # what the hub can have, too
 STATE_BYTES = 12  # a parameter in a checkpoint: fp32 weights and two moments
 DISK_RATE = 1e9  # bytes a second that each machine is taken to write
 LEAST_GRACE = 120  # seconds
@@ -162,10 +164,10 @@ def check_within_nodes(config: RunConfig, gpus: int) -> list[str]:
     return []
 
 
-def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]], who: str = "pods") -> None:
-    """Raises ConfigError for a path that pods would not share, or containers not see: what is in none of their
-    volumes."""
-    data = config.data
+def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]], who: str = "pods") -> list[str]:
+    """Notes on hub names. Raises ConfigError for a path that pods would not share, or containers not see: what is in
+    none of their volumes."""
+    data, notes = config.data, []
     paths = {"train.output_dir": config.train.output_dir, "data.tokenizer_model": data.tokenizer_model}
     paths |= {"model.init_from": config.model.init_from}
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -177,10 +179,17 @@ def check_on_volumes(config: RunConfig, mounted: Sequence[tuple[str, str]], who:
             continue
         if not any(PurePosixPath(normpath(path)).is_relative_to(mount) for _, mount in mounted):
             there = ", ".join(mount for _, mount in mounted) or "none"
+            if setting in HUB_NAMES and is_hub_name(path) and not Path(path).exists():
+                notes.append(
+                    f"{setting} {path} is a name on the Hugging Face hub: each of the {who} fetches it, which takes a "
+                    "network there, and HF_TOKEN in the environment if it is gated"
+                )
+                continue
             raise ConfigError(
                 f"{setting} is {path}, which is on no volume of the {who} ({there}): it would be lost with them, or "
                 f"not be there; name a path below one, --volume {'CLAIM' if who == 'pods' else 'FOLDER'}:/PATH"
             )
+    return notes
 
 
 def path_in_container(run_file: str, mounted: Sequence[tuple[str, str]]) -> str:
