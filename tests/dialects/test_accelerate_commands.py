@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from accelerate_job import fresh_accelerator, model_of
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import megalith.accelerate
 from megalith.accelerate import MegatronLMPlugin
@@ -387,8 +388,23 @@ def test_a_process_that_fails_gives_its_exit_code_and_what_cannot_start_is_said(
     assert main(["accelerate", "launch", "nowhere.py"]) == 2
     assert capsys.readouterr().err.startswith("error: there is no script nowhere.py; give")
 
+    def several_fail(args):
+        raise ChildFailedError("script", {1: ProcessFailure(1, 7, 5, "nowhere")})
 
-def test_processes_that_do_not_divide_are_refused():
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", several_fail)
+    assert main(["accelerate", "launch", "script.py"]) == 5
+    assert "rank      : 1" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["accelerate", "launch", "--multi_gpu", "--num_processes", "1", "script.py"]) == 2
+    assert "error: Accelerate's launcher: You need to use at least 2" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "2")
+    with pytest.raises(ConfigError, match=r"; pp_degree stands in the configuration file or in MEGATRON_LM_"):
+        fresh_accelerator(tp_degree=2)
+    monkeypatch.delenv("MEGATRON_LM_PP_DEGREE")
     with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):
         fresh_accelerator(tp_degree=2)
     with pytest.raises(ConfigError, match="a whole number from 1"):

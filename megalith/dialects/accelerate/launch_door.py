@@ -61,6 +61,7 @@ def run_command(words: Sequence[str]) -> int:
 def launch(words: list[str]) -> int:
     """Starts a script by Accelerate's launcher, with our classes in the place of Accelerate's in its processes."""
     from accelerate.commands import launch as theirs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = theirs.launch_command_parser().parse_args(words)
     if args.no_python:
@@ -82,6 +83,12 @@ def launch(words: list[str]) -> int:
         theirs.launch_command(args)
     except subprocess.CalledProcessError as error:  # of a single process, which has said why
         return error.returncode
+    except ChildFailedError as error:  # of several, each named in it
+        print(error, file=sys.stderr)
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except ValueError as error:  # of its check of the options
+        raise ConfigError(f"Accelerate's launcher: {error}") from None
     return 0
 
 

@@ -30,7 +30,8 @@ class MegatronLMPlugin(StockPlugin):
     """Accelerate's MegatronLMPlugin, with the fields that its guides have beside those of its code.
 
     A script's own values come first, then the environment's, then the defaults: Accelerate's, but for
-    `context_parallel_size`, which is 1. `given` has the names of the fields that either gave; None is no value.
+    `context_parallel_size`, which is 1. `given` has the names of the fields that either gave, `read` those that the
+    environment did; None is no value.
     """
 
     checkpoint_num_layers: int | None = field(
@@ -53,6 +54,7 @@ class MegatronLMPlugin(StockPlugin):
         plugin = super().__new__(cls)
         named = {**dict(zip((item.name for item in fields(cls)), args)), **options}
         plugin.given = {name for name, value in named.items() if value is not None}
+        plugin.read = set()
         return plugin
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class MegatronLMPlugin(StockPlugin):
             if text is not None and kind and item.name not in self.given:
                 setattr(self, item.name, _parsed(variable, kind, text))
                 self.given.add(item.name)
+                self.read.add(item.name)
         for name in MORE:
             if getattr(self, name) is None:
                 setattr(self, name, name == "check_for_nan_in_loss_and_grad")
@@ -82,10 +85,13 @@ class MegatronLMPlugin(StockPlugin):
         """What tensor, pipeline and context parallelism leave of so many processes. Raises ConfigError."""
         product = self.tp_degree * self.pp_degree * self.context_parallel_size
         if processes % product:
+            sizes = ("tp_degree", "pp_degree", "context_parallel_size")
+            read = " and ".join(name for name in sizes if name in self.read)
             raise ConfigError(
                 f"{processes} processes are not divisible by tp_degree {self.tp_degree} × pp_degree {self.pp_degree} × "
                 f"context_parallel_size {self.context_parallel_size} = {product}; start a multiple of {product} "
                 "(accelerate launch --multi_gpu --num_processes, on CPUs too), or lower a degree"
+                + (f"; {read} stands in the configuration file or in {PREFIX}…" if read else "")
             )
         return processes // product
 
