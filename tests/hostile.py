@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +29,10 @@ def places(tree: Any, depth: int = 3) -> Iterator[tuple]:
 
 def spoiled(tree: Any, more: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """`tree` with one of its values, or one under a key of `more`, replaced by each of VALUES or left out."""
+    whole = pickle.dumps(tree)  # copied so in a fifth of deepcopy's time
     for path in dict.fromkeys([*places(tree), *((key,) for key in more)]):
         for value in (*VALUES, ...):
-            changed = copy.deepcopy(tree)
+            changed = pickle.loads(whole)
             inner = changed
             for key in path[:-1]:
                 inner = inner[key]

@@ -42,7 +42,7 @@ def test_every_value_of_a_config_json(name: str, hf_folder) -> None:
         family = family_of(content, "the test")
         model = family.read_config(content)
         check_model(model)
-        said = repr(model)
+        said = repr(vars(model))
         if said not in seen and len(seen) < 40:  # another model than before
             seen.add(said)
             source.config, source.tensors = content, dict(tensors)

@@ -47,21 +47,23 @@ BAD = [
 ]
 
 
+SCHEMA = jsonschema.Draft202012Validator(json_schema())
+
+
 def test_the_schema_is_a_schema_and_takes_good_files_and_published_examples():
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(yaml.safe_load(GOOD), schema)
-    jsonschema.validate({}, schema)
+    SCHEMA.check_schema(SCHEMA.schema)
+    SCHEMA.validate(yaml.safe_load(GOOD))
+    SCHEMA.validate({})
     files = [path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "oumi"]
     assert len(files) > 12
     for path in files:
-        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema)
+        SCHEMA.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         RunConfig.load(path)
 
 
 def test_the_schema_takes_what_a_run_saves_of_itself():
     config = RunConfig.from_tree({"model": {"preset": "llama3.1-8b"}, "train": {"train_iters": 3}})
-    jsonschema.validate(yaml.safe_load(config.to_yaml()), json_schema())
+    SCHEMA.validate(yaml.safe_load(config.to_yaml()))
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -70,7 +72,7 @@ def test_the_schema_refuses_what_loading_refuses(text):
 
     content = yaml.safe_load(text)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(content, json_schema())
+        SCHEMA.validate(content)
     with pytest.raises(ConfigError):
         RunConfig.from_tree(content)
 

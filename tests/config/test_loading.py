@@ -144,9 +144,10 @@ def test_the_resolved_configuration_loads_to_itself(load, name, reduced):
         "99",
     ]
     config = load(f"model: {{preset: {name}}}", *(words if reduced else []))
-    again = load(config.to_yaml())
-    assert again == config and again.to_yaml() == config.to_yaml()
-    assert yaml.safe_load(config.to_yaml()) == config.to_tree()
+    text = config.to_yaml()
+    again = load(text)
+    assert again == config and again.to_yaml() == text
+    assert yaml.safe_load(text) == config.to_tree()
 
 
 @pytest.mark.parametrize(
