@@ -323,6 +323,8 @@ def test_help_takes_less_than_half_a_second_of_the_processor(words):
         subprocess.run([*MEGALITH, *words], check=True, stdout=subprocess.DEVNULL, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if used[-1] < 0.5:
+            break
     assert min(used) < 0.5, used
 
 

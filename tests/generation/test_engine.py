@@ -1,5 +1,7 @@
 """The engine: log-probabilities of scoring, tokens that depend on keys alone, weights of a trainer in any layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from generation.brief_training import LLAMA, chains, scored, trained_model
@@ -22,7 +24,7 @@ GEMMA = dict(
 )  # fmt: skip
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 4, 4, 40, 9]
 CHAINS = [row[:length].tolist() for row, length in zip(chains(12, 40, 99), LENGTHS)]
-DRAWN = Sampling(max_new_tokens=48, temperature=0.8, seed=11, stop=(3,))
+DRAWN = Sampling(max_new_tokens=24, temperature=0.8, seed=11, stop=(3,))
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma"])
@@ -84,7 +86,7 @@ def test_tokens_depend_on_the_prompts_keys_and_on_nothing_else(trained):
 def test_a_completion_ends_with_its_stop_id_and_tells_otherwise_that_it_is_cut(trained):
     model, _ = trained
     engine = engine_for(model, max_rows=4, max_tokens=96)
-    done = engine.generate(CHAINS, DRAWN)
+    done = engine.generate(CHAINS, replace(DRAWN, max_new_tokens=48))
     assert {each.truncated for each in done} == {True, False}
     for each in done:
         assert (3 in each.ids[:-1], each.ids[-1] == 3) == (False, not each.truncated)

@@ -41,7 +41,9 @@ def _run(folder, steps=60, start=8.0):
 
 def _colours(png):
     pixels = matplotlib.image.imread(png)  # [height, width, RGBA]
-    return {tuple(pixel) for pixel in (pixels[..., :3] * 255).astype(np.uint8).reshape(-1, 3)}
+    red, green, blue = np.moveaxis((pixels[..., :3] * 255).astype(np.int32), -1, 0)
+    found = np.unique(red << 16 | green << 8 | blue)
+    return {(colour >> 16, colour >> 8 & 255, colour & 255) for colour in found.tolist()}
 
 
 def test_one_run_gives_a_png_with_its_curve(tmp_path):
