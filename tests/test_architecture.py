@@ -48,6 +48,8 @@ def names_in(path: Path) -> set[str]:
 
 def calls_of(function: str, path: Path) -> list[ast.Call]:
     """Every call of a function; it may not be named otherwise."""
+    if function not in names_in(path):
+        return []
     tree = parsed(path)
     calls = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function
