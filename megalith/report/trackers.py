@@ -55,8 +55,8 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"log.tensorboard is true, but TensorBoard cannot be imported ({error}); "
-                f"install it with: {install_line('log')}, or set log.tensorboard to false"
+                f"log.tensorboard needs TensorBoard, which cannot be imported ({error}); "
+                f"install it with: {install_line('log')}, or do without log.tensorboard"
             ) from None
         if folder is None:
             folder = str(make_subfolder(Path(output_dir) / "tensorboard"))
@@ -98,8 +98,8 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"log.wandb is true, but Weights & Biases cannot be imported ({error}); "
-                f"install it with: {install_line('log')}, or set log.wandb to false"
+                f"log.wandb needs Weights & Biases, which cannot be imported ({error}); "
+                f"install it with: {install_line('log')}, or do without log.wandb"
             ) from None
         folder = Path(output_dir)
         make_folder(folder)

@@ -364,6 +364,6 @@ def test_profile_window_and_tensorboard_events_are_written(run, tmp_path):
 
 def test_a_sink_that_cannot_be_opened_leaves_nothing_behind(run, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb is true.*pip install"):
+    with pytest.raises(ConfigError, match=r"log\.wandb needs Weights .*pip install"):
         run(log=dict(wandb=True))
     assert not (tmp_path / "run").exists()
