@@ -126,9 +126,7 @@ class RunConfig(Section):
 
     def with_settings(self, settings: Mapping[str, Any]) -> RunConfig:
         """The configuration with other values, "section.field" → value, checked like loading. Raises ConfigError."""
-        tree = {
-            name: {key: getattr(section, key) for key in section.model_fields_set} for name, section in self
-        }
+        tree = _sections_of(_set_fields(self))
         for path, value in settings.items():
             section, _, field = path.partition(".")
             give_way(tree, path, value)
@@ -274,6 +272,14 @@ def known_keys(section: str) -> list[str]:
     """The field names and accepted spellings of a section."""
     fields = RunConfig.model_fields[section].annotation.model_fields
     return [*fields, *(name.split(".")[1] for name in ALIASES if name.startswith(section + "."))]
+
+
+def _set_fields(section: Section) -> dict[str, Any]:
+    """The fields that were set, of the sections within too, as plain dicts."""
+    values = {name: getattr(section, name) for name in section.model_fields_set}
+    return {
+        name: _set_fields(value) if isinstance(value, Section) else value for name, value in values.items()
+    }
 
 
 def _refuse_unknown(tree: Tree) -> None:

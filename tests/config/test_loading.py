@@ -62,6 +62,8 @@ def test_other_settings_have_megatrons_spellings_and_nearest_names_as_a_file_has
     again = sharded.with_settings({"parallel.use_distributed_optimizer": False, "train.bf16": True})
     assert again.parallel.data_parallel_sharding_strategy == "no_shard" and again.train.precision == "bf16"
     assert "overlap_grad_reduce" in config.with_settings({"parallel.overlap_grad_reduce": True}).notes[0]
+    scaled = config.with_settings({"model.rope_scaling": {"type": "linear", "factor": 2}})
+    assert scaled.with_settings({"model.rope_scaling.factor": 4}).model.rope_scaling.factor == 4
     with pytest.raises(ConfigError, match=r"optim\.lrr; did you mean optim\.lr"):
         config.with_settings({"optim.lrr": 1e-3})
 
