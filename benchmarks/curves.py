@@ -12,7 +12,8 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     recomputed  the plain path with every layer computed again in the backward pass
     bf16-gradients  on two GPUs, under FSDP2, gradients sent in bf16 and added up in fp32
     moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
-    looped      with `--experts`: the plain path with a GEMM for each expert in place of a grouped one
+    looped, unfused     with `--experts`, gated ones: the plain path with a GEMM for each expert in place of a grouped
+                one; with their rows' steps as they stand in the code, not as kernels
     fp8-delayed, …  compiled, with matmuls in FP8; these, plain, fp32 and split from several seeds
 
 bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
@@ -86,6 +87,7 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "moments-bf16": {**PLAIN, "optim": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "moments-fp8": {**PLAIN, "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}},
     "looped": {**PLAIN, "model": {"moe_grouped_gemm": False}},
+    "unfused": {**PLAIN, "model": {"moe_permute_fusion": False}},
     "fp8-delayed": {"train": {"fp8_format": "hybrid"}},
     "fp8-tensorwise": {"train": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}},
     "fp8-blockwise": {"train": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
@@ -119,8 +121,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
-    if "looped" in args.paths and not args.experts:
-        parser.error("--paths looped is of experts; give --experts too")
+    if {"looped", "unfused"} & {*args.paths} and not args.experts:
+        parser.error("--paths looped and unfused are of experts; give --experts too")
     if args.seeds is not None and args.seeds < 2:
         parser.error(
             f"--seeds is {args.seeds}, and what is judged over seeds takes 2 at least; leave it out for one"
@@ -197,6 +199,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "hidden_size": args.width,
         "num_attention_heads": max(1, args.width // 64),
         "num_experts": args.experts,
+        "swiglu": args.experts is not None,
         "vocab_size": args.vocab_size,
         "attention_dropout": 0.0,  # within the fused kernel it depends on the layout
         **how.get("model", {}),

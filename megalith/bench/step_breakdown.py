@@ -34,8 +34,9 @@ KINDS = (
     ("head and loss", r"_LinearCrossEntropy|_softmax_loss"),
     ("copies of sharded data parallelism", r"^FSDP::|^fsdp::"),
     ("gradients added up", r"AccumulateGrad"),
-    (EXPERTS, r"^_GroupedLinear|^_Prepare|autograd::engine::evaluate_function: _Prepare"),
-    (DISPATCH, r"^_(TakeRows|SumRows|BeginAllToAll|EndAllToAll)|radix_sort|_c10d_functional::all_to_all"),
+    (EXPERTS, r"^_GroupedLinear|^_Prepare|^_WeightedGlu|autograd::engine::evaluate_function: _Prepare"),
+    (DISPATCH, r"^_(TakeRows|SumRows|Spread|GatheredRows|Pack|Unpack|BeginAllToAll|EndAllToAll)|radix_sort"),
+    (DISPATCH, r"_c10d_functional::all_to_all"),
     (DISPATCH, r"^triton.*(index_sum|floor_divide|index_select|arange|repeat_interleave|stack_view)"),
     (ATTENTION, r"_fprop_|_bprop_|fmha|flash|fusion::compute_dot"),
 )

@@ -201,17 +201,20 @@ class Dispatch:
             sizes = (plan.size,) * len(plan.counts)
         elif not plan.complete and not plan.bounded:
             sizes = tuple(plan.counts.tolist())
-        rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
-        rows = experts(rows, row_weights, RowGroups(plan.counts, sizes, plan.bounded))
+        groups = RowGroups(plan.counts, sizes, plan.bounded)
+        rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes), groups.end)
+        rows = experts(rows, row_weights, groups)
         return sum_rows(rows, order, self.fusion)
 
-    def take(self, x: Tensor, plan: ExpertRows, count: int | None) -> tuple[Tensor, Tensor, Permutation]:
-        """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
-        [rows, 1]."""
+    def take(
+        self, x: Tensor, plan: ExpertRows, count: int | None, end: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Permutation]:
+        """The `count` rows, None for all there may be, of which those of a token `end`, of x [tokens, hidden] and of
+        the weights: [rows, hidden] and [rows, 1]."""
         pair = plan.pair[:count]
         kept, hold = plan.complete, plan.size is None and not plan.bounded
-        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold, plan.bounded)
-        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold, plan.bounded)
+        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold, end)
+        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold, end)
         return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 

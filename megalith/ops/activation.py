@@ -39,14 +39,17 @@ def _with_bias(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return activation
 
 
+QUICK = 1.702  # of quick_gelu (Hendrycks and Gimpel 2016)
 ACTIVATIONS = {
     "gelu": _with_bias(F.gelu),
     "gelu_tanh": gelu_tanh,
-    "quick_gelu": _with_bias(lambda x: x * torch.sigmoid(1.702 * x)),  # Hendrycks and Gimpel 2016
+    "quick_gelu": _with_bias(lambda x: x * torch.sigmoid(QUICK * x)),
     "relu": _with_bias(F.relu),
     "squared_relu": _with_bias(lambda x: F.relu(x).square()),  # So et al. 2021
     "silu": _with_bias(F.silu),
 }
+# s of those that are x · sigmoid(s · x)
+SIGMOID_SLOPES = {ACTIVATIONS["silu"]: 1.0, ACTIVATIONS["quick_gelu"]: QUICK}
 
 
 def gated_activation(
@@ -83,10 +86,12 @@ def weighted_activation(
     end: Tensor | None = None,
 ) -> Tensor:
     """The non-linearity of the rows that experts' fc1 gives, gates and ups alternating where there are gates, times the
-    rows' weights [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers too.
-    `clamp` and `offset` are as in `gated_activation`. Rows from `end` on, int32 [1], may hold anything: they are taken
-    as zeros, and so are their gradients."""
-    args = x, weights, activation, gated, clamp, offset, end
+    rows' weights float32 [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers
+    too. `clamp` and `offset` are as in `gated_activation`. Rows from `end` on, int32 [1], may hold anything, and so may
+    what is given for them and their gradients."""
+    if fusion and gated and activation in SIGMOID_SLOPES and kernels.AVAILABLE and x.is_cuda:
+        return _WeightedGlu.apply(x, weights, end, SIGMOID_SLOPES[activation], clamp, offset)
+    args = x, weights, activation, gated, clamp, offset
     if not fusion:
         return _weighted(*args)
     return as_one_kernel(_weighted, *args, **(dict(rows_vary=True) if end is None else dict(sizes_vary=True)))
@@ -99,14 +104,29 @@ def _weighted(
     gated: bool,
     clamp: float | None,
     offset: float,
-    end: Tensor | None,
 ) -> Tensor:
-    if end is not None:
-        x = torch.where(torch.arange(len(x), dtype=end.dtype, device=x.device)[:, None] < end, x, 0.0)
     if gated:
         gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
         return _glu(activation, gate, up, clamp, offset) * weights.to(x.dtype)
     return activation(x) * weights.to(x.dtype)
+
+
+class _WeightedGlu(torch.autograd.Function):
+    """Of gates whose activation is gate · sigmoid(slope · gate)."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weights: Tensor, end: Tensor | None, slope: float, clamp: float | None, offset: float
+    ) -> Tensor:
+        x, weights = x.contiguous(), weights.contiguous()
+        ctx.save_for_backward(x, weights, end)
+        ctx.how = slope, clamp, offset
+        return kernels.weighted_glu(x, weights, end, *ctx.how)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        found = kernels.weighted_glu_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return *found, None, None, None, None
 
 
 def _by_sigmoid(x: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ experts' input. `take_rows` makes the rows, `sum_rows` gives each token the sum 
 the other, so that neither direction adds into memory and the result does not depend on an order of additions.
 
 With a capacity some pairs have no row, for they were dropped, and some rows no pair, for they fill an expert up. Both
-read zeros. So do pairs whose expert is elsewhere, and the rows behind the last one in a buffer that would hold any
-number of them (`bounded_pairs`).
+read zeros. So do pairs whose expert is elsewhere. Rows behind the last one in a buffer that would hold any number of
+them (`bounded_pairs`) may hold anything.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
 
 BLOCK = 1024  # tokens that one scan goes over
@@ -29,7 +30,7 @@ class Permutation:
     row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without one
     all_kept: bool = True  # every pair has a row
     all_hold: bool = True  # every row is of a token
-    fixed: bool = False  # there are as many rows in every pass
+    end: Tensor | None = None  # int32 [1], in a buffer of any number of rows: where those of a token end
 
     def inverse(self) -> Permutation:
         """Of rows that are only reordered, back: rows in this order become those it was made of."""
@@ -175,6 +176,8 @@ def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
 
 
 def _taken(x: Tensor, order: Permutation, fused: bool) -> Tensor:
+    if fused and order.end is not None and kernels.AVAILABLE and x.is_cuda:
+        return kernels.take_rows(x.contiguous(), order.token, order.end)
     if fused and not order.all_hold:
         return as_one_kernel(rows_at, x, order.token, False, sizes_vary=True)
     return rows_at(x, order.token, order.all_hold)
@@ -185,7 +188,7 @@ def _sums(rows: Tensor, order: Permutation, fused: bool) -> Tensor:
     if order.row.shape[1] == 1:
         return rows_at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        vary = dict(sizes_vary=True) if order.fixed else dict(rows_vary=True)
+        vary = dict(rows_vary=True) if order.end is None else dict(sizes_vary=True)
         return as_one_kernel(sum_at, rows, order.row, order.all_kept, **vary)
     return sum_at(rows, order.row, order.all_kept)
 

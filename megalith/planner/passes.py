@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megalith.config import RunConfig
-from megalith.config.rules.expert_rules import expert_data_parallel_size, is_static, rows_of_a_token
+from megalith.config.rules.expert_rules import expert_data_parallel_size, is_static, ranks_of_a_token
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.delta_rule import CHUNK
@@ -333,22 +333,30 @@ class Passes:
         qkv = heads + groups
         rotated = 2 * (heads + groups / 2) if model.position_embedding_type == "rope" else 0
         forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
-        rows = 1.0
         for out, _, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
-            if experts or fc1:
-                times = rows * rows_of_a_token(model, parallel) / self.tensor if experts else 1.0
+            if fc1 or (experts and style == "column"):
+                times = model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
-                forward += times * (out + into) / (2 if experts else 1)
                 again = into if "mlp_act" in modules and not experts else 0.0
-                backward += times * (2 * out + into) / (2 if experts else 1) + again
-        if number in self.expert_layers:  # rows to their experts and back
-            written = rows_of_a_token(model, parallel)
-            moved = 2 * (model.moe_router_topk + written) * model.hidden_size / self.tensor
+                forward += times * (out + into)
+                backward += times * (2 * out + into) + again
+        if number in self.expert_layers:
+            moved = self._rows_moved() * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
         backward += norms if "layernorm" in modules else self._within_budget(number)
         there["elementwise"] += width * self.tokens * forward / self.streams
         back["elementwise"] += width * self.tokens * backward / self.streams
+
+    def _rows_moved(self) -> float:
+        """Of a token, how often a pass reads or writes its hidden state on its way to the experts and back."""
+        model, size = self.model, self.parallel.expert_model_parallel_size
+        moved = 3 * model.moe_router_topk + 1  # rows taken, and read for their sum
+        if (
+            size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall"
+        ):  # the same of what the ranks get
+            moved += 3 * (size if is_static(model, self.parallel) else ranks_of_a_token(model, size)) + 1
+        return moved
 
     def _within_budget(self, number: int) -> float:
         """Elements of a token that are read and written to make again what a budget of activations leaves out."""

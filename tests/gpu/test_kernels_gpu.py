@@ -8,7 +8,7 @@ from megalith.config import ModelConfig, OptimConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
-from megalith.ops.activation import gelu_tanh
+from megalith.ops.activation import ACTIVATIONS, gelu_tanh, weighted_activation
 from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
@@ -192,6 +192,35 @@ def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtypes, opt
             stored = [tensor.clone() for tensor in other.tensors]
             other.copy_(other.float())  # as a checkpoint does
             assert all(torch.equal(tensor, kept) for tensor, kept in zip(other.tensors, stored))
+
+
+@TYPES
+@pytest.mark.parametrize(
+    ("activation", "clamp", "offset", "rows", "end", "width"),
+    [
+        ("silu", None, 0.0, 1003, None, 1408),
+        ("silu", None, 0.0, 1003, 500, 768),
+        ("silu", None, 0.0, 40, 0, 100),
+        ("quick_gelu", 1.0, 1.0, 1003, 999, 2880),  # gpt-oss
+        ("silu", None, 0.0, 0, None, 768),
+    ],
+)
+def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(
+    dtype, activation, clamp, offset, rows, end, width
+):
+    torch.manual_seed(0)
+    x, weights, grad = random(rows, 2 * width, dtype=dtype), random(rows, 1), random(rows, width, dtype=dtype)
+    last = None if end is None else torch.tensor([end], dtype=torch.int32, device="cuda")
+    found, exact = [], []
+    for results, wide in (found, False), (exact, True):
+        leaves = [(part.double() if wide else part.clone()).requires_grad_() for part in (x, weights)]
+        if end is not None and not wide:
+            leaves[0].data[end:] = float("nan")
+        how = not wide, clamp, offset, None if wide else last
+        y = weighted_activation(*leaves, ACTIVATIONS[activation], True, *how)
+        results += [y, *torch.autograd.grad(y, leaves, grad.double() if wide else grad)]
+    assert [part.dtype for part in found] == [dtype, dtype, torch.float32]
+    check([part[:end].detach() for part in found], [part[:end].detach() for part in exact], ROUNDING[dtype])
 
 
 def test_kernels_repeat_themselves_to_the_bit():

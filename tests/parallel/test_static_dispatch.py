@@ -79,12 +79,11 @@ def by_turns(x: Tensor, weights: Tensor, destinations: Tensor, fused: bool) -> T
     for rank in range(2):
         here = destinations - 4 * rank
         plan = bounded_rows(weights, torch.where((here < 0) | (here >= 4), 4, here), 4)
-        rows, row_weights, order = gathered_rows(parcels, plan, x.shape[1], fused)
         end = RowGroups(plan.counts, padded=True).end
-        assert len(rows) == 2 * tokens * topk and not rows[end:].any() and not row_weights[end:].any()
+        rows, row_weights, order = gathered_rows(parcels, plan, end, x.shape[1], fused)
+        assert len(rows) == len(row_weights) == 2 * tokens * topk
         rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
         rows = weighted_activation(rows, row_weights, ACTIVATIONS["silu"], True, fused, end=end)
-        assert not rows[end:].any()
         rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
         sums.append(sum_rows(rows, order, fused).unflatten(0, (2, tokens)))
     return torch.stack(sums).sum(0)

@@ -65,6 +65,7 @@ from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_r
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer, layers_of
+from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import (
@@ -144,11 +145,12 @@ def spread(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
 
 
 def gathered_rows(
-    parcels: Tensor, plan: ExpertRows, hidden: int, fused: bool
+    parcels: Tensor, plan: ExpertRows, end: Tensor, hidden: int, fused: bool
 ) -> tuple[Tensor, Tensor, Permutation]:
-    """As unpack, of parcels that have come from spread, with as many rows as there may be."""
-    rows, weights = _GatheredRows.apply(parcels, plan.pair, plan.row, hidden, fused)
-    order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, fixed=True)
+    """As unpack, of parcels that have come from spread, with as many rows as there may be; from `end` on, int32 [1],
+    they may hold anything."""
+    rows, weights = _GatheredRows.apply(parcels, plan.pair, plan.row, end, hidden, fused)
+    order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, end=end)
     return rows, weights, order
 
 
@@ -171,17 +173,21 @@ class _Spread(torch.autograd.Function):
 
 class _GatheredRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parcels: Tensor, pair: Tensor, row: Tensor, hidden: int, fused: bool):
-        x, weights = parcels[:, :hidden], parcels[:, hidden:].view(torch.float32)
+    def forward(ctx, parcels: Tensor, pair: Tensor, row: Tensor, end: Tensor, hidden: int, fused: bool):
+        x, weights, topk = parcels[:, :hidden], parcels[:, hidden:].view(torch.float32), row.shape[1]
         ctx.row, ctx.width, ctx.fused = row, weights.shape[1], fused
-        args = x, weights[:, : row.shape[1]], pair
+        weights = weights[:, :topk]
+        if fused and kernels.AVAILABLE and x.is_cuda:
+            taken = as_one_kernel(rows_at, weights.reshape(-1, 1), pair, False, sizes_vary=True)
+            return kernels.take_rows(x, pair, end, topk), taken
+        args = x, weights, pair
         return as_one_kernel(_rows_of_pairs, *args, sizes_vary=True) if fused else _rows_of_pairs(*args)
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_weights: Tensor):
         args = grad, grad_weights, ctx.row, ctx.width
         x, weights = as_one_kernel(_both_taken, *args, sizes_vary=True) if ctx.fused else _both_taken(*args)
-        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
+        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None, None
 
 
 class _Pack(torch.autograd.Function):
@@ -240,7 +246,7 @@ def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor, width: int) -> 
 
 
 def _rows_of_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of pairs of a token and one of its weights, and those weights; zeros behind the last pair."""
+    """The rows of pairs of a token and one of its weights, and those weights."""
     return rows_at(x, pair // weights.shape[1], False), rows_at(weights.reshape(-1, 1), pair, False)
 
 
@@ -407,8 +413,9 @@ class ExpertParallel(Dispatch):
             spread(x, plan.weights, ranks, self.fusion), self.ep, [tokens] * ranks, [tokens] * ranks
         )
         matrices = None if cast is None else experts.prepared(cast)
-        rows, row_weights, order = gathered_rows(end_all_to_all(way), plan, x.shape[1], self.fusion)
-        rows = experts(rows, row_weights, RowGroups(plan.counts, padded=True), matrices)
+        groups, parcels = RowGroups(plan.counts, padded=True), end_all_to_all(way)
+        rows, row_weights, order = gathered_rows(parcels, plan, groups.end, x.shape[1], self.fusion)
+        rows = experts(rows, row_weights, groups, matrices)
         y = self._exchanged(sum_rows(rows, order, self.fusion), [tokens] * ranks, [tokens] * ranks, beside)
         return y.unflatten(0, (ranks, tokens)).sum(0)  # in fp32, rounded once
 
