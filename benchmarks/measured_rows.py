@@ -64,6 +64,8 @@ FULL = dict(recompute_granularity="full", recompute_saves_attention=False)
 SAVED = dict(recompute_granularity="full", recompute_saves_attention=True)
 FP16 = dict(train=dict(precision="fp16"))
 FP8 = dict(train=dict(fp8_format="hybrid"))
+ONCE_IN_FP8 = dict(train=dict(fp8_format="hybrid", fp8_cache_weights=True))
+OPTIM = dict(data_parallel_sharding_strategy="optim")
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
 IN_BF16 = dict(optim=dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))
 IN_FP8 = dict(optim=dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"))
@@ -111,9 +113,9 @@ TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines; ², ³ one rank amo
     Row("the same, moments in bf16 ²", MIRRORED, 2, LLAMA, AT_ONCE, dict(GATHERED, **CHEAP), 1525.2, 111.9, IN_BF16),
     Row("`optim_grads_params`, every layer freed", FIT, 2, LLAMA, SEQUENCES, FREED, 1700, 112.6),
     Row("`optim_grads`", TOLD, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
-    Row("`optim` ³", MIRRORED, 2, LLAMA, SEQUENCES, dict(data_parallel_sharding_strategy="optim"), 1572.8, 142.2),
+    Row("`optim` ³", MIRRORED, 2, LLAMA, SEQUENCES, OPTIM, 1572.8, 142.2),
     Row("`optim`, 0.9 of the activations ²", MIRRORED, 2, LLAMA, SEQUENCES,
-        dict(data_parallel_sharding_strategy="optim"), 1616.3, 134.7,
+        OPTIM, 1616.3, 134.7,
         dict(runtime=dict(activation_memory_budget=0.9))),
     Row("`no_shard`", TOLD, 2, LLAMA, SEQUENCES, {}, None, None),
     Row("recomputed: `core_attn` ²", MIRRORED, 2, LLAMA, SEQUENCES, dict(GATHERED, **selective("core_attn")), 1618.2,
@@ -148,7 +150,7 @@ ROWS = [
     Row("one GPU, fp16, dropout", FIT, 1, DROPPING, ONE, {}, 353.9, 60.6, FP16),
     Row("DP2", FIT, 2, LARGE, (32, 64, 1024), {}, 332.7, 60.7),
     Row("DP2, fp16, dropout", TOLD, 2, DROPPING, (32, 64, 1024), {}, 362.1, None, FP16),
-    Row("DP2, optim", TOLD, 2, LARGE, (32, 64, 1024), dict(data_parallel_sharding_strategy="optim"), 331.0, None),
+    Row("DP2, optim", TOLD, 2, LARGE, (32, 64, 1024), OPTIM, 331.0, None),
     Row("DP2, optim_grads_params", OLD, 2, LARGE, (32, 64, 1024), WHOLE, 362.6, 54.8),
     Row("TP2", OLD, 2, LARGE, TWO, dict(tensor_model_parallel_size=2, **ALONE), 439.0, 67.4),
     Row("TP2, ping-pong, copy engines", TOLD, 2, LARGE, TWO, dict(tensor_model_parallel_size=2), 398.2, 67.6),
@@ -192,7 +194,7 @@ ROWS = [
         dict(runtime=dict(activation_memory_budget=0.58))),
     Row("Llama-3-8B, TP2 + SP", TOLD, 2, LLAMA, (2, 4, 8192), SP, 1623, 118),
     Row("the same, FP8 delayed, weights cast once", OLD, 2, LLAMA, (2, 4, 8192), SP, None, 111,  # 1,286 ms profiled
-        dict(train=dict(fp8_format="hybrid", fp8_cache_weights=True))),
+        ONCE_IN_FP8),
     Row("Llama-3-8B, TP2 + SP, all in one micro-batch, `mlp_act` recomputed", TOLD, 2, LLAMA, (4, 4, 8192),
         dict(SP, **selective("mlp_act")), 1589, 130.3),
     Row("Llama-3-8B, 16 layers", TOLD, 1, LLAMA16, (1, 1, 8192), {}, 422.7, 85.6),
@@ -224,6 +226,11 @@ ROWS = [
         dict(train=dict(moe_cache_weights=True))),
     Row("the same, one rank among mirrors", MIRRORED, 2, dict(DEEPSEEK, **ROUTED), (2, 8, 4096), STATIC, 398.2, 102.9,
         dict(train=dict(moe_cache_weights=True))),
+    Row("Llama-3-8B, `optim` over 8, one rank among mirrors", MIRRORED, 8, LLAMA, (1, 16, 8192), OPTIM, 1499, 106.0),
+    Row("the same, FP8 delayed", MIRRORED, 8, LLAMA, (1, 16, 8192), OPTIM, 1098, 101.2, ONCE_IN_FP8),
+    Row("the same, both sequences in one micro-batch", MIRRORED, 8, LLAMA, (2, 16, 8192), OPTIM, 1043, 105.8,
+        ONCE_IN_FP8),
+    Row("the same, bf16", MIRRORED, 8, LLAMA, (2, 16, 8192), OPTIM, 1462, 115.4),
     Row("Llama-3-8B, 8 layers", TOLD, 1, LLAMA8, LONG, {}, 458.1, 62.5),
     Row("the same, recomputed", TOLD, 1, LLAMA8, LONG, FULL, 547.4, 49.7),
     Row("the same, attention saved", TOLD, 1, LLAMA8, LONG, SAVED, 534.9, 50.3),
