@@ -7,13 +7,13 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis
-from megalith.config import RunConfig
+from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.config import ModelConfig, RunConfig
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import Transformer, layers_of
@@ -112,6 +112,7 @@ def apply_fp8(
         return
     layers = layers_of(chunk)
     once = cast_once([layer.number for layer in layers.values()], config)
+    shares_groups = config.model.query_groups < mesh.tp.size
     stays = tuple(f"{name}." for name, layer in layers.items() if layer.number in once)
     for name, module in fp8_modules(chunk, config).items():
         if isinstance(module, GroupedLinear):
@@ -122,6 +123,37 @@ def apply_fp8(
             step_codes = StepCodes() if name.startswith(stays) else None
             gemm = _gemm(name, config, mesh, table, chunk.compute_dtype, step_codes)
             plug(module, "gemm", CountedGemm(gemm, device) if config.log.log_fp8_interval else gemm)
+            if shares_groups and name.endswith(("linear_qkv", "linear_kv")):
+                plug(module, "style", SharedGradient(module.style, mesh.tp, config.model))
+
+
+class SharedGradient:
+    """The style of a linear whose keys and values several ranks of the axis have: of their gradient one process casts
+    the sum, so the first of the ranks gets that, and the others get zeros."""
+
+    def __init__(self, style: Callable[..., Tensor], axis: Axis, model: ModelConfig):
+        self.style, self.axis = style, axis
+        self.groups, self.width = model.query_groups, 2 * model.head_dim
+
+    def __call__(self, *args) -> Tensor:
+        return _SharedGradient.apply(self.style(*args), self.axis, self.groups, self.width)
+
+
+class _SharedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, axis: Axis, groups: int, width: int) -> Tensor:
+        ctx.axis, ctx.groups, ctx.width = axis, groups, width
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        own, shared = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
+        group, place = divmod(ctx.axis.rank, ctx.axis.size // ctx.groups)
+        zeros = torch.zeros_like(shared, dtype=torch.float32)
+        parts = torch.stack([shared.float() if number == group else zeros for number in range(ctx.groups)])
+        sums = all_reduce_no_grad(parts, ctx.axis)
+        whole = sums[group] if place == 0 else zeros
+        return torch.cat([own, whole.to(grad.dtype)], -1), None, None, None
 
 
 def _gemm(

@@ -42,8 +42,9 @@ BLOCKS = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, 
 MOE = LLAMA | {"moe_ffn_hidden_size": 32}
 
 
-def fp8_config(layout: str | None, run: str = "llama", **train: Any) -> RunConfig:
-    return run_config(run, layout, "", model=LLAMA, train={"fp8_format": "hybrid", **train})
+def fp8_config(layout: str | None, run: str = "llama", groups: int = 2, **train: Any) -> RunConfig:
+    model = LLAMA | {"num_query_groups": groups}
+    return run_config(run, layout, "", model=model, train={"fp8_format": "hybrid", **train})
 
 
 def block_config(layout: str | None) -> RunConfig:

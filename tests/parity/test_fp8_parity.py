@@ -48,6 +48,7 @@ ENCODERS = {
 MAKERS = {
     "delayed": fp8_config,
     "tensorwise": functools.partial(fp8_config, fp8_recipe="tensorwise"),
+    "a group shared": functools.partial(fp8_config, groups=1),
     "blockwise": block_config,
     "experts": expert_config,
     **{f"latent {recipe}": functools.partial(latent_config, recipe=recipe) for recipe in RECIPES},
@@ -71,6 +72,7 @@ def alone(kind: str) -> Fp8Outcome:
 CASES = [
     ("delayed", "pp2-zero_bubble", 1e-7, 1e-6),
     ("delayed", "tp2-sp-dp2-zero3", 1e-6, 1e-4),
+    ("a group shared", "tp2-sp", 1e-6, 1e-4),
     ("blockwise", "tp2-sp", 5e-3, 5e-4),
     ("experts", "tp2-etp2", 5e-6, 1e-4),
     ("bert delayed", "cp2", 1e-6, 1e-6),
