@@ -223,6 +223,14 @@ def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(
     check([part[:end].detach() for part in found], [part[:end].detach() for part in exact], ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("clamp", [None, 7.0])
+def test_experts_gated_rows_hide_no_nan(clamp):
+    x, weights = random(8, 256, dtype=torch.bfloat16), random(8, 1)
+    x[1, 6], x[2, 9] = float("nan"), float("nan")  # a gate and an up
+    y = weighted_activation(x, weights, ACTIVATIONS["quick_gelu"], True, True, clamp, 1.0)
+    assert y.isnan().nonzero().tolist() == [[1, 3], [2, 4]]
+
+
 def test_kernels_repeat_themselves_to_the_bit():
     torch.manual_seed(0)
     x, grad, stream = (random(5000, 1280, dtype=torch.bfloat16) for _ in range(3))

@@ -39,6 +39,13 @@ def _parts(x, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _cut(gate, up, CLAMP: tl.constexpr):
+    """Not by tl.minimum, which on a GPU makes CLAMP of NaN, where torch.clamp leaves NaN."""
+    up = tl.where(up > CLAMP, CLAMP, tl.where(up < -CLAMP, -CLAMP, up))
+    return tl.where(gate > CLAMP, CLAMP, gate), up
+
+
+@triton.jit
 def _glu_forward(
     x, weights, end, out,
     ALPHA: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
@@ -55,7 +62,7 @@ def _glu_forward(
         for first in range(0, WIDTH, COLUMNS):
             gate, up = _parts(x, first, WIDTH, COLUMNS)
             if CLAMP > 0:
-                gate, up = tl.minimum(gate, CLAMP), tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+                gate, up = _cut(gate, up, CLAMP)
             y = gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET) * weight
             columns = first + tl.arange(0, COLUMNS)
             tl.store(out + columns, y.to(out.dtype.element_ty), mask=columns < WIDTH)
@@ -84,7 +91,7 @@ def _glu_backward(
             below, between = True, True
             if CLAMP > 0:
                 below, between = gate <= CLAMP, (up >= -CLAMP) & (up <= CLAMP)
-                gate, up = tl.minimum(gate, CLAMP), tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+                gate, up = _cut(gate, up, CLAMP)
             up += OFFSET
             opened = tl.sigmoid(ALPHA * gate)
             active = gate * opened
