@@ -333,9 +333,9 @@ class Passes:
         qkv = heads + groups
         rotated = 2 * (heads + groups / 2) if model.position_embedding_type == "rope" else 0
         forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
-        for out, _, experts, style, _ in self.meta.matmuls(number):
+        for out, taken, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
-            if fc1 or (experts and style == "column"):
+            if fc1 or (experts and taken == model.hidden_size):  # experts' matrices have no style
                 times = model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
                 again = into if "mlp_act" in modules and not experts else 0.0

@@ -96,6 +96,31 @@ def test_attention_takes_what_its_kernels_were_measured_to_take():
     assert attention_seconds(**full, recompute_saves_attention=True) == pytest.approx(plain)
 
 
+def test_experts_activations_take_time_by_their_rows():
+    def elementwise(width: int, sequences: int, topk: int) -> float:
+        model = dict(preset="qwen3-30b-a3b", num_layers=4, moe_ffn_hidden_size=width, moe_router_topk=topk)
+        config = RunConfig.from_tree(
+            {
+                "model": model,
+                "data": dict(mock=True, seq_length=1024),
+                "optim": dict(lr=1e-4),
+                "train": dict(
+                    train_iters=1, precision="bf16", global_batch_size=sequences, micro_batch_size=sequences
+                ),
+            }
+        )
+        return step_time(config, MetaModel(config.model), 1, rates_of(), 8).parts["elementwise"]
+
+    def activations(
+        topk: int,
+    ) -> float:  # what grows with tokens and experts' width, as casts of weights do not
+        wide, narrow = (elementwise(width, 4, topk) - elementwise(width, 2, topk) for width in (1536, 768))
+        return wide - narrow
+
+    each = activations(4)
+    assert each > 1e-5 and activations(8) == pytest.approx(2 * each)
+
+
 def test_weights_cast_to_fp8_once_a_step_take_nothing_of_further_micro_batches():
     def elementwise(once: bool, micro_batches: int, **parallel) -> float:
         tree = dict(train_iters=1, precision="bf16", global_batch_size=2 * micro_batches)
