@@ -12,6 +12,7 @@ from megalith.models.moe import MoE, bounded_rows
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
+from megalith.ops.fp8.recipes import Fp8GroupedGemm
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
@@ -199,6 +200,19 @@ def test_the_host_never_waits_for_the_device(settings):
         passes(moe, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("gemm", [GroupedGemm(), Fp8GroupedGemm(kernel=True)], ids=["bf16", "fp8"])
+def test_experts_matmuls_read_no_row_behind_the_last(gemm):
+    torch.manual_seed(0)
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    x, grad, weight = (torch.randn(*size, **options) for size in ((128, HIDDEN), (128, 96), (4, 96, HIDDEN)))
+    groups, end, found = RowGroups(torch.tensor([5, 0, 70, 1], device="cuda"), padded=True), 76, []
+    for behind in 0.0, float("nan"):
+        x[end:], grad[end:] = behind, behind
+        results = gemm.forward(x, weight, groups)[:end], gemm.dgrad(grad, weight, groups)[:end]
+        found.append([*results, gemm.wgrad(grad, x, groups, torch.float32)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("biases", [{}, BIASES], ids=str)
