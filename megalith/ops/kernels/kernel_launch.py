@@ -2,9 +2,8 @@
 
 At each launch Triton looks at every argument for what it has compiled the kernel for: the type of a tensor and whether
 its address is a multiple of 16, a number's size and divisors, a constant's value. Here a launch with the numbers and
-constants of an earlier one, and tensors of the same types of which the same begin at such an address, takes what was
-compiled for that one. Memory from PyTorch's allocator begins there; a view of it, as of the last of a few numbers, may
-not.
+constants of an earlier one, and tensors of the same types that all begin at such an address, as memory from PyTorch's
+allocator does, takes what was compiled for that one.
 """
 
 from __future__ import annotations
@@ -33,10 +32,14 @@ class Launcher:
         warps: int,
     ) -> None:
         """Launches it on the current stream. For the value of a float nothing is compiled."""
-        kinds = tuple([(x.dtype, x.data_ptr() % ALIGNED == 0) for x in tensors])
-        key = tensors[0].device, kinds, numbers, constants, warps
-        compiled = self._compiled.get(key)
+        address = 0
+        for x in tensors:
+            address |= x.data_ptr()
+        key = tensors[0].device, tuple([x.dtype for x in tensors]), numbers, constants, warps
+        compiled = None if address % ALIGNED else self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *floats, *constants)
             return
-        self._compiled[key] = self._kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps)
+        compiled = self._kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps)
+        if not address % ALIGNED:
+            self._compiled[key] = compiled
