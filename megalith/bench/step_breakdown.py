@@ -34,7 +34,7 @@ KINDS = (
     ("head and loss", r"_LinearCrossEntropy|_softmax_loss"),
     ("copies of sharded data parallelism", r"^FSDP::|^fsdp::"),
     ("gradients added up", r"AccumulateGrad"),
-    (EXPERTS, r"^_GroupedLinear|^_Prepare|^_WeightedGlu|autograd::engine::evaluate_function: _Prepare"),
+    (EXPERTS, r"^_GroupedLinear|^_Prepare|^_WeightedSwiglu|autograd::engine::evaluate_function: _Prepare"),
     (DISPATCH, r"^_(TakeRows|SumRows|Spread|GatheredRows|Pack|Unpack|BeginAllToAll|EndAllToAll)|radix_sort"),
     (DISPATCH, r"_c10d_functional::all_to_all"),
     (DISPATCH, r"^triton.*(index_sum|floor_divide|index_select|arange|repeat_interleave|stack_view)"),

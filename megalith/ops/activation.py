@@ -39,17 +39,14 @@ def _with_bias(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return activation
 
 
-QUICK = 1.702  # of quick_gelu (Hendrycks and Gimpel 2016)
 ACTIVATIONS = {
     "gelu": _with_bias(F.gelu),
     "gelu_tanh": gelu_tanh,
-    "quick_gelu": _with_bias(lambda x: x * torch.sigmoid(QUICK * x)),
+    "quick_gelu": _with_bias(lambda x: x * torch.sigmoid(1.702 * x)),  # Hendrycks and Gimpel 2016
     "relu": _with_bias(F.relu),
     "squared_relu": _with_bias(lambda x: F.relu(x).square()),  # So et al. 2021
     "silu": _with_bias(F.silu),
 }
-# s of those that are x · sigmoid(s · x)
-SIGMOID_SLOPES = {ACTIVATIONS["silu"]: 1.0, ACTIVATIONS["quick_gelu"]: QUICK}
 
 
 def gated_activation(
@@ -89,8 +86,9 @@ def weighted_activation(
     rows' weights float32 [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers
     too. `clamp` and `offset` are as in `gated_activation`. Rows from `end` on, int32 [1], may hold anything, and so may
     what is given for them and their gradients."""
-    if fusion and gated and activation in SIGMOID_SLOPES and kernels.AVAILABLE and x.is_cuda:
-        return _WeightedGlu.apply(x, weights, end, SIGMOID_SLOPES[activation], clamp, offset)
+    is_swiglu = gated and activation is ACTIVATIONS["silu"] and clamp is None and not offset
+    if fusion and is_swiglu and kernels.AVAILABLE and x.is_cuda:
+        return _WeightedSwiglu.apply(x, weights, end)
     args = x, weights, activation, gated, clamp, offset
     if not fusion:
         return _weighted(*args)
@@ -111,22 +109,16 @@ def _weighted(
     return activation(x) * weights.to(x.dtype)
 
 
-class _WeightedGlu(torch.autograd.Function):
-    """Of gates whose activation is gate · sigmoid(slope · gate)."""
-
+class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weights: Tensor, end: Tensor | None, slope: float, clamp: float | None, offset: float
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, weights, end)
-        ctx.how = slope, clamp, offset
-        return kernels.weighted_glu(x, weights, end, *ctx.how)
+        return kernels.weighted_swiglu(x, weights, end)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        found = kernels.weighted_glu_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return *found, None, None, None, None
+        return *kernels.weighted_swiglu_backward(grad.contiguous(), *ctx.saved_tensors), None
 
 
 def _by_sigmoid(x: Tensor) -> Tensor:

@@ -53,10 +53,11 @@ class RowGroups:
         """The sizes; waits for the device where only that knows them."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
 
-    @property
+    @cached_property
     def end(self) -> Tensor | None:
-        """Where the last group's rows end, int32 [1], on the device; None where no row stands behind."""
-        return self.ends[-1:] if self.padded else None
+        """Where the last group's rows end, int32 [1], on the device; None where no row stands behind. In memory of its
+        own, for kernels are launched faster with an address that is a multiple of 16."""
+        return self.counts.sum(0, keepdim=True, dtype=torch.int32) if self.padded else None
 
     def of_rows(self, rows: int) -> Tensor:
         """The group of each of all `rows` rows: int64 [rows], without waiting for the device; any for those behind."""

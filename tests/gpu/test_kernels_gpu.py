@@ -196,18 +196,9 @@ def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtypes, opt
 
 @TYPES
 @pytest.mark.parametrize(
-    ("activation", "clamp", "offset", "rows", "end", "width"),
-    [
-        ("silu", None, 0.0, 1003, None, 1408),
-        ("silu", None, 0.0, 1003, 500, 768),
-        ("silu", None, 0.0, 40, 0, 100),
-        ("quick_gelu", 1.0, 1.0, 1003, 999, 2880),  # gpt-oss
-        ("silu", None, 0.0, 0, None, 768),
-    ],
+    ("rows", "end", "width"), [(1003, None, 1408), (1003, 500, 768), (40, 0, 100), (0, None, 768)]
 )
-def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(
-    dtype, activation, clamp, offset, rows, end, width
-):
+def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(dtype, rows, end, width):
     torch.manual_seed(0)
     x, weights, grad = random(rows, 2 * width, dtype=dtype), random(rows, 1), random(rows, width, dtype=dtype)
     last = None if end is None else torch.tensor([end], dtype=torch.int32, device="cuda")
@@ -216,19 +207,10 @@ def test_experts_gated_rows_have_their_gradients_whatever_stands_behind(
         leaves = [(part.double() if wide else part.clone()).requires_grad_() for part in (x, weights)]
         if end is not None and not wide:
             leaves[0].data[end:] = float("nan")
-        how = not wide, clamp, offset, None if wide else last
-        y = weighted_activation(*leaves, ACTIVATIONS[activation], True, *how)
+        y = weighted_activation(*leaves, ACTIVATIONS["silu"], True, not wide, end=None if wide else last)
         results += [y, *torch.autograd.grad(y, leaves, grad.double() if wide else grad)]
     assert [part.dtype for part in found] == [dtype, dtype, torch.float32]
     check([part[:end].detach() for part in found], [part[:end].detach() for part in exact], ROUNDING[dtype])
-
-
-@pytest.mark.parametrize("clamp", [None, 7.0])
-def test_experts_gated_rows_hide_no_nan(clamp):
-    x, weights = random(8, 256, dtype=torch.bfloat16), random(8, 1)
-    x[1, 6], x[2, 9] = float("nan"), float("nan")  # a gate and an up
-    y = weighted_activation(x, weights, ACTIVATIONS["quick_gelu"], True, True, clamp, 1.0)
-    assert y.isnan().nonzero().tolist() == [[1, 3], [2, 4]]
 
 
 def test_kernels_repeat_themselves_to_the_bit():

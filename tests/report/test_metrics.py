@@ -283,7 +283,9 @@ def test_wandb_is_sent_no_step_twice_after_a_loss_spike_or_a_crash(tmp_path, mon
 )
 def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatch, module, setting, make):
     monkeypatch.setitem(sys.modules, module, None)  # what an uninstalled package looks like to an import
-    with pytest.raises(ConfigError, match=rf"{setting} needs .*pip install .*\[log\]', or do without {setting}"):
+    with pytest.raises(
+        ConfigError, match=rf"{setting} needs .*pip install .*\[log\]', or do without {setting}"
+    ):
         make(tmp_path)
 
 

@@ -27,7 +27,7 @@ if AVAILABLE:
     )
     from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401
     from megalith.ops.kernels.column_kernels import share_heads, sum_rows  # noqa: F401
-    from megalith.ops.kernels.expert_kernel import take_rows, weighted_glu, weighted_glu_backward  # noqa: F401
+    from megalith.ops.kernels.expert_kernel import take_rows, weighted_swiglu, weighted_swiglu_backward  # noqa: F401
     from megalith.ops.kernels.loss_kernel import softmax_loss_  # noqa: F401
     from megalith.ops.kernels.moment_kernel import step_moments_  # noqa: F401
 

@@ -39,17 +39,9 @@ def _parts(x, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _cut(gate, up, CLAMP: tl.constexpr):
-    """Not by tl.minimum, which on a GPU makes CLAMP of NaN, where torch.clamp leaves NaN."""
-    up = tl.where(up > CLAMP, CLAMP, tl.where(up < -CLAMP, -CLAMP, up))
-    return tl.where(gate > CLAMP, CLAMP, gate), up
-
-
-@triton.jit
-def _glu_forward(
+def _swiglu_forward(
     x, weights, end, out,
-    ALPHA: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     here = True
@@ -61,18 +53,15 @@ def _glu_forward(
         out += row * WIDTH
         for first in range(0, WIDTH, COLUMNS):
             gate, up = _parts(x, first, WIDTH, COLUMNS)
-            if CLAMP > 0:
-                gate, up = _cut(gate, up, CLAMP)
-            y = gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET) * weight
+            y = gate * tl.sigmoid(gate) * up * weight
             columns = first + tl.arange(0, COLUMNS)
             tl.store(out + columns, y.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
 @triton.jit
-def _glu_backward(
+def _swiglu_backward(
     grad, x, weights, end, grad_x, grad_weights,
-    ALPHA: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     here = True
@@ -88,26 +77,20 @@ def _glu_backward(
             gate, up = _parts(x, first, WIDTH, COLUMNS)
             columns = first + tl.arange(0, COLUMNS)
             dy = tl.load(grad + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-            below, between = True, True
-            if CLAMP > 0:
-                below, between = gate <= CLAMP, (up >= -CLAMP) & (up <= CLAMP)
-                gate, up = _cut(gate, up, CLAMP)
-            up += OFFSET
-            opened = tl.sigmoid(ALPHA * gate)
+            opened = tl.sigmoid(gate)
             active = gate * opened
             sums += dy * active * up
             dy *= weight
-            slope = opened * (1 + ALPHA * gate * (1 - opened))
-            d_gate, d_up = dy * up * slope, dy * active
-            if CLAMP > 0:
-                d_gate, d_up = tl.where(below, d_gate, 0.0), tl.where(between, d_up, 0.0)
-            both = tl.reshape(tl.join(d_gate, d_up), [2 * COLUMNS])
+            slope = opened * (1 + gate * (1 - opened))
+            both = tl.reshape(tl.join(dy * up * slope, dy * active), [2 * COLUMNS])
             places = 2 * first + tl.arange(0, 2 * COLUMNS)
             tl.store(grad_x + places, both.to(grad_x.dtype.element_ty), mask=places < 2 * WIDTH)
         tl.store(grad_weights + row, tl.sum(sums, 0))
 
 
-_launch_take, _launch_forward, _launch_backward = map(Launcher, (_take_rows, _glu_forward, _glu_backward))
+_launch_take, _launch_forward, _launch_backward = map(
+    Launcher, (_take_rows, _swiglu_forward, _swiglu_backward)
+)
 
 
 def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
@@ -121,34 +104,26 @@ def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
     return out
 
 
-def weighted_glu(
-    x: Tensor, weights: Tensor, end: Tensor | None, alpha: float, clamp: float | None, offset: float
-) -> Tensor:
-    """gate · sigmoid(alpha · gate) · (up + offset) · weight of contiguous rows x [rows, 2 · width] on a GPU, in which
-    gates and ups alternate, cut at `clamp`, and weights float32 [rows, 1]: [rows, width], computed in fp32. Rows from
-    `end` on, int32 [1], are left as memory has them."""
+def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
+    """silu(gate) · up · weight of contiguous rows x [rows, 2 · width] on a GPU, in which gates and ups alternate, and
+    weights float32 [rows, 1]: [rows, width], computed in fp32. Rows from `end` on, int32 [1], are left as memory has
+    them."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
-    constants = (alpha, clamp or 0.0, offset, width, end is not None, COLUMNS)
+    constants = (width, end is not None, COLUMNS)
     if rows:
         tensors = (x, weights, weights if end is None else end, out)
         _launch_forward((rows, 1, 1), tensors, (), (), constants, WARPS)
     return out
 
 
-def weighted_glu_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    end: Tensor | None,
-    alpha: float,
-    clamp: float | None,
-    offset: float,
+def weighted_swiglu_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, end: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weights, `grad` [rows, width] being that of weighted_glu(x, weights, …)."""
+    """The gradients of x and of the weights, `grad` [rows, width] being that of weighted_swiglu(x, weights, end)."""
     rows, width = grad.shape
     grad_x, grad_weights = x.new_empty(x.shape), weights.new_empty(rows, 1)
-    constants = (alpha, clamp or 0.0, offset, width, end is not None, COLUMNS)
+    constants = (width, end is not None, COLUMNS)
     if rows:
         tensors = (grad, x, weights, weights if end is None else end, grad_x, grad_weights)
         _launch_backward((rows, 1, 1), tensors, (), (), constants, WARPS)
