@@ -209,8 +209,8 @@ def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Pending
 
 
 def _under_way(x: Tensor) -> Tensor:
-    """What a collective gives. On a CPU it is waited for: gloo's threads (torch 2.13) broke the heap in one of ten runs
-    where several collectives of a group were under way, and in none of 45 one by one."""
+    """What a collective gives. On a CPU it is waited for, so that gloo's threads seldom end two of a group at once:
+    they break the heap if DTensor or compiled code made one of them an all-gather (begin_group_all_gather)."""
     return _ops.wait_tensor(x) if x.device.type == "cpu" and not torch.compiler.is_compiling() else x
 
 
@@ -218,7 +218,21 @@ def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
     if axis.by_copy_engine(x):
         return torch.ops.megalith_copy_engine.all_gather(x.contiguous(), axis.size, axis.name)
-    return _under_way(_ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name))
+    return _under_way(begin_group_all_gather(x.contiguous(), axis.size, axis.name))
+
+
+def begin_group_all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """As begin_all_gather, over the group of this name and size; x is contiguous.
+
+    On a CPU the result is allocated here: the operator that allocates it is gloo's ALLGATHER_COALESCED. Each group of
+    gloo has two threads, which store the name of what they have ended in one std::string, without a lock (torch 2.13).
+    A name of up to 15 characters lies in the string itself; the memory of a longer one is freed by one thread, and
+    written or freed again by the other.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return _ops.all_gather_into_tensor(x, size, group)
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    return _ops.all_gather_into_tensor_out(x.detach(), size, group, out=gathered)
 
 
 @dataclass(frozen=True)

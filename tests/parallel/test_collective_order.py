@@ -78,3 +78,10 @@ def test_every_rank_begins_the_same_collectives_in_the_same_order(recorded, layo
     assert len(exchanges) >= 2 * 4  # micro-batches; what goes there and back, forward and backward
     for rank in ranks[1:]:
         assert rank == ranks[0]
+
+
+def test_gloo_names_no_collective_of_a_step_with_more_than_15_characters(recorded):
+    """Its threads break the heap over a longer name, which is that of the all-gather that allocates its result."""
+    operators = {event[0] for ranks in recorded.values() for event in ranks[0]}
+    assert "_c10d_functional.all_gather_into_tensor_out.default" in operators
+    assert not any(name.startswith("_c10d_functional.all_gather_into_tensor.") for name in operators)

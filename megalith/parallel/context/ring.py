@@ -29,6 +29,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megalith.comm.collectives import begin_group_all_gather
 from megalith.ops.attention_blocks import (
     beside_sink,
     block_backward,
@@ -137,7 +138,7 @@ class _Gather(_Route):
 
     def shards(self) -> Iterator[KeyBlock]:
         half, size, rank = self.seq // 2, self.size, self.rank
-        coming = _ops.all_gather_into_tensor(self.pair, size, self.group)
+        coming = begin_group_all_gather(self.pair, size, self.group)
         yield self.own_shard
         shards = _ops.wait_tensor(coming).view(size, *self.pair.shape)
         whole = natural(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
