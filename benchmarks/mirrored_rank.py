@@ -162,6 +162,11 @@ class MirrorGroup(dist.ProcessGroup):
         output[: len(source)].copy_(source)
 
 
+def all_gather_of_any_group(x: Tensor, size: int, group: str) -> Tensor:
+    """megalith.comm.collectives.begin_group_all_gather, by the operator that knows groups in Python on a CPU too."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, size, group)
+
+
 def _done(tensors) -> dist.Work:
     future = torch.futures.Future()
     future.set_result(list(tensors))
@@ -187,7 +192,9 @@ def with_rows_for_all(row: Tensor, rows: int) -> Tensor:
 def worker(arguments: Sequence[str]) -> None:
     """`megalith train`, of which this process is rank 0 and the only one."""
     from megalith.cli.main import main as megalith
+    from megalith.comm import collectives
     from megalith.launch.launcher import this_process
+    from megalith.parallel.context import ring
     from megalith.parallel.expert import expert_parallel
     from megalith.training import trainer
 
@@ -199,6 +206,8 @@ def worker(arguments: Sequence[str]) -> None:
     with (
         mock.patch.object(trainer, "init_distributed", join),
         mock.patch.object(expert_parallel, "inverse", with_rows_for_all),
+        mock.patch.object(collectives, "begin_group_all_gather", all_gather_of_any_group),
+        mock.patch.object(ring, "begin_group_all_gather", all_gather_of_any_group),
     ):
         sys.exit(megalith(list(arguments)))
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.mirrored_rank import init_mirror
+from benchmarks.mirrored_rank import all_gather_of_any_group, init_mirror
+from megalith.comm import collectives
 from megalith.comm.collectives import (
     all_gather,
     all_reduce_no_grad,
@@ -18,7 +19,8 @@ from megalith.parallel.mesh import build_mesh
 
 
 @pytest.fixture
-def axis():
+def axis(monkeypatch):
+    monkeypatch.setattr(collectives, "begin_group_all_gather", all_gather_of_any_group)
     init_mirror(2)
     yield build_mesh(ParallelConfig(tensor_model_parallel_size=2), 2, "cpu").tp
     dist.destroy_process_group()
