@@ -154,7 +154,7 @@ class ModelConfig(HybridModel):
     """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
     moe_permute_fusion: Annotated[bool, Decides.NOTHING, DEFAULT] = True
-    """Compiles what is around the experts' matmuls, activation and sum by token, into a kernel each, on GPUs."""
+    """What is around the experts' matmuls, activation and sum by token, is a kernel each on GPUs."""
 
     @property
     def expert_size(self) -> int:

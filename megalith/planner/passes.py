@@ -352,9 +352,8 @@ class Passes:
         """Of a token, how often a pass reads or writes its hidden state on its way to the experts and back."""
         model, size = self.model, self.parallel.expert_model_parallel_size
         moved = 3 * model.moe_router_topk + 1  # rows taken, and read for their sum
-        if (
-            size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall"
-        ):  # the same of what the ranks get
+        if size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall":
+            # The same of what each rank gets.
             moved += 3 * (size if is_static(model, self.parallel) else ranks_of_a_token(model, size)) + 1
         return moved
 

@@ -111,9 +111,8 @@ def test_experts_activations_take_time_by_their_rows():
         )
         return step_time(config, MetaModel(config.model), 1, rates_of(), 8).parts["elementwise"]
 
-    def activations(
-        topk: int,
-    ) -> float:  # what grows with tokens and experts' width, as casts of weights do not
+    def activations(topk: int) -> float:
+        """What grows with tokens and experts' width, as casts of weights do not."""
         wide, narrow = (elementwise(width, 4, topk) - elementwise(width, 2, topk) for width in (1536, 768))
         return wide - narrow
 

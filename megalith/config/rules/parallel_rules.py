@@ -229,9 +229,8 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
-    if (
-        parallel.context_parallel_size > 1 and parallel.cp_comm_type == "auto"
-    ):  # judged again when it has chosen
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "auto":
+        # Judged again when it has chosen.
         parallel = parallel.model_copy(update={"cp_comm_type": "a2a"})
     check_saved_attention(model, parallel)
 

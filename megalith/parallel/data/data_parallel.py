@@ -230,9 +230,8 @@ class ReduceScatter:
         op,
         async_op: bool = False,
     ) -> None:
-        reduce_scatter = (
-            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        )  # torch 2.13's name
+        # torch 2.13's name, or the older one.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
