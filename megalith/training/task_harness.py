@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.chat.chat_dataset import best_fit_decreasing
-from megalith.data.chat.chat_template import template_of
+from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.generation.requests import Sampling
@@ -150,6 +151,10 @@ class HarnessModel(TemplateLM):
 
     # Its text.
 
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        return template_of(self.tokenizer)
+
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eod
@@ -169,10 +174,9 @@ class HarnessModel(TemplateLM):
         return self.begin + ids if begins else ids
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        template = template_of(self.tokenizer)
-        if template is None:
+        if self.template is None:
             raise ConfigError("--apply-chat-template: the tokenizer has no chat template; leave it out")
-        return template.render(chat_history, ask=add_generation_prompt)
+        return self.template.render(chat_history, ask=add_generation_prompt)
 
     # Log-likelihoods.
 

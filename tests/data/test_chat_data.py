@@ -1,6 +1,7 @@
 """Chat data: what each form says, what of it is learned, how it is packed, and what is refused."""
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -135,6 +136,36 @@ def test_a_template_stays_in_its_sandbox():
         ChatTemplate("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", {}).render(MESSAGES)
     with pytest.raises(ConfigError, match="not one"):
         ChatTemplate("{% for %}", {})
+    with pytest.raises(ConfigError, match="No filter named 'louder'"):
+        ChatTemplate("{{ messages | louder }}", {}).render(MESSAGES)
+
+
+UNBOUNDED = {
+    "{{ 'a' * 10**10 }}": "needs more than 2 GB of memory",
+    "{{ '%1000000000000d' | format(1) }}": "needs more than 2 GB of memory",
+    "{{ 'a' | center(4 * 10**7) }}": "its text is longer than 33,554,432 characters",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "5 s of processor time",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}": "recursion depth",
+}
+
+
+@pytest.mark.parametrize("source", UNBOUNDED)
+def test_a_template_is_bounded_in_time_and_memory(source):
+    template = ChatTemplate("{% if messages[0].content == 'bad' %}" + source + "{% endif %}fine", {})
+    with pytest.raises(ValueError, match=UNBOUNDED[source]):
+        template.render([{"role": "user", "content": "bad"}])
+    assert template.render(MESSAGES) == "fine"
+
+
+def test_a_forked_process_renders_by_a_process_of_its_own():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"content": "ours"}]) == "ours"
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.write(writer, template.render([{"content": "theirs"}]).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(reader, 99) == b"theirs" and template.render([{"content": "again"}]) == "again"
 
 
 BAD = {

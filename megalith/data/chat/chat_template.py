@@ -1,57 +1,27 @@
 """A chat template: from a conversation to its text, and to the spans of the text that are learned.
 
-The template is Jinja, run in a sandbox with the names that transformers gives it, so a template made for transformers
-renders the same text here. What is learned of the text comes from one of two places. A template may say it itself:
-what stands between `{% generation %}` and `{% endgeneration %}` is the assistant's. Where it does not, a turn is found
-by rendering prefixes of the conversation: the turn of message k is what the text of messages 0…k has more than that of
-messages 0…k−1 with the header that asks for an answer. That holds only where each of these texts is the beginning of
-the whole one; a template that rewrites earlier turns (as those do that take out earlier reasoning) is refused.
+The template is Jinja, run in a sandbox (template_renderer.py) with the names that transformers gives it, so a template
+made for transformers renders the same text here. What is learned of the text comes from one of two places. A template
+may say it itself: what stands between `{% generation %}` and `{% endgeneration %}` is the assistant's. Where it does
+not, a turn is found by rendering prefixes of the conversation: the turn of message k is what the text of messages 0…k
+has more than that of messages 0…k−1 with the header that asks for an answer. That holds only where each of these texts
+is the beginning of the whole one; a template that rewrites earlier turns (as those do that take out earlier reasoning)
+is refused.
 """
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from megalith.data.chat.conversations import Chat, Message, unicode_text
+from megalith.data.chat.template_process import TemplateProcess
+from megalith.data.chat.template_renderer import BEGIN, END, FAILURES, template_environment
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS
 from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError
 
 Span = tuple[int, int]  # characters [start, end)
-
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what a generation block renders: code points that no text may have
-FAILURES = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What a template can raise on a conversation that it does not take."""
-
-
-class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks what the assistant says."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
 
 
 class ChatTemplate:
@@ -59,19 +29,15 @@ class ChatTemplate:
 
     def __init__(self, source: str, names: dict[str, str]):
         self.source, self.names = source, names
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment = template_environment()
         try:
             self.has_marks = any(
                 token == "generation" and kind == "name" for _, kind, token in environment.lex(source)
             )
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            environment.parse(source)
+        except FAILURES as error:
             raise ConfigError(f"the chat template is not one ({error}); correct it") from error
+        self._process = TemplateProcess(source)
 
     def render(self, messages: list[Message], *, ask: bool = False, **more: Any) -> str:
         """The conversation's text; with `ask`, and an answer's header. ValueError: the reason why there is none."""
@@ -111,15 +77,9 @@ class ChatTemplate:
         for message in messages:
             if BEGIN in message["content"] or END in message["content"]:
                 raise ValueError("a message has U+FDD0 or U+FDD1, which are no characters of a text")
-        try:
-            text = self._template.render(
-                {"tools": None, "documents": None, **self.names, **more},
-                messages=messages,
-                add_generation_prompt=ask,
-            )
-        except FAILURES as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
-        return unicode_text(text)  # of tools, too
+        variables = {"tools": None, "documents": None, **self.names, **more}
+        variables |= {"messages": messages, "add_generation_prompt": ask}
+        return unicode_text(self._process.render(variables))  # of tools, too
 
 
 def _marked_spans(marked: str) -> list[Span]:
@@ -132,14 +92,6 @@ def _marked_spans(marked: str) -> list[Span]:
         else:
             at += 1
     return [span for span in spans if span[0] < span[1]]
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 # Where it comes from

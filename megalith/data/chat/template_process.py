@@ -1,0 +1,99 @@
+"""A chat template in a process of its own, so that one that never ends, or fills the memory, ends with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from megalith.data.chat.template_renderer import MEMORY, SECONDS
+from megalith.errors import ConfigError
+
+PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[1:]; from megalith.data.chat.template_renderer import serve; serve()"
+)
+
+
+class TemplateProcess:
+    """The process that renders `source` (template_renderer.py), started at the first text and again after its end."""
+
+    def __init__(self, source: str):
+        self._source, self._lock = source, Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that started it: after a fork another one is needed
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the text for these variables; values that JSON lacks are rendered as `str` of them.
+
+        Raises:
+            ValueError: the template refuses them, or does not end within the bounds.
+            ConfigError: the template cannot be compiled.
+        """
+        with self._lock:
+            if self._process is None or self._owner != os.getpid():
+                self._start()
+            answer = self._exchange(variables)
+        if "error" in answer:
+            raise ValueError(f"the chat template refuses it: {answer['error']}")
+        return answer["text"]
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *sys.path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            process_group=0,  # an interrupt is ours
+        )  # fmt: skip
+        self._owner = os.getpid()
+        weakref.finalize(self, _end, self._process)
+        try:
+            answer = self._exchange(self._source)
+        except ValueError as error:
+            raise ConfigError(f"{error}; correct the template") from error
+        if "error" in answer:
+            self._stop()
+            raise ConfigError(f"the chat template is not one ({answer['error']}); correct it")
+
+    def _exchange(self, value: Any) -> dict[str, Any]:
+        """Send a value and return the answer. ValueError: the process has ended instead."""
+        try:
+            request = json.dumps(value, default=str).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the chat template cannot be given its variables: {error}") from error
+        process = self._process
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        except BaseException:  # an answer that nobody reads would be taken for the next one
+            process.kill()
+            self._stop()
+            raise
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = self._stop()
+        if code == -signal.SIGXCPU:
+            raise ValueError(f"the chat template takes more than {SECONDS} s of processor time")
+        raise ValueError(
+            f"the process that renders the chat template, in {MEMORY >> 30} GB of memory, ended with exit code {code}"
+        )
+
+    def _stop(self) -> int:
+        process, self._process = self._process, None
+        return _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Close the pipes, upon which the process ends, and return its exit code."""
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            pipe.close()
+    return process.wait()

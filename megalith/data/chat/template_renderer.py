@@ -1,0 +1,100 @@
+"""The process that renders a chat template: Jinja in a sandbox, within bounds of memory and processor time.
+
+It reads JSON from its standard input, a line each, and answers each line with one: first the template's source, then
+the variables of one text after the other. A template comes with a model that anyone may have published, and the sandbox
+of Jinja bounds neither loops nor the length of a text. The kernel does: it ends the process (processor time) or refuses
+its memory. The file imports nothing heavy, for each process pays for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+BEGIN, END = "\ufdd0", "\ufdd1"  # around what a generation block renders: code points that no text may have
+SECONDS = 5  # of processor time per text
+MEMORY = 2 << 30  # bytes of the whole process
+LONGEST = 1 << 25  # characters of a text
+SHOWN = 1000  # characters of an error
+FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template can raise on a conversation that it does not take."""
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}`: marks what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def template_environment() -> jinja2.Environment:
+    """Return a sandbox with the names that transformers gives a chat template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def serve() -> None:
+    """Answer requests until the standard input ends: {"text": …}, or {"error": why there is none}."""
+    _bound(resource.RLIMIT_AS, MEMORY)
+    template = None
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _bound(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + SECONDS)
+        answer: dict[str, Any] = {}
+        try:
+            if template is None:
+                template = template_environment().from_string(json.loads(line))
+            else:
+                answer = {"text": template.render(json.loads(line))}
+        except FAILURES as error:
+            answer = {"error": f"{error}"[:SHOWN]}
+        except MemoryError:
+            answer = {"error": f"it needs more than {MEMORY >> 30} GB of memory"}
+        if len(answer.get("text", "")) > LONGEST:
+            answer = {"error": f"its text is longer than {LONGEST:,} characters"}
+        print(json.dumps(answer), flush=True)
+
+
+def _bound(limit: int, value: int) -> None:
+    """Lower a soft limit to `value`, or to the hard limit where that is lower."""
+    hard = resource.getrlimit(limit)[1]
+    with suppress(OSError, ValueError):  # macOS bounds no address space
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
