@@ -12,11 +12,11 @@ from accelerate_job import (
     stacked,
 )
 from test_accelerate_process import exchanged
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import BatchEncoding
 
 from megalith.accelerate import skip_first_batches
-from megalith.dialects.accelerate.replica_loader import Share, host_copy, prepare_loader
+from megalith.dialects.accelerate.replica_loader import ReplicaBatches, Share, host_copy, prepare_loader
 from megalith.errors import ConfigError
 
 
@@ -46,6 +46,19 @@ def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     wanted = [plain(**stacked(rows[at : at + 4])).loss for at in (0, 4, 8)]
     close(torch.stack(losses), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("micro_batches, replicas", [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2)])
+def test_the_filler_of_every_replica_is_what_follows_the_last_sample(micro_batches, replicas):
+    for total in range(1, 26):
+        seen = []
+        for replica in range(replicas):
+            share = Share(micro_batches, replicas, replica, torch.device("cpu"))
+            batches = ReplicaBatches(BatchSampler(range(total), 2, drop_last=False), share, drop_last=False)
+            turns = list(batches)
+            filler = [batches.padding(total, is_last=turn is turns[-1]) for turn in turns]
+            seen.append([turn[: len(turn) - count] for turn, count in zip(turns, filler)])
+        assert [sample for turn in zip(*seen) for part in turn for sample in part] == list(range(total))
 
 
 def test_what_the_model_reads_on_the_host_is_not_copied_back_from_the_device_unless_it_was_changed():

@@ -107,6 +107,15 @@ def test_what_moves_by_less_than_is_told_apart_moves_as_far_in_the_mean(dtype):
     assert left.item() == pytest.approx(0.999**200, rel=2e-3)
 
 
+def test_both_moments_of_an_element_are_rounded_by_random_bits_of_their_own():
+    """Rounded by the same bits, both moments of an element would be rounded up together."""
+    _, [exact] = trained(config_for("fp32"), steps=1)
+    _, [state] = trained(config_for("bf16"), steps=1)
+    up = [state[key].float().abs() > exact[key].abs() for key in ("exp_avg", "exp_avg_sq")]
+    together = torch.corrcoef(torch.stack(up).flatten(1).float())[0, 1]
+    assert abs(together.item()) < 0.05  # five standard deviations; by the same bits it is above 0.3
+
+
 def test_what_is_rounded_to_the_nearest_comes_back_as_it_was_and_no_second_moment_becomes_zero():
     draw = torch.Generator().manual_seed(0)
     for dtype in REDUCED:

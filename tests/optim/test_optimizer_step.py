@@ -205,10 +205,14 @@ def test_sum_of_squares_of_a_large_tensor_is_accurate(values):
 def test_only_matrices_decay_and_groups_carry_the_names():
     parameters = make_parameters("cpu")
     parameters["mlp.bias"] = torch.nn.Parameter(torch.zeros(2, 3))  # an expert's biases are 2-D
+    parameters["q_layernorm.weight"] = torch.nn.Parameter(torch.ones(4, 2))  # a norm of each head
     parameters["frozen.weight"] = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     optimizer = build_optimizer(parameters.items(), OptimConfig(lr=0.1, weight_decay=0.3))
     names = {group["weight_decay"]: group["param_names"] for group in optimizer.param_groups}
-    assert names == {0.3: ["embedding.weight", "mlp.weight"], 0.0: ["mlp.bias", "norm.weight"]}
+    assert names == {
+        0.3: ["embedding.weight", "mlp.weight"],
+        0.0: ["mlp.bias", "norm.weight", "q_layernorm.weight"],
+    }
     set_learning_rate(optimizer, 0.5, 0.7)
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.7), (0.5, 0.0)]
 

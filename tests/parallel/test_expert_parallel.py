@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
+from torch import Tensor
 from traced_layers import tracing
 
 from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, local_chunk
@@ -20,7 +21,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
-from megalith.parity.job import Outcome, run_job
+from megalith.parity.job import Outcome, run_job, start
 
 SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
 
@@ -43,6 +44,26 @@ def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
     assert compare(ranks, one).within()
     gradient = ranks[0].gradients["layers.0.mlp.experts.linear_fc1.weight"]
     assert gradient[:2].any() and not gradient[2:].any()
+
+
+def expert_counts(config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tallies of one training step, and the expert biases after it."""
+    run = start(config)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        run.train_step(batches)
+    state = {name: x for chunk in run.model.chunks for name, x in chunk.named_buffers()}
+    return run.model.tallies, {name: x for name, x in state.items() if name.endswith("expert_bias")}
+
+
+@pytest.mark.parametrize("layout", ["tp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-ep2"])
+def test_every_rank_counts_the_tokens_of_all_ranks_and_moves_its_biases_by_them(pool, layout):
+    changes = {"model": {"num_layers": 2}, "train": {"global_batch_size": 8}}
+    tallies, biases = expert_counts(run_config("deepseek documents", None, "", **changes))
+    assert biases and all(bias.any() for bias in biases.values())
+    config = run_config("deepseek documents", layout, "", **changes)
+    for theirs, held in pool.run(expert_counts, config, size=LAYOUTS[layout].processes):
+        torch.testing.assert_close(theirs, tallies, rtol=1e-5, atol=1e-5)
+        assert all(torch.equal(bias, biases[name]) for name, bias in held.items())
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2-ep2"])

@@ -108,6 +108,7 @@ class Policy(Loss):
         return batch.advantages[:, None] * batch.loss_mask
 
 
+BY_TOKENS = CrossEntropy(), Grpo(), GrpoByTokens(), Distillation()  # 0 / 0 where no token counts
 LOSSES = (CrossEntropy(), Grpo(), GrpoByTokens(), PreferenceLoss(DpoConfig()), Distillation(), Policy())
 
 
@@ -192,6 +193,15 @@ def test_equal_plain_pytorch_on_whole_logits():
         assert max(gradient_errors(grads, expected).values()) < BOUND, type(loss)
         assert relative_error([value, evaluated], [(total / divisor).item()] * 2) < BOUND
         chunk.zero_grad()
+
+
+@pytest.mark.parametrize("loss", BY_TOKENS, ids=lambda loss: type(loss).__name__)
+def test_a_step_without_a_valid_token_has_loss_zero_and_no_gradient(loss):
+    config = configuration("")
+    model = build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
+    masked = [replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)) for batch in rollouts()]
+    assert model.backward(masked, loss).item() == 0.0
+    assert not any(gradient.any() for gradient in gradients(model).values())  # NaN counts as non-zero
 
 
 def same_as_alone(ranks: list[list[tuple]], one: list[tuple], layout: str) -> None:

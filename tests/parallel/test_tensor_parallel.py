@@ -20,6 +20,8 @@ from tensor_job import (
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
+from megalith.models.transformer import Transformer
+from megalith.parallel.tensor.roles import ALWAYS, ROLES, role_of
 
 
 def change(model: ModelConfig, **fields) -> ModelConfig:
@@ -44,6 +46,15 @@ MODELS = {
         LLAMA, num_query_groups=1, hidden_dropout=0.2, attention_dropout=0.2, add_qkv_bias=True
     ),
     "llama uneven vocabulary": change(LLAMA, make_vocab_size_divisible_by=1),
+    "llama gated delta net": change(
+        LLAMA,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=5,
+        linear_value_head_dim=6,
+    ),
 }
 
 
@@ -55,7 +66,12 @@ def alone(name: str):
 # ranks, whether with sequence parallelism: both of the smallest models, and what is cut unevenly or held twice
 ON_FOUR = "gpt2 uneven vocabulary", "llama two groups", "llama one group, dropout"
 WAYS = {
-    2: [("gpt2", False), ("llama", False), *((name, True) for name in MODELS if name not in ON_FOUR)],
+    2: [
+        ("gpt2", False),
+        ("llama", False),
+        ("llama gated delta net", False),
+        *((name, True) for name in MODELS if name not in ON_FOUR),
+    ],
     4: [
         ("gpt2", True),
         ("gpt2 uneven vocabulary", False),
@@ -72,6 +88,30 @@ SHARDED = [
     ("gpt2 uneven vocabulary", "optim_grads"),
     ("llama one group, dropout", "optim_grads_params"),
 ]
+
+
+def partial_roles(model: ModelConfig, size: int) -> set[tuple[str, str]]:
+    """The parameters of the model whose gradient is a rank's part with and without sequence parallelism."""
+    transformer = Transformer(model, seed=0, device="meta")
+    found = set()
+    for name, module in transformer.named_modules():
+        for kind, _ in module.named_parameters(recurse=False):
+            owner = transformer.get_submodule(name.rpartition(".")[0])
+            role = role_of(name, module, model.query_groups < size, owner)
+            if (role.partial_weight if kind == "weight" else role.partial_bias) == ALWAYS:
+                found.add((name.rpartition(".")[2], kind))
+    return found
+
+
+def test_every_gradient_that_is_always_partial_is_shown_without_sequence_parallelism():
+    shown = set()
+    for size, ways in WAYS.items():
+        for name, sequence_parallel in ways:
+            if not sequence_parallel:
+                shown |= partial_roles(MODELS[name], size)
+    norms = {(name, "weight") for name, role in ROLES.items() if role.partial_weight == ALWAYS}
+    biases = {(name, "bias") for name in ("q_layernorm", "k_layernorm")}  # an out_norm has none
+    assert shown == norms | biases | {("linear_qkv", "weight"), ("linear_qkv", "bias")}
 
 
 @pytest.fixture(scope="module")
