@@ -150,6 +150,26 @@ def device_kind(device: torch.device | str) -> DeviceInfo:
     return DeviceInfo(f"CPU ({cores} core{'s' if cores != 1 else ''})", memory_bytes=_host_memory_bytes())
 
 
+def largest_gpu_memory() -> int | None:
+    """Bytes of the GPU of this machine that has most, as the driver's library counts them; None where it is not there.
+
+    CUDA is not started for it: the process that asks would hold memory on the GPU.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, or no driver
+        return None
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return max((pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles), default=None)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _host_memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

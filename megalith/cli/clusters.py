@@ -86,6 +86,9 @@ def _add_launch(launch: argparse._SubParsersAction) -> None:
         parser.add_argument("run_file", help="the run file")
         parser.add_argument("--nodes", type=int, required=True, help="machines")
         parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs, and processes, of each")
+        parser.add_argument(
+            "--device", metavar="NAME", help="the GPUs, as `plan` names them: the job has to fit them"
+        )
         parser.add_argument("--program", choices=("train", "sft", "dpo", "distill", "grpo"), default="train")
         parser.add_argument("--name", help="the job's name (default: made of the run file's)")
         parser.add_argument(
@@ -190,7 +193,7 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
     changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
     every = [RunConfig.load(args.run_file, [*settings, *words]) for words in changed]
     for each in every:
-        parameters, more = _check(each, args.nodes * args.gpus_per_node)
+        parameters, more = _check(each, args.nodes * args.gpus_per_node, args.gpus_per_node, args.device)
     grace = args.grace or cluster.grace_seconds(parameters, args.nodes)
     if not (parameters or args.grace):
         more.append(
@@ -270,12 +273,18 @@ def _array(given: str | None) -> tuple[str, list[str]] | None:
 UNKNOWN_VOCABULARY = 32_000
 
 
-def _check(config: RunConfig, world_size: int) -> tuple[int, list[str]]:
-    """The model's parameters, and notes. Raises the MegalithError with which the trainer would refuse the run.
+def _check(
+    config: RunConfig, world_size: int, gpus_per_node: int, device: str | None
+) -> tuple[int, list[str]]:
+    """The model's parameters, and notes. Raises the MegalithError with which the trainer would refuse the run, and a
+    ConfigError for one that does not fit GPUs like `device`, or, without it, any.
 
     What stands on the cluster's disks alone is left out of the check, and said so.
     """
     from megalith.planner.counts import count_parameters
+    from megalith.planner.fit import require_fit, warnings_without_device
+    from megalith.planner.layout import build_layout, with_auto
+    from megalith.planner.rates import rates_of
     from megalith.training.build import prepare
 
     notes, stands_in = [], {}
@@ -289,5 +298,11 @@ def _check(config: RunConfig, world_size: int) -> tuple[int, list[str]]:
     if weights is not None and not os.path.exists(weights):
         notes.append(f"model.init_from {weights} is not on this machine, and the model is not checked")
         return 0, notes
-    prepared = prepare(config.with_settings(stands_in | {"checkpoint.load": None}), world_size)
-    return count_parameters(prepared.config.model).total, notes
+    prepared = prepare(config.with_settings(stands_in | {"checkpoint.load": None}), world_size).config
+    if device is not None:
+        rates = rates_of(device)
+        machine = rates.machine(world_size, gpus_per_node)
+        require_fit(build_layout(with_auto(prepared, world_size, machine)[0], world_size), rates)
+    elif config.runtime.device != "cpu":
+        notes += warnings_without_device(prepared, world_size, gpus_per_node)
+    return count_parameters(prepared.model).total, notes

@@ -141,11 +141,12 @@ def _say_what_is_chosen(args: Arguments) -> None:
 
 
 def run_show(args: Arguments) -> int:
+    from megalith.planner.fit import fit_sentence
     from megalith.planner.plan_answer import PlanAnswer
     from megalith.planner.search import planned, usable_bytes
     from megalith.report.console import si
     from megalith.report.layout_text import paragraph
-    from megalith.report.plan_text import GB, figures, layout_details, layout_json
+    from megalith.report.plan_text import figures, layout_details, layout_json
 
     config, rates = _job(args)
     layout = planned(config, args.gpus, rates, args.gpus_per_node, args.memory_gb)
@@ -155,9 +156,7 @@ def run_show(args: Arguments) -> int:
         print(json.dumps(layout_json(layout, answer, args.tokens, args.price_per_gpu_hour)))
     else:
         ms, tokens, mfu, *_ = figures(layout)
-        room = f"{layout.bytes / GB:.1f} GB of {answer.usable / GB:.1f}"
-        fits = "fits" if layout.fits else "does NOT fit"
-        print(paragraph(f"{args.gpus} {rates.device}: {fits}, {room} on the fullest GPU"))
+        print(paragraph(fit_sentence(args.gpus, rates.device, layout.bytes, answer.usable)))
         print(paragraph(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"))
         if args.tokens:
             days = answer.days(layout, args.tokens)

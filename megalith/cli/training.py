@@ -50,7 +50,7 @@ processes:
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
   --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
-  --device NAME              with --dry-run: the GPUs, as `plan` names them, whose memory an `auto` is chosen by
+  --device NAME              with --dry-run: the GPUs, as `plan` names them, which it has to fit, and `auto` chooses by
   --device-json FILE         with --dry-run: as the file says that `plan calibrate` has made of them
   --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)

@@ -33,10 +33,11 @@ from megalith.data.chat.conversations import chat_files
 from megalith.data.idx_format import require_files
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError
-from megalith.hardware import pick_device
+from megalith.hardware import largest_gpu_memory, pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
+from megalith.planner.fit import memory_warnings, require_fit
 from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import Rates, check_precision
@@ -63,8 +64,13 @@ def check_job(
     machine. `check_data` is of data that is not pre-training's.
     """
     check_base(config)
-    prepared, tokenizer, _ = _prepare_any(config, world_sizes)
-    pick_device(config.runtime.device, nproc - 1)
+    (prepared, tokenizer, _), world_size = _prepare_any(config, world_sizes)
+    device = pick_device(config.runtime.device, nproc - 1)
+    if device.type == "cuda" and (memory := largest_gpu_memory()):
+        machine = Machine(nproc, compiled=True, memory=memory, ranks=world_size)
+        layout = build_layout(with_auto(prepared, world_size, machine)[0], world_size)
+        for warning in memory_warnings(layout, memory):
+            print(paragraph(warning), flush=True)
     (check_data or _check_data)(prepared, tokenizer)
     if config.train.skip_train:  # it writes nothing
         _check_checkpoint(prepared, tokenizer)
@@ -84,10 +90,11 @@ def opened(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
     return prepared, notes
 
 
-def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
+def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[PreparedRun, int]:
+    """The run on the largest possible number of processes, and that number."""
     for world_size in reversed(world_sizes):
         try:
-            return prepare(config, world_size)
+            return prepare(config, world_size), world_size
         except ConfigError:
             if world_size == world_sizes[0]:
                 raise
@@ -142,8 +149,8 @@ class BuiltRank:
 
 def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus_per_node: int = 8) -> str:
     """What a run of `world_size` processes would begin with, as text; `rates`: of the GPUs by whose memory and links an
-    `auto` is chosen. Raises the MegalithError that it would end with, and a TrainingError where a rank has other
-    weights than the planner counts."""
+    `auto` is chosen. Raises the MegalithError that it would end with, a ConfigError where the job is not expected to
+    fit these GPUs, and a TrainingError where a rank has other weights than the planner counts."""
     config, notes = opened(config, world_size)
     machine = Machine(min(gpus_per_node, world_size), ranks=world_size)
     if rates is not None:
@@ -153,6 +160,8 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     config, chosen = with_auto(config, world_size, machine)
     chosen += overlap_notes(config, compiled=rates is None or machine.compiled)
     layout = build_layout(config, world_size)
+    if rates is not None:
+        require_fit(layout, rates)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
     figures: dict[tuple[int, float, int], list[int]] = {}

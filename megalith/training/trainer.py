@@ -28,6 +28,7 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
+from megalith.planner.fit import memory_warnings
 from megalith.planner.layout import build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.remote import StorePath
@@ -91,6 +92,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
             notes += micro_batch_notes(config, process.world_size, machine)
         config, chosen = with_auto(config, process.world_size, machine)
         notes += chosen + overlap_notes(config, compiles(config, device))
+        if machine.memory and writes:
+            notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
