@@ -19,7 +19,7 @@ import torch
 from megalith.config import ModelConfig
 from megalith.config.run import RunConfig
 from megalith.generation.engine import Engine
-from megalith.generation.requests import Sampling
+from megalith.generation.requests import Sampling, sequences_of
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.transformer import Transformer
@@ -97,7 +97,7 @@ def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: a
         lengths = [lengths[i * 7919 % count] for i in range(count)]
     prompts = torch.randint(0, config.vocab_size, (count // args.generations, args.prompt)).tolist()
     began = time.perf_counter()
-    warm = Sampling(forced_lengths=[9] * count, top_p=args.top_p)
+    warm = Sampling(forced_lengths=[min(9, args.new_tokens)] * count, top_p=args.top_p)
     engine.generate(prompts, warm, num_generations=args.generations)
     first = time.perf_counter() - began
     wait(on_gpu)
@@ -114,9 +114,9 @@ def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: a
     found = dict(
         tokens_per_second=round(tokens / seconds), seconds=round(seconds, 2), first_call_s=round(first, 1)
     )
+    found["step_ms"] = round(step_time(engine, steps=100 if on_gpu else 4), 3)
+    found["prefill_s"] = round(prefill_time(engine, prompts, args.generations), 3)
     if on_gpu:
-        found["step_ms"] = round(step_time(engine), 3)
-        found["prefill_s"] = round(prefill_time(engine, prompts, args.generations), 3)
         found["gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     found |= {f"{name}_gb": round(size / 1e9, 2) for name, size in engine.memory().items()}
     if args.trace:
@@ -136,31 +136,38 @@ def synced(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace) ->
     )
 
 
-def step_time(engine: Engine, steps: int = 100) -> float:
-    """Milliseconds of a decode step, with every row as full as its room lets it be in the middle of a call."""
+@torch.no_grad()
+def step_time(engine: Engine, steps: int) -> float:
+    """Return the milliseconds of a decode step with every row half full, its mean length during a call."""
     sampling = Sampling(forced_lengths=[1])
     engine._begin(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
-    wait(True)
+    on_gpu = engine.device.type == "cuda"
+    wait(on_gpu)
     began = time.perf_counter()
     for _ in range(steps):
-        if engine._graphed:
-            engine._graph(sampling).replay()
-        else:
-            engine._step(sampling, engine.max_rows, engine.max_tokens)
-    wait(True)
+        run_step(engine, sampling)
+    wait(on_gpu)
     return 1e3 * (time.perf_counter() - began) / steps
 
 
+def run_step(engine: Engine, sampling: Sampling) -> None:
+    if engine._graphed:
+        engine._graph(sampling).replay()
+    else:
+        engine._step(sampling, engine.max_rows, engine.max_tokens)
+
+
+@torch.no_grad()
 def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> float:
-    """Seconds of the prefill of a batch."""
+    """Return the seconds that the prefill of one batch takes."""
     sampling = Sampling(max_new_tokens=1)
-    sequences = engine._sequences(prompts, sampling, generations)[: engine.max_rows]
-    wait(True)
+    sequences = sequences_of(prompts, sampling, generations, engine.config, engine.max_tokens)
+    on_gpu = engine.device.type == "cuda"
+    wait(on_gpu)
     began = time.perf_counter()
-    with torch.no_grad():
-        engine._prefill(list(enumerate(sequences)))
-    wait(True)
+    engine._prefill(list(enumerate(sequences[: engine.max_rows])))
+    wait(on_gpu)
     return time.perf_counter() - began
 
 
@@ -174,10 +181,7 @@ def trace(engine: Engine, path: str) -> None:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.device.type == "cuda" else [])
     with profile(activities=activities) as seen:
         for _ in range(10):
-            if engine._graphed:
-                engine._graph(sampling).replay()
-            else:
-                engine._step(sampling, engine.max_rows, engine.max_tokens)
+            run_step(engine, sampling)
         wait(engine.device.type == "cuda")
     by = "self_cuda_time_total" if engine.device.type == "cuda" else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=by, row_limit=30), flush=True)

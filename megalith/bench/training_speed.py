@@ -32,7 +32,7 @@ import yaml
 import megalith
 from megalith.bench import step_breakdown
 from megalith.bench.corpus_text import build_dataset
-from megalith.bench.workloads import LAYOUTS, WORKLOADS, run_tree
+from megalith.bench.workloads import LAYOUTS, WORKLOADS, layout_of, run_tree
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
@@ -59,7 +59,11 @@ def main() -> None:
     )
     parser.add_argument("workload", choices=WORKLOADS, metavar="workload", help=", ".join(WORKLOADS))
     parser.add_argument(
-        "--layout", nargs="+", choices=LAYOUTS, default=["one"], metavar="LAYOUT", help=", ".join(LAYOUTS)
+        "--layout",
+        nargs="+",
+        default=["one"],
+        metavar="LAYOUT",
+        help=f"{', '.join(LAYOUTS)}; or degrees and settings of `parallel`: tp=2,pp=2,dp=2,sequence_parallel=true",
     )
     parser.add_argument("--steps", type=int, default=30, help="in all (default: %(default)s)")
     parser.add_argument(
@@ -77,7 +81,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, metavar="FILE", help="appends a line of JSON for each run")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
-    _check_devices(max(LAYOUTS[layout]["processes"] for layout in args.layout))
+    _check_devices(max(layout_of(layout)["processes"] for layout in args.layout))
     failed = False
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +164,7 @@ def measure(
         for name, section in (sections or {}).items():
             tree[name] = {**tree.get(name, {}), **section}
         options = [f"--{setting}" for setting in args.set]
-        steps, printed = run_of(tree, Path(folder), LAYOUTS[layout]["processes"], options, program)
+        steps, printed = run_of(tree, Path(folder), layout_of(layout)["processes"], options, program)
         if steps is None:
             return {"failed": printed}
         output = Path(folder) / "run"
@@ -247,11 +251,9 @@ def stage_times(timeline: Timeline) -> str:
 
 def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     """The figures of the same model elsewhere, in the processes and micro-batches of the last layout."""
-    last = args.layout[-1]
-    train, processes = (
-        run_tree(args.workload, last, {}, "", batch=args.batch)["train"],
-        LAYOUTS[last]["processes"],
-    )
+    last = layout_of(args.layout[-1])
+    train = run_tree(args.workload, args.layout[-1], {}, "", batch=args.batch)["train"]
+    processes = last["processes"]
     given = {name: value for name, _, value in (setting.partition("=") for setting in args.set)}
     micro = int(given.get("train.micro_batch_size", train["micro_batch_size"]))
     batch = train["global_batch_size"] // processes
@@ -265,7 +267,7 @@ def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     ]
     if "full" in (
         given.get("parallel.recompute_granularity"),
-        LAYOUTS[last]["parallel"].get("recompute_granularity"),
+        last["parallel"].get("recompute_granularity"),
     ):
         command.append("--recompute")
     done = subprocess.run(command, capture_output=True, text=True)

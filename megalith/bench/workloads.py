@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import yaml
+
+from megalith.errors import ConfigError, did_you_mean
 
 # The notes' GPT-2-large has 16 heads of 80.
 _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
@@ -25,6 +30,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large":         dict(model=dict(_LARGE, **_NO_DROPOUT), seq_length=1024, precision="bf16", batch=32),
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
+    "llama3-70b":         dict(model=dict(_LLAMA, preset="llama3-70b"), seq_length=8192, precision="bf16", batch=2),
     "llama3.2-1b":        dict(model=dict(_LLAMA, preset="llama3.2-1b"), seq_length=4096, precision="bf16", batch=32),
     "bert-large":         dict(model=_BERT, seq_length=512, precision="bf16", batch=64),
     "t5-3b":              dict(model=_T5, seq_length=512, decoder_seq_length=128, precision="bf16", batch=16),
@@ -82,6 +88,45 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
 }
 # fmt: on
 
+DEGREES = {  # of a layout that is given by its degrees; dp is what the others leave of the processes
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+MULTIPLIED = "tp", "cp", "pp", "dp"  # degrees whose product is the number of processes
+
+
+def layout_of(name: str) -> dict[str, Any]:
+    """Return a layout of LAYOUTS, or the one that degrees and settings describe.
+
+    `tp=2,pp=2,dp=2,sequence_parallel=true` has eight processes. Other names are settings of `parallel`. A pipeline
+    takes micro-batches of one sequence; otherwise a replica's sequences are one micro-batch.
+
+    Raises:
+        ConfigError: no such layout, or a degree that is not a positive integer.
+    """
+    if name in LAYOUTS:
+        return LAYOUTS[name]
+    if "=" not in name:
+        raise ConfigError(
+            f"there is no layout {name!r}{did_you_mean(name, list(LAYOUTS))}; `megalith bench` lists them, and degrees "
+            "are written tp=2,pp=2,dp=2"
+        )
+    given = {key.strip(): yaml.safe_load(value) for key, _, value in (x.partition("=") for x in name.split(","))}
+    degrees = {key: value for key, value in given.items() if key in DEGREES or key == "dp"}
+    for key, value in degrees.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"--layout {name}: {key} is {value!r}, but a degree is a positive integer")
+    replicas = degrees.get("dp", 1)
+    return dict(
+        processes=math.prod(degrees.get(key, 1) for key in MULTIPLIED),
+        micro=0.0 if degrees.get("pp", 1) > 1 else 1 / replicas,
+        parallel={DEGREES.get(key, key): value for key, value in given.items() if key != "dp"},
+    )
+
 
 def lengths(workload: dict[str, Any]) -> dict[str, int]:
     """The lengths of a workload's sequences, as settings of `data`."""
@@ -100,7 +145,7 @@ def run_tree(
 ) -> dict[str, Any]:
     """The run file of a workload in a layout, on these data: so many steps of `batch` sequences, by default the
     workload's for each process, and one more to profile."""
-    workload, how = WORKLOADS[name], LAYOUTS[layout]
+    workload, how = WORKLOADS[name], layout_of(layout)
     batch = batch or workload["batch"] * how["processes"]
     more = {"profile": True, "profile_step_start": steps + 1, "profile_step_end": steps + 2}
     return {
