@@ -115,7 +115,9 @@ def layout_of(name: str) -> dict[str, Any]:
             f"there is no layout {name!r}{did_you_mean(name, list(LAYOUTS))}; `megalith bench` lists them, and degrees "
             "are written tp=2,pp=2,dp=2"
         )
-    given = {key.strip(): yaml.safe_load(value) for key, _, value in (x.partition("=") for x in name.split(","))}
+    given = {
+        key.strip(): yaml.safe_load(value) for key, _, value in (x.partition("=") for x in name.split(","))
+    }
     degrees = {key: value for key, value in given.items() if key in DEGREES or key == "dp"}
     for key, value in degrees.items():
         if type(value) is not int or value < 1:

@@ -202,7 +202,9 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
     assert peaks[1][0] < (0.8 if recompute else 0.5) * peaks[0][0]
     assert recompute or peaks[1][1] < 0.8 * peaks[0][1]
     stream = ids.numel() * config.hidden_size * 2
-    last = 2 * ids.numel() * saved_activations(MetaModel(config), compiled=compiled)  # kept whole; of the others their inputs
+    last = (
+        2 * ids.numel() * saved_activations(MetaModel(config), compiled=compiled)
+    )  # kept whole; of the others their inputs
     assert not recompute or peaks[0][0] < last + 2 * config.num_layers * stream
 
 
