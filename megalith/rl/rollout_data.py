@@ -28,6 +28,7 @@ from torch import Tensor
 from megalith.config import RlConfig, RunConfig
 from megalith.data.batch import document_ends
 from megalith.errors import DataError
+from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.remote import place
 from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
@@ -151,8 +152,9 @@ class RolloutData:
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
+        rows = len(self.step(consumed_samples // self._size).rows)
         together = self._run.config.train.micro_batch_size * self._run.mesh.dp.size
-        return -(-len(self.step(consumed_samples // self._size).rows) // together)
+        return padded_micro_batches(self._run.config.parallel, -(-rows // together))
 
     def work(self, consumed_samples: int, batch_size: int) -> Work:
         """What the step that begins after `consumed_samples` trains on."""
@@ -235,7 +237,8 @@ class RolloutData:
         """Of each of these micro-batches the number of its first row in the step, and its rows."""
         dp, rows, size = self._run.mesh.dp, self.step(step).rows, self._run.config.train.micro_batch_size
         together = size * dp.size
-        rows = rows + [[] for _ in range(-len(rows) % together)]
+        count = self.micro_batches(step * self._size)
+        rows = rows + [[] for _ in range(count * together - len(rows))]
         return [(at, rows[at : at + size]) for at in range(dp.rank * size, len(rows), together)]
 
     def _with_logprobs(self, number: int, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:

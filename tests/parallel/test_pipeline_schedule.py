@@ -16,6 +16,8 @@ from megalith.parallel.pipeline.schedules import (
     StageIndex,
     build_forward_schedule,
     build_schedule,
+    check_schedule,
+    fitting_micro_batches,
     in_flight_bound,
 )
 
@@ -39,6 +41,17 @@ SIZES = {
 def test_every_size_is_complete_in_order_and_free_of_deadlock(kind):
     for sizes in SIZES[kind]:
         assert violations(build_schedule(kind, *sizes)) == [], sizes
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_number_of_micro_batches_is_raised_to_the_next_that_fits(kind):
+    for stages, virtual, group in {(sizes[0], sizes[2], *sizes[3:], None)[:3] for sizes in SIZES[kind]}:
+        for micro_batches in MICRO_BATCHES:
+            count = fitting_micro_batches(kind, stages, micro_batches, group)
+            check_schedule(kind, stages, count, virtual, group)
+            for lower in range(micro_batches, count):
+                with pytest.raises(ConfigError):
+                    check_schedule(kind, stages, lower, virtual, group)
 
 
 @pytest.mark.parametrize("kind", SIZES)

@@ -10,7 +10,7 @@ from rollout_files import configuration
 from megalith.config import RunConfig
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
-from megalith.parity.check import LAYOUTS
+from megalith.parity.check import LAYOUTS, PP2, VIRTUAL
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 from megalith.rl.grpo import PolicyTask
 from megalith.training.build import prepare
@@ -105,6 +105,23 @@ def test_every_layout_is_one_process(pool, folder):
     for rank in found:
         for (layout, kind), mine in zip(DENSE, rank, strict=True):
             assert_same(mine, ones[kind], (layout, kind))
+
+
+def test_packed_rows_of_any_number_go_through_an_interleaved_pipeline(pool, folder):
+    """Empty rows fill up the last round. 1F1B takes the rows as they are."""
+    train = dict(train_iters=STEPS, micro_batch_size=1, global_batch_size=8)
+    cases = [PP2, PP2 | VIRTUAL]
+
+    def packed(parallel: dict | None) -> RunConfig:
+        return configuration(folder, parallel, train=train, lr=1e-3, **RUNS["packed"])
+
+    one = outcome(packed(None))
+    assert all(figures["packing_rows"] % 2 for figures in one["figures"])
+    for rank in pool.run(outcomes, [packed(parallel) for parallel in cases], size=2):
+        for parallel, mine in zip(cases, rank, strict=True):
+            assert_same(mine, one, parallel)
+    parallel = LAYOUTS["pp2-interleaved-dp2-zero2"].parallel
+    assert_same(pool.run(outcome, packed(parallel), size=4)[0], one, "dp2")
 
 
 def test_experts_and_three_axes_are_one_process(pool, folder):

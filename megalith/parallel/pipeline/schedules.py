@@ -121,6 +121,16 @@ def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, gro
         )
 
 
+def fitting_micro_batches(kind: str, stages: int, micro_batches: int, group: int | None) -> int:
+    """Return the lowest number of micro-batches, at least `micro_batches`, that the schedule takes."""
+    if kind != "interleaved":
+        return micro_batches
+    if group is None:
+        return -(-micro_batches // stages) * stages
+    last = micro_batches % group
+    return micro_batches + (stages - last if 0 < last < stages else 0)
+
+
 def build_forward_schedule(stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """Forward passes alone, for evaluation and generation. Any number of micro-batches."""
     order = _interleaved_order(micro_batches, virtual, stages)

@@ -31,7 +31,7 @@ from megalith.errors import ConfigError
 from megalith.models.mixers.attention import RelativeBias
 from megalith.models.transformer import Transformer, stacks_of
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.schedules import Schedule, build_schedule
+from megalith.parallel.pipeline.schedules import Schedule, build_schedule, fitting_micro_batches
 from megalith.parallel.seams import plug
 
 LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
@@ -110,6 +110,13 @@ def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
         virtual_size(parallel),
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def padded_micro_batches(parallel: ParallelConfig, micro_batches: int) -> int:
+    """Return how many micro-batches a step takes whose number the data decide: further ones are empty."""
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    stages = parallel.pipeline_model_parallel_size
+    return fitting_micro_batches(schedule_kind(parallel), stages, micro_batches, group)
 
 
 def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
