@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 import torch
 import yaml
+from bos_tokenizer import bos_tokenizer
 from forked import run
+from transformers import PreTrainedTokenizerFast
 
 import megalith
 from megalith.cli.generation import _without_nproc
@@ -21,6 +23,7 @@ from megalith.cli.main import build_parser, main
 from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import install_line
 from megalith.generation.requests import Completion
 
@@ -143,6 +146,26 @@ def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monk
     monkeypatch.setattr("megalith.generation.sampling.complete", complete)
     assert call("generate", trained, "--prompt", "A", "--device", "cpu")[:2] == (0, "AB\n")
     assert given["vocab_size"] == 257
+
+
+def test_generate_begins_a_prompt_as_its_tokenizer_does_and_shows_its_text(
+    call, trained, tmp_path, monkeypatch
+):
+    bos_tokenizer(tmp_path, "")
+    prompts = []
+
+    def complete(model, ids, sampling, **options):
+        prompts.extend(ids)
+        return [Completion(0, 0, [33], [-0.5], truncated=True)]
+
+    monkeypatch.setattr("megalith.generation.sampling.complete", complete)
+    monkeypatch.setattr(
+        "megalith.cli.generation._tokenizer", lambda *_: build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    )
+    code, out, _ = call("generate", trained, "--prompt", "A", "--device", "cpu")
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (code, out) == (0, "A" + reference.decode([33]) + "\n")
+    assert prompts == [reference("A").input_ids] and len(prompts[0]) == 2
 
 
 def test_data_show_prints_json_that_is_the_samples_of_training(call, corpus):

@@ -91,8 +91,9 @@ def run_generate(args: Arguments) -> int:
         stop=() if tokenizer.eod is None else (tokenizer.eod,),
         vocab_size=tokenizer.vocab_size,
     )
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
-    before = [[] for _ in ids] if model.config.encoder_layers else ids  # an answer has no prompt before it
+    ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    # an encoder's text is not before its answer
+    before = [[] if model.config.encoder_layers else tokenizer.encode(prompt) for prompt in prompts]
     most = len(ids) * args.num_generations * args.max_new_tokens  # where none ends before
     with Progress("generate", most, "tokens", show=process.is_first and not args.stream) as progress:
         shown = (

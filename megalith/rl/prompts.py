@@ -217,7 +217,7 @@ class _PromptReader:
             )
         if isinstance(said, str) and not self.chat:
             unicode_text(said)
-            return Prompt(id, self._ids(said, list(self.tokenizer.encode(said))), said, None, columns, where)
+            return Prompt(id, self._ids(said, self.tokenizer.encode_prompt(said)), said, None, columns, where)
         messages = prompt_messages([{"role": "user", "content": said}] if isinstance(said, str) else said)
         if self.template is None:
             raise DataError(

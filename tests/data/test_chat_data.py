@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bos_tokenizer import bos_tokenizer
 
 from megalith.config.data import DataConfig
 from megalith.config.rl import DpoConfig, SftConfig
@@ -97,6 +98,19 @@ def test_alpaca_and_texts_learn_the_answer_alone(folder):
     assert "Add.\n\n2 2" in tokenizer.decode(samples.tokens.tolist())
     assert learned_text(tokenizer, samples, 1) == "four<|endoftext|>"
     assert read(tokenizer, {"prompt": "a ", "completion": "b"}, completion_only_loss=False).learned.all()
+
+
+def test_texts_begin_as_the_tokenizer_has_it_and_conversations_as_their_template(tmp_path):
+    tokenizer = bos_tokenizer(tmp_path, PLAIN)
+    begin, end = tokenizer.encode("<s>"), tokenizer.encode("</s>")
+    whole = [*begin, *tokenizer.encode("a b"), *end]
+    samples = read(tokenizer, {"prompt": "a ", "completion": "b"})
+    assert samples.tokens.tolist() == whole and samples.learned.tolist() == [False] * 3 + [True] * 2
+    pair = {"prompt": "a ", "chosen": "b", "rejected": "c"}
+    samples = read(tokenizer, pair, name="pairs.jsonl")
+    assert samples.tokens[: samples.starts[1]].tolist() == whole
+    samples = read(tokenizer, {"messages": MESSAGES})
+    assert begin[0] not in samples.tokens.tolist()  # which this template does not write
 
 
 def test_of_a_completion_the_earlier_turns_of_the_assistant_are_a_prompt(folder):

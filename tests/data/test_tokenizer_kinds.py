@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
+import tokenizers
 import transformers
 
 from megalith.data.tokenizers import tiktoken as ours_tiktoken
@@ -112,6 +113,23 @@ def test_gpt2_tokenizer_matches_transformers(bpe):
     assert tokenizer.eod == reference.eos_token_id
 
 
+@pytest.mark.parametrize("template", ["$A", "<|b|> $A", "$A <|endoftext|>", "<|b|> <|b|> $A <|endoftext|>"])
+def test_a_prompt_has_the_special_tokens_that_transformers_gives_it(bpe, tmp_path, template):
+    file = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    file.add_special_tokens(["<|b|>"])
+    named = [(name, file.token_to_id(name)) for name in ("<|b|>", "<|endoftext|>")]
+    file.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=named)
+    file.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for text in filter(None, TEXTS):
+        assert tokenizer.encode_prompt(text) == reference(text).input_ids
+        assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids
+    written = template.replace(" ", "").replace("$A", "one")
+    assert tokenizer.encode_prompt(written) == reference("one").input_ids  # none is repeated
+    assert tokenizer.encode_prompt("") == []
+
+
 def test_gpt2_tokenizer_takes_the_folder_of_both_files(bpe):
     by_folder = build_tokenizer("GPT2BPETokenizer", bpe)
     by_file = build_tokenizer(
@@ -127,6 +145,9 @@ def test_llama_2s_tokenizer_begins_each_text_and_reads_what_was_trained_with_the
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model), add_bos=True)
     assert_matches(tokenizer, reference.encode)
     assert tokenizer.fingerprint == build_tokenizer("SentencePieceTokenizer", sentencepiece_model).fingerprint
+    assert tokenizer.encode_prompt("a dog") == tokenizer.encode("a dog")
+    marked = tokenizer.encode_marked(["a dog"], [[(0, 5)]])[0]  # a chat template writes its own <s>
+    assert marked == (reference.encode("a dog")[1:], [True] * len(marked[0]))
 
 
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])

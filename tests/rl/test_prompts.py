@@ -4,7 +4,9 @@ import json
 
 import pyarrow
 import pytest
+from bos_tokenizer import bos_tokenizer
 from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
 
 from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
@@ -44,6 +46,19 @@ def test_text_and_chat_with_ids_and_columns(tmp_path):
     assert (chat.id, bytes(chat.ids), chat.messages) == (7, b"<user>hi<assistant>", messages)
     assert last.id == 2 and last.where.endswith("p.jsonl, line 3")
     assert bytes(opened(path, chat_prompts=True).prompts[2].ids) == b"<user>2<assistant>"
+
+
+def test_a_text_begins_as_the_tokenizer_has_it_and_a_chat_as_its_template(tmp_path):
+    tokenizer = bos_tokenizer(tmp_path / "tokenizer", "{{ bos_token }}{{ messages[0].content }}")
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    messages = [{"role": "user", "content": "hi"}]
+    path = written(tmp_path, {"prompt": "hi"}, {"prompt": "<s>hi"}, {"prompt": messages})
+    prompts = open_prompts(
+        RlConfig(prompts=str(path)), tokenizer, longest=9, vocab_size=tokenizer.vocab_size, seed=1
+    ).prompts
+    chat = reference.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids
+    assert prompts[0].ids == reference("hi").input_ids == chat
+    assert [prompt.ids for prompt in prompts[1:]] == [chat, chat]
 
 
 def test_parquet_is_the_same_prompts(tmp_path):

@@ -94,7 +94,7 @@ def read_samples(
 
 # Once a run
 
-FORMAT = 1  # of what is written
+FORMAT = 2  # of what is written
 ARRAYS = {"tokens": np.int32, "learned": np.bool_, "starts": np.int64, "letters": np.uint8, "ends": np.int64}
 
 
@@ -239,7 +239,7 @@ class _Reader:
             progress.add(len(several))
 
     def _text_or_tokens(self, said: Said) -> Tokens | tuple[str, list[Span], bool]:
-        """Tokens; or a text, the spans of it that are learned, and whether the end of document follows it."""
+        """Tokens; or a text, the spans of it that are learned, and whether it is none that a template has made."""
         if isinstance(said, Tokens):
             return said
         if self.tokenizer is None:
@@ -249,7 +249,7 @@ class _Reader:
         if isinstance(said, Text):
             begin = len(said.prompt) if self.completion_only else 0
             text = said.prompt + said.completion
-            return text, [(begin, len(text))], self.tokenizer.eod is not None
+            return text, [(begin, len(text))], True
         if self.template is None:
             raise DataError(
                 "chat data has conversations, but the tokenizer has no chat template (chat_template.jinja beside it, "
@@ -266,7 +266,8 @@ class _Reader:
         )
         for place, sample in parsed:
             found = [
-                said if isinstance(said, Tokens) else self._ended(next(encoded), said[2]) for said in sample
+                said if isinstance(said, Tokens) else self._completed(next(encoded), said[2])
+                for said in sample
             ]
             if reason := next((one for one in found if isinstance(one, str)), None):
                 self._bad(place, reason)
@@ -276,14 +277,17 @@ class _Reader:
                 [(np.array(one.ids, dtype=np.int64), np.array(one.learned, dtype=bool)) for one in found],
             )
 
-    def _ended(self, found: tuple[list[int], list[bool]] | str, ends: bool) -> Tokens | str:
-        """What the tokenizer made of a text, with its end of document, which is learned, where that follows."""
-        if isinstance(found, str):
-            return found
+    def _completed(self, found: tuple[list[int], list[bool]] | str, is_plain: bool) -> Tokens | str:
+        """Tokens of a text. A plain one gets the tokenizer's special tokens and the end of document, which is learned:
+        a template writes its own."""
+        if isinstance(found, str) or not is_plain:
+            return found if isinstance(found, str) else Tokens(*found)
         ids, learned = found
-        if ends and ids[-1:] != [self.tokenizer.eod]:
-            ids, learned = [*ids, self.tokenizer.eod], [*learned, True]
-        return Tokens(ids, learned)
+        before, after = self.tokenizer.special_tokens(ids)
+        eod = self.tokenizer.eod
+        if eod is not None and [*ids, *after][-1:] != [eod]:
+            after = [*after, eod]
+        return Tokens([*before, *ids, *after], [False] * len(before) + learned + [True] * len(after))
 
     def _add(self, place: str, sequences: list[Encoded]) -> None:
         for name, (ids, learned) in zip(self.names, sequences, strict=True):

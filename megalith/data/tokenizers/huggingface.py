@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -61,9 +63,23 @@ class _RustTokenizer(Tokenizer):
 
     @property
     def prefix(self) -> list[int]:
-        with_special = self._tokenizer.encode("a").ids
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        return with_special[: with_special.index(plain[0])] if plain and plain[0] in with_special else []
+        return self._around[0]
+
+    @property
+    def suffix(self) -> list[int]:
+        return self._around[1]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text."""
+        pieces = chain("a", self._tokenizer.get_vocab(with_added_tokens=False))
+        texts = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
+        text = next((encoding for encoding in texts if encoding.ids), None)
+        if text is None:
+            return [], []
+        whole = self._tokenizer.post_process(text)
+        begin = whole.special_tokens_mask.index(0)
+        return whole.ids[:begin], whole.ids[begin + len(text.ids) :]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

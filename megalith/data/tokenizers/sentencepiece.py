@@ -64,12 +64,15 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         return SentencePieceTokenizer(self.files).fingerprint
 
     def encode(self, text: str) -> list[int]:
-        return [*self._begin, *super().encode(text)]
+        return [*self.prefix, *super().encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        return [[*self._begin, *ids] for ids in super().encode_batch(texts)]
+        return [[*self.prefix, *ids] for ids in super().encode_batch(texts)]
+
+    def _without_prefix(self, text: str) -> list[int]:
+        return super().encode(text)
 
     @property
-    def _begin(self) -> list[int]:
+    def prefix(self) -> list[int]:
         begin = self._model.bos_id()
         return [begin] if begin >= 0 else []

@@ -151,7 +151,14 @@ class Llama3Tokenizer(TikTokenizer):
         return llama3_vocabulary(ranks)
 
     def encode(self, text: str) -> list[int]:
-        return [self.eod - 1, *super().encode(text)]
+        return [*self.prefix, *super().encode(text)]
+
+    def _without_prefix(self, text: str) -> list[int]:
+        return super().encode(text)
+
+    @property
+    def prefix(self) -> list[int]:
+        return [self.eod - 1]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [self.encode(text) for text in texts]

@@ -67,6 +67,25 @@ class Tokenizer(ABC):
         """The special tokens that the tokenizer's own model begins each text with, such as <s>."""
         return []
 
+    @property
+    def suffix(self) -> list[int]:
+        """The special tokens that the tokenizer's own model ends each text with, such as T5's </s>."""
+        return []
+
+    def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return what of `prefix` and `suffix` a text of these ids lacks: transformers tokenizes a text with them."""
+        prefix, suffix, ids = self.prefix, self.suffix, list(ids)
+        return (
+            [] if ids[: len(prefix)] == prefix else prefix,
+            [] if ids[len(ids) - len(suffix) :] == suffix else suffix,
+        )
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of `text` with its special tokens. An empty text has none."""
+        ids = list(self.encode(text))
+        before, after = self.special_tokens(ids)
+        return before + ids + after if ids else []
+
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """`encode` of each text; ids may come as lists or as arrays of integers."""
         return [self.encode(text) for text in texts]
@@ -86,13 +105,16 @@ class Tokenizer(ABC):
         ids, marks, at = [], [], 0
         for start, end in [*spans, (len(text), len(text))]:
             for stretch, mark in ((text[at:start], False), (text[start:end], True)):
-                found = self.encode(stretch) if stretch else []
+                found = self._without_prefix(stretch) if stretch else []
                 ids += found
                 marks += [mark] * len(found)
             at = end
-        if list(self.encode(text)) != ids:
+        if list(self._without_prefix(text)) != ids:
             return "a token of it lies both in and outside of what is learned"
         return ids, marks
+
+    def _without_prefix(self, text: str) -> list[int]:
+        return self.encode(text)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
