@@ -56,3 +56,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The exported names too, which are imported on first use: for tab completion."""
+    return sorted({*globals(), *_HOMES})

@@ -5,6 +5,8 @@ page's order and in small: the files that the page shows under their names are w
 others' names are small stand-ins, and a training takes a few steps. A block without a language shows what the commands
 before it print: it has to be in that, with its figures where they are the same everywhere.
 
+A block marked ```python is run too, after the code that makes what the page takes for granted (page_code.py).
+
 Not run is what a block's first line, or a command's own end, says to need (`# needs a GPU`), and what ELSEWHERE names.
 
     python tests/page_trials.py [PAGE …] [--folder FOLDER]
@@ -20,6 +22,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from page_code import PYTHON
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -189,11 +193,18 @@ class Trial:
         """Runs a page's commands. Returns how many."""
         name = page.relative_to(ROOT).as_posix()
         count, printed, is_exact = 0, "", False
+        python = iter(PYTHON.get(name, ()))
         for command in BEFORE.get(name, ()):
             self.run(command)
         for language, block in fences(page):
+            code = next(python) if language == "python" else None
             if NAME.match(block) or (language == "python" and page.stem == "trainer"):
                 self.write(block, name)
+            elif code is not None and not code.not_run:
+                program = self.folder / "page_block.py"
+                program.write_text(code.program(block))
+                self.run(f"python {program.name}  # {block.splitlines()[0]}")
+                count += 1
             elif language == "bash":
                 printed = ""
                 for command in lines_of(block):
@@ -249,7 +260,8 @@ def main() -> None:
     server.start()
     host, port = server.get_host_and_port()
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "200",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "200",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "HF_HUB_OFFLINE": "1", "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip

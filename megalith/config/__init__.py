@@ -8,7 +8,7 @@ from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
-from megalith.config.run import RunConfig
+from megalith.config.run import RunConfig, require_run_config
 from megalith.config.train import TrainConfig
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "RuntimeConfig",
     "SftConfig",
     "TrainConfig",
+    "require_run_config",
 ]

@@ -131,6 +131,17 @@ class Section(BaseModel):
                 cls.model_fields[name].description = text
         cls.__hash__ = None  # as of lists: pydantic then copies a default, and no two objects share one
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises ConfigError: a configuration is not changed in place."""
+        if name.startswith("_"):
+            return super().__setattr__(name, value)
+        section = type(self).__name__.removesuffix("Config").lower()
+        path = f"SECTION.{name}" if section == "run" else f"{section}.{name}"
+        raise ConfigError(
+            f"{name} cannot be assigned, because a configuration is checked as a whole; use config = "
+            f'config.with_settings({{"{path}": {value!r}}}), which returns a new one'
+        )
+
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:

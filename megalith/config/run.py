@@ -97,6 +97,10 @@ class RunConfig(Section):
 
         Raises ConfigError for an unreadable file, an unknown key, a wrong type or an alias that contradicts.
         """
+        if path is not None and not isinstance(path, str | Path):
+            raise ConfigError(
+                f"RunConfig.load takes the path of a run file, not {_shown(path)}; RunConfig.from_tree takes a dict"
+            )
         tree = read_yaml(path) if path else _empty_tree()
         given = parse_overrides(overrides)
         for section, key, value in given:
@@ -108,6 +112,10 @@ class RunConfig(Section):
     @classmethod
     def from_tree(cls, tree: Tree) -> RunConfig:
         """Builds the configuration from plain dicts: section → key → value. Raises ConfigError."""
+        if not isinstance(tree, Mapping):
+            raise ConfigError(
+                f"RunConfig.from_tree takes a dict of sections, not {_shown(tree)}; RunConfig.load reads a file"
+            )
         tree = _sections_of(tree)
         _refuse_unknown(tree)
         preset = _preset(tree["model"].get("preset"))
@@ -152,6 +160,26 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The resolved configuration; loading it gives the same run."""
         return yaml.safe_dump(self.to_tree(), sort_keys=False, allow_unicode=True)
+
+
+def require_run_config(config: Any, function: str) -> None:
+    """Raises ConfigError where a function that takes a RunConfig was given something else, such as a file's name."""
+    if isinstance(config, RunConfig):
+        return
+    made = "from_tree(…)" if isinstance(config, Mapping) else "load(…)"
+    if isinstance(config, str | Path):
+        made = f"load({str(config)!r})"
+    raise ConfigError(
+        f"{function} takes a RunConfig, not {_shown(config)}; give it megalith.RunConfig.{made}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{type(value).__name__} {str(value)!r}"
+        if isinstance(value, str | Path)
+        else f"a {type(value).__name__}"
+    )
 
 
 def read_yaml(path: str | Path) -> Tree:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.errors import ConfigError
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
@@ -231,14 +232,25 @@ def _loss_and_slopes(
         weights = tokens["weights"]
         return -(weights * logprobs).sum(), -weights, None
     if not wants_gradient:
-        return of(logprobs, entropies, tokens).sum(), None, None
+        return _each_token(of(logprobs, entropies, tokens), logprobs).sum(), None, None
     with torch.enable_grad():
         known = [logprobs.detach().requires_grad_()]
         known += [] if entropies is None else [entropies.detach().requires_grad_()]
-        loss = of(known[0], known[1] if known[1:] else None, tokens).sum()
+        losses = of(known[0], known[1] if known[1:] else None, tokens)
+        loss = _each_token(losses, logprobs).sum()
         slopes = torch.autograd.grad(loss, known, allow_unused=True)
     by_logprobs = torch.zeros_like(logprobs) if slopes[0] is None else slopes[0]
     return loss.detach(), by_logprobs, slopes[1] if slopes[1:] else None
+
+
+def _each_token(losses: Tensor, logprobs: Tensor) -> Tensor:
+    """`losses`. Raises ConfigError where they are not one a token."""
+    if losses.shape != logprobs.shape:
+        raise ConfigError(
+            f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities of shape "
+            f"{list(logprobs.shape)}; return a loss for each token, which are summed"
+        )
+    return losses
 
 
 def linear_logprobs(

@@ -82,7 +82,13 @@ def register_optimizer(name: str) -> Callable[[Builder], Builder]:
     of checkpoint/state.py is sharded as its parameter is. `step` takes no argument. Where the class has
     `_step_supports_amp_scaling`, it divides gradients by `self.grad_scale` and changes nothing where `self.found_inf`
     is 1; otherwise gradients come divided, and the host waits for the device to know whether to step.
+    Raises ConfigError for the name of a built-in optimizer.
     """
+    if name in (*BUILT_IN, "muon"):
+        raise ConfigError(
+            f"the optimizer {name!r} is built in and cannot be replaced; register yours under another name, and set "
+            "optim.optimizer to it"
+        )
 
     def register(build: Builder) -> Builder:
         _REGISTERED[name] = build
@@ -368,7 +374,6 @@ class Muon(torch.optim.Optimizer):
         return torch.cat(results, dim=-2).flatten(-3, -2)
 
 
-@register_optimizer("muon")
 def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str) -> Muon:
     """Muon for the parameters that are matrices of layers, AdamW for the others, with their state at zero."""
     matrices = [item for item in parameters if item.placement.matrices is not None]
@@ -380,3 +385,6 @@ def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, prec
     return Muon(
         matrices, adamw(rest, config) if rest else None, config, torch.float32 if exact else torch.bfloat16
     )
+
+
+_REGISTERED["muon"] = build_muon

@@ -389,6 +389,8 @@ class ParallelModel:
 
     def _part(self, batch: Batch, loss: Loss) -> RankBatch:
         weights, objective, by_output = loss.weights(batch), None, loss.by_output(batch)
+        if weights is not None:
+            _require_shape(loss, "weights", weights, batch.loss_mask.shape)
         changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size
         if weights is None or by_output is not None or changed:
             batch, asked = batch.to(self.device), (loss.temperature, loss.needs_entropy, loss.vocab_size)
@@ -420,6 +422,7 @@ class ParallelModel:
         cp = self.mesh.cp
         entropy = None if entropy is None else unshard_alike(entropy, cp)
         total = loss(unshard_alike(logprobs, cp), entropy, batch)
+        _require_shape(loss, "__call__", total, torch.Size(), ": the micro-batch's sum, as .sum() makes it")
         return total if cp.rank == 0 else total - total.detach()
 
     def _denominators(self, loss: Loss, micro_batches: Sequence[Batch], parts: list[RankBatch]) -> Tensor:
@@ -427,7 +430,7 @@ class ParallelModel:
         own = torch.zeros(1 + self.spec.further_layers, dtype=torch.float64)
         for batch, part in zip(micro_batches, parts):
             if self.mesh.cp.rank == 0:  # it is of whole sequences
-                own[0] += float(loss.denominator(batch))
+                own[0] += _scalar(loss, loss.denominator(batch))
             if part.future is not None:
                 own[1:] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
         return loss_denominators(own, self.mesh.dp_cp, self.device)
@@ -470,6 +473,22 @@ class ParallelModel:
             before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
             after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
         )
+
+
+def _require_shape(loss: Loss, method: str, given: object, shape: torch.Size, what: str = "") -> None:
+    """Raises ConfigError where a user's loss returns something else than a tensor of this shape."""
+    if isinstance(given, Tensor) and given.shape == shape:
+        return
+    found = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+    raise ConfigError(
+        f"{type(loss).__name__}.{method} returned {found}; return a tensor of shape {list(shape)}{what}"
+    )
+
+
+def _scalar(loss: Loss, given: Tensor | float) -> float:
+    if isinstance(given, Tensor) and given.numel() != 1:
+        _require_shape(loss, "denominator", given, torch.Size(), ", or a number")
+    return float(given)
 
 
 class _Collected(Loss):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from megalith.config import RunConfig
+from megalith.config import RunConfig, require_run_config
 from megalith.config.rules.fastest import with_fastest
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
@@ -71,6 +71,7 @@ def plan(
     device (10^9 bytes) that the job may take; None: what it has. Raises ConfigError for a name that is not known, and
     where a model cannot be trained in any layout: with the trainer's own sentence.
     """
+    require_run_config(config, "megalith.plan")
     if gpus < 1 or gpus_per_node < 1:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-node {gpus_per_node}; give 1 or more")
     check_model(config.model)

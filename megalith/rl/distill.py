@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.bridge.load import begin_from, with_init_from
 from megalith.comm.collectives import all_gather_replicated, gather_json
-from megalith.config import RunConfig
+from megalith.config import RunConfig, require_run_config
 from megalith.config.rl import DistillConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import Batch
@@ -67,6 +67,7 @@ def require_teacher(config: RunConfig) -> None:
 
 def train_distilled(config: RunConfig) -> TrainingResult:
     """Trains on a teacher's predictions, as `megalith.train` does on a dataset's tokens; raises as it does."""
+    require_run_config(config, "train_distilled")
     require_teacher(config)
     return train(config, DistillationTask())
 

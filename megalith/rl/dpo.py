@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalith.config import RunConfig
+from megalith.config import RunConfig, require_run_config
 from megalith.data.batch import Batch
 from megalith.data.chat.chat_dataset import make_chat_batch
 from megalith.errors import ConfigError
@@ -26,6 +26,7 @@ from megalith.training.trainer import TrainingResult, train
 
 def train_dpo(config: RunConfig) -> TrainingResult:
     """Trains on pairs of a chosen and a rejected answer, as `megalith.train` does on a dataset; raises as it does."""
+    require_run_config(config, "train_dpo")
     if not config.dpo.enabled:
         raise ConfigError("dpo.enabled is off, so there are no preferences to train on; turn it on")
     return train(config, PreferenceTask())

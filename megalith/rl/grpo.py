@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.comm.collectives import Axis
-from megalith.config import RunConfig
+from megalith.config import RunConfig, require_run_config
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
@@ -46,6 +46,7 @@ def grpo(
     `reward_funcs`: names or functions (rewards.py) in the place of `rl.reward_funcs`. `train_dataset`: records with
     prompts in the place of `rl.prompts`; `eval_dataset`: in that of `rl.eval_prompts`.
     """
+    require_run_config(config, "megalith.grpo")
     if reward_funcs is not None:
         reward_funcs = (
             [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]

@@ -20,7 +20,7 @@ from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.open import open_checkpoint
 from megalith.checkpoint.saver import save_checkpoint as save_step
 from megalith.checkpoint.state import amax_shards, load_amaxes, load_model, load_optimizer
-from megalith.config import OptimConfig, ParallelConfig, RunConfig
+from megalith.config import OptimConfig, ParallelConfig, RunConfig, require_run_config
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import init_distributed, this_process
@@ -61,6 +61,8 @@ def parallelize(
     """
     if isinstance(spec, RunConfig):
         return build_model(complete(spec, None), mesh, device)
+    if not isinstance(spec, ModelSpec):
+        require_run_config(spec, "megalith.parallelize (without a ModelSpec)")
     return ParallelModel(spec, parallel or ParallelConfig(), mesh, device)
 
 

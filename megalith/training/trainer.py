@@ -15,7 +15,7 @@ import torch
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.comm.collectives import any_rank
-from megalith.config import CheckpointConfig, RunConfig
+from megalith.config import CheckpointConfig, RunConfig, require_run_config
 from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
@@ -68,6 +68,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     started several, they find each other first. Raises ConfigError, DataError or CheckpointError before anything is
     written when the run is not possible.
     """
+    require_run_config(config, "megalith.train")
     process, attempt, starting = this_process(), this_attempt(), StartClock()
     time.sleep(pause(attempt))
     starting.mark("imports")
