@@ -12,12 +12,7 @@ from megalith.ops.attention_core import split_heads
 from megalith.parallel.context.context_parallel import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 
-SIZES = [
-    pytest.param(
-        size, marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} GPUs")
-    )
-    for size in (2, 4)
-]
+SIZES = [pytest.param(2, marks=pytest.mark.two_gpus), pytest.param(4, marks=pytest.mark.four_gpus)]
 # groups, heads in a group, head_dim, batch, tokens of a rank: each case needs more memory than those before
 CASES = {
     "grouped": (8, 4, 64, 2, 260),

@@ -153,7 +153,7 @@ def in_two(weights: dict[str, torch.Tensor], config: ModelConfig, dtype: torch.d
     return engine.generate(PROMPTS, Sampling(max_new_tokens=40, seed=5, top_p=0.95), num_generations=2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_two_tensor_parallel_ranks_sample_the_tokens_of_one():
     model, _ = trained_model(device="cuda")
     alone = engine_for(model, max_rows=8, max_tokens=128).generate(
