@@ -6,7 +6,7 @@
 | prompt and completion | `prompt`, `completion`: two texts, or two lists of messages |
 | ShareGPT | `conversations`: [{from, value}], and perhaps `system`, `tools` |
 | Alpaca | `instruction`, `output`, and perhaps `input`, `system` |
-| tokens | `input_ids`, and perhaps `labels` (−100: not learned) or `completion_mask` |
+| tokens | `input_ids`, and perhaps `labels` (−100: not learned) or a mask of what is learned |
 
 And of a preference, two answers to one prompt:
 
@@ -37,6 +37,11 @@ Record = Mapping[str, Any]
 Message = dict[str, Any]
 
 IGNORED = -100  # the label that transformers and TRL leave out of the loss
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # of tokens: 0 where one is not learned
+LEARNED = ("weight", "train", "training", "train_on_turn", "loss")
+"""Keys of a message that say whether it is learned: OpenAI's, axolotl's by three names, and ms-swift's."""
+PARTLY_LEARNED = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
+"""Keys of a message that leave out a part of it, which is not supported."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -68,6 +73,7 @@ class Chat:
     messages: list[Message]
     first: int = 0
     more: dict[str, Any] = field(default_factory=dict)  # what else the chat template is given
+    unlearned: frozenset[int] = frozenset()  # messages that say that they are not to be learned
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,11 @@ Said = Chat | Text | Tokens
 
 def parse_record(record: Record) -> list[Said]:
     """What a record says, as one sequence. ValueError: the reason why it cannot be used."""
+    if isinstance(label := record.get("label"), bool | int | float) and label != 1:
+        raise ValueError(
+            f"its label is {label!r}, which marks an undesirable answer in KTO's data, and all answers here are "
+            "learned as good ones; leave such records out, or remove the key if it means something else"
+        )
     return [_parsed(record, FORMS)]
 
 
@@ -96,6 +107,10 @@ def parse_preference(record: Record) -> list[Said]:
 
 
 def _parsed(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
+    if record.get("weight") not in (None, 1):
+        raise ValueError(
+            f"its weight is {record['weight']!r}, but each sample counts once; repeat the record, or leave it out"
+        )
     for keys, parse in all_forms.items():
         if all(record.get(key) is not None for key in keys):
             return parse(record)
@@ -104,18 +119,25 @@ def _parsed(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], 
 
 
 def _tokens(record: Record) -> Tokens:
-    ids, labels, mask = record["input_ids"], record.get("labels"), record.get("completion_mask")
-    for name, values in (("input_ids", ids), ("labels", labels), ("completion_mask", mask)):
+    ids, labels = record["input_ids"], record.get("labels")
+    masks = {name: record[name] for name in MASKS if record.get(name) is not None}
+    padding = record.get("attention_mask")
+    for name, values in {"input_ids": ids, "labels": labels, "attention_mask": padding, **masks}.items():
         if values is not None:
             _require_ids(name, values)
         if values is not None and len(values) != len(ids):
             raise ValueError(f"{name} has {len(values)} entries and input_ids has {len(ids)}")
+    if padding is not None and 0 in padding:
+        raise ValueError(
+            "its attention_mask has zeros; leave the padding out of input_ids and the other lists"
+        )
+    learned = [all(values) for values in zip(*masks.values())] if masks else [True] * len(ids)
     if labels is None:
-        return Tokens(list(ids), [bool(one) for one in mask] if mask is not None else [True] * len(ids))
+        return Tokens(list(ids), learned)
     for at, (token, label) in enumerate(zip(ids, labels)):
         if label not in (token, IGNORED):
             raise ValueError(f"label {at} is {label}, neither its token {token} nor {IGNORED}")
-    return Tokens(list(ids), [label != IGNORED for label in labels])
+    return Tokens(list(ids), [label != IGNORED and one for label, one in zip(labels, learned)])
 
 
 def _require_ids(name: str, values: Any) -> None:
@@ -126,7 +148,7 @@ def _require_ids(name: str, values: Any) -> None:
 
 
 def _messages(record: Record) -> Chat:
-    return Chat(_checked(record["messages"], "role", "content"), more=template_arguments(record))
+    return _chat(record["messages"], "role", "content", record)
 
 
 def _prompt_completion(record: Record) -> Chat | Text:
@@ -138,8 +160,7 @@ def _prompt_completion(record: Record) -> Chat | Text:
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("one of prompt and completion is text and the other a list of messages")
     _require_messages(prompt=prompt, completion=completion)
-    messages = _checked([*prompt, *completion], "role", "content")
-    return Chat(messages, first=len(prompt), more=template_arguments(record))
+    return _chat([*prompt, *completion], "role", "content", record, first=len(prompt))
 
 
 def _sharegpt(record: Record) -> Chat:
@@ -147,7 +168,7 @@ def _sharegpt(record: Record) -> Chat:
     turns = list(record["conversations"])
     if record.get("system"):
         turns.insert(0, {"from": "system", "value": record["system"]})
-    return Chat(_checked(turns, "from", "value"), more=template_arguments(record))
+    return _chat(turns, "from", "value", record)
 
 
 def _alpaca(record: Record) -> Chat:
@@ -158,7 +179,7 @@ def _alpaca(record: Record) -> Chat:
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
     if record.get("system"):
         turns.insert(0, {"role": "system", "content": record["system"]})
-    return Chat(_checked(turns, "role", "content"))
+    return _chat(turns, "role", "content", {})
 
 
 FORMS: dict[tuple[str, ...], Callable[[Record], Said]] = {
@@ -188,9 +209,7 @@ def _prompted_answers(record: Record) -> list[Said]:
         )
     if not any(of_text):
         _require_messages(prompt=prompt, chosen=record["chosen"], rejected=record["rejected"])
-    return [
-        _answer(name, prompt, record[name], template_arguments(record)) for name in ("chosen", "rejected")
-    ]
+    return [_answer(name, prompt, record[name], record) for name in ("chosen", "rejected")]
 
 
 def _whole_answers(record: Record) -> list[Said]:
@@ -217,20 +236,26 @@ def _whole_answers(record: Record) -> list[Said]:
         )
     prompt = chosen[:first]
     return [
-        _answer(name, prompt, whole[first:], template_arguments(record))
+        _answer(name, prompt, whole[first:], record)
         for name, whole in (("chosen", chosen), ("rejected", rejected))
     ]
 
 
-def _answer(name: str, prompt: Any, answer: Any, more: dict[str, Any]) -> Chat | Text:
+def _answer(name: str, prompt: Any, answer: Any, record: Record) -> Chat | Text:
     if not answer or (isinstance(answer, str) and not answer.strip()):
         raise ValueError(f"its {name} answer is empty")
     if isinstance(answer, str):
         return Text(unicode_text(prompt), unicode_text(answer))
     try:
-        return Chat(_checked([*prompt, *answer], "role", "content"), first=len(prompt), more=more)
+        chat = _chat([*prompt, *answer], "role", "content", record, first=len(prompt))
     except ValueError as error:
         raise ValueError(f"of the {name} conversation {error}") from None
+    if left_out := [k for k in chat.unlearned if k >= chat.first]:
+        raise ValueError(
+            f"message {min(left_out) + 1} of the {name} conversation says that it is not to be learned, but a "
+            "preference is one between whole answers; put the message into the prompt, or leave it out"
+        )
+    return chat
 
 
 PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[Said]]] = {
@@ -269,6 +294,16 @@ def prompt_messages(turns: Any) -> list[Message]:
     return messages
 
 
+def _chat(turns: Any, role_key: str, content_key: str, record: Record, first: int = 0) -> Chat:
+    messages = _checked(turns, role_key, content_key)
+    unlearned = frozenset(
+        k
+        for k, (turn, message) in enumerate(zip(turns, messages))
+        if message["role"] == "assistant" and not all(turn.get(key) in (None, 1) for key in LEARNED)
+    )
+    return Chat(messages, first=first, more=template_arguments(record), unlearned=unlearned)
+
+
 def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True) -> list[Message]:
     """The turns as {role, content, …}, in an order that a conversation can have and none of them empty."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
@@ -287,11 +322,10 @@ def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True)
                 f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, where it has "
                 f"to be the {' or '.join(FOLLOWS[before])}'s"
             )
-        rest = {
-            key: value
-            for key, value in turn.items()
-            if key not in (role_key, content_key) and value is not None
-        }
+        left_out = (role_key, content_key, *LEARNED, *PARTLY_LEARNED)
+        rest = {key: value for key, value in turn.items() if key not in left_out and value is not None}
+        if answered:
+            _check_learned(number, role, turn)
         content = _content(turn.get(content_key))
         if not content.strip() and not rest.get("tool_calls"):
             raise ValueError(f"message {number}, the {role}'s, is empty")
@@ -300,6 +334,25 @@ def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True)
     if answered and all(message["role"] != "assistant" for message in messages):
         raise ValueError("the assistant says nothing in it")
     return messages
+
+
+def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
+    """Raises ValueError where a message says of itself that it is learned in a way that it cannot be."""
+    for key in PARTLY_LEARNED:
+        if turn.get(key) is not None:
+            raise ValueError(
+                f"message {number} has {key}, but a message is learned whole or not at all: say that by its weight, 1 "
+                "or 0, or give tokens with a mask"
+            )
+    for key in LEARNED:
+        value = turn.get(key)
+        if value not in (None, 0, 1):
+            raise ValueError(f"message {number} has {key} {value!r}; give 1 (learned) or 0 (not learned)")
+        if value and role != "assistant":
+            raise ValueError(
+                f"message {number}, the {role}'s, has {key} {value!r}, but only the assistant's messages can be "
+                "learned that way; remove the key"
+            )
 
 
 def _content(content: Any) -> str:

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -24,9 +24,8 @@ import numpy as np
 
 from megalith.config.base import Decides
 from megalith.config.rl import ChatConfig, DpoConfig
-from megalith.data.chat.chat_template import ChatTemplate, Span, template_of
+from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import (
-    Chat,
     Said,
     Text,
     Tokens,
@@ -34,6 +33,7 @@ from megalith.data.chat.conversations import (
     parse_record,
     read_records,
 )
+from megalith.data.chat.turns import Span
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.io import make_subfolder, open_file, write_file
@@ -42,6 +42,10 @@ from megalith.remote import StorePath
 
 AT_ONCE = 1024  # samples that are encoded together
 EQUAL = "pairs of two equal answers, which teach nothing"
+ENDLESS = (
+    "rendered without an end token after any answer, so the model does not learn to stop; let the chat template end "
+    "the assistant's turns with one"
+)
 Encoded = tuple[np.ndarray, np.ndarray]  # int64 ids [tokens], and bool [tokens]: those that are learned
 
 
@@ -212,6 +216,7 @@ class _Reader:
         self.assistant_only = not self.of_pairs and chat.assistant_only_loss
         self.completion_only = self.of_pairs or chat.completion_only_loss
         self.template: ChatTemplate | None = template_of(tokenizer) if tokenizer is not None else None
+        self.specials = tokenizer.special_ids if tokenizer is not None else frozenset()
         self.tokens: list[np.ndarray] = []
         self.learned: list[np.ndarray] = []
         self.places: list[str] = []
@@ -256,7 +261,7 @@ class _Reader:
                 f"or chat_template in its tokenizer_config.json); give one as {self.chat.name}.chat_template_path"
             )
         if not self.completion_only:
-            said = Chat(said.messages, more=said.more)
+            said = replace(said, first=0)
         return *self.template.text_and_spans(said, self.assistant_only), False
 
     def _encoded(self, parsed: list) -> Iterator[tuple[str, list[Encoded]]]:
@@ -269,6 +274,10 @@ class _Reader:
                 said if isinstance(said, Tokens) else self._completed(next(encoded), said[2])
                 for said in sample
             ]
+            self.counts[ENDLESS] += any(
+                not isinstance(said, Tokens) and isinstance(one, Tokens) and not self._has_end(one)
+                for said, one in zip(sample, found)
+            )
             if reason := next((one for one in found if isinstance(one, str)), None):
                 self._bad(place, reason)
                 continue
@@ -288,6 +297,19 @@ class _Reader:
         if eod is not None and [*ids, *after][-1:] != [eod]:
             after = [*after, eod]
         return Tokens([*before, *ids, *after], [False] * len(before) + learned + [True] * len(after))
+
+    def _has_end(self, answer: Tokens) -> bool:
+        """Whether a stretch of learned tokens ends with a special one, but for spaces after it."""
+        ids, learned = answer.ids, answer.learned
+        ends = (k for k in range(len(ids)) if learned[k] and not (k + 1 < len(ids) and learned[k + 1]))
+        return any(self._ends_at(ids, learned, k) for k in ends)
+
+    def _ends_at(self, ids: list[int], learned: list[bool], k: int) -> bool:
+        while k >= 0 and learned[k] and ids[k] not in self.specials:
+            if self.tokenizer.decode([ids[k]]).strip():
+                return False
+            k -= 1
+        return k >= 0 and learned[k]
 
     def _add(self, place: str, sequences: list[Encoded]) -> None:
         for name, (ids, learned) in zip(self.names, sequences, strict=True):

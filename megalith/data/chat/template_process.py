@@ -29,8 +29,10 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it: after a fork another one is needed
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], *, mark_turns: bool = False) -> str:
         """Return the text for these variables; values that JSON lacks are rendered as `str` of them.
+
+        With `mark_turns`, the text has markers around what the template writes for each message (turns.py).
 
         Raises:
             ValueError: the template refuses them, or does not end within the bounds.
@@ -39,7 +41,7 @@ class TemplateProcess:
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
-            answer = self._exchange(variables)
+            answer = self._exchange({"variables": variables, "mark_turns": mark_turns})
         if "error" in answer:
             raise ValueError(f"the chat template refuses it: {answer['error']}")
         return answer["text"]

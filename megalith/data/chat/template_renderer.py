@@ -14,12 +14,15 @@ import resource
 import sys
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megalith.data.chat.turns import marked_template, turn_markers
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # around what a generation block renders: code points that no text may have
 SECONDS = 5  # of processor time per text
@@ -74,16 +77,16 @@ def _raise(message: str) -> None:
 def serve() -> None:
     """Answer requests until the standard input ends: {"text": …}, or {"error": why there is none}."""
     _bound(resource.RLIMIT_AS, MEMORY)
-    template = None
+    renderer = None
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _bound(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + SECONDS)
         answer: dict[str, Any] = {}
         try:
-            if template is None:
-                template = template_environment().from_string(json.loads(line))
+            if renderer is None:
+                renderer = _Renderer(json.loads(line))
             else:
-                answer = {"text": template.render(json.loads(line))}
+                answer = {"text": renderer.render(**json.loads(line))}
         except FAILURES as error:
             answer = {"error": f"{error}"[:SHOWN]}
         except MemoryError:
@@ -91,6 +94,21 @@ def serve() -> None:
         if len(answer.get("text", "")) > LONGEST:
             answer = {"error": f"its text is longer than {LONGEST:,} characters"}
         print(json.dumps(answer), flush=True)
+
+
+class _Renderer:
+    def __init__(self, source: str):
+        self._source, self._environment = source, template_environment()
+        self._template = self._environment.from_string(source)
+
+    def render(self, variables: dict[str, Any], mark_turns: bool) -> str:
+        if not mark_turns:
+            return self._template.render(variables)
+        return self._with_turns.render(variables, **turn_markers(variables["messages"]))
+
+    @cached_property
+    def _with_turns(self) -> jinja2.Template:
+        return marked_template(self._environment, self._source)
 
 
 def _bound(limit: int, value: int) -> None:

@@ -58,6 +58,11 @@ class _RustTokenizer(Tokenizer):
     def pieces(self) -> list[str]:
         return [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return super().special_ids | {i for i, token in added.items() if not token.content.isspace()}
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -120,6 +120,11 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, such as those that end a text or a turn, as far as this kind knows them."""
+        return frozenset() if self.eod is None else frozenset({self.eod})
+
     def pieces(self) -> list[str]:
         """Each entry of the vocabulary as it is spelled there, by its id. ConfigError for kinds that spell none."""
         raise ConfigError(
