@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
         needed = max([1, *(count for name, count in NEEDED.items() if item.get_closest_marker(name))])
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif available < needed and not worker:
+        elif available < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs"))
 
 

@@ -1,11 +1,10 @@
 """Run the tests of this folder on a machine with GPUs, within a time limit, and write a record of the result.
 
-    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json] [-k EXPRESSION]
+    python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json]
 
-Tests of several GPUs run first: jobs of two GPUs side by side, then those of four. The tests of one GPU follow in one
-pytest-xdist session whose workers share all GPUs. The record has the commit, the GPUs, the versions, and for each
-file how many tests passed, failed, were skipped and were not reached. The exit status is 0 if every test was reached
-and none failed.
+Tests that measure time run first and alone. Then those of several GPUs and those of one run in two pytest-xdist
+sessions whose workers share all GPUs. The record has the commit, the GPUs, the versions, and for each file how many
+tests passed, failed, were skipped and were not reached. The exit status is 0 if every test was reached and none failed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
@@ -34,80 +33,66 @@ OUTCOMES = "passed", "failed", "skipped", "not_reached"
 
 class Job(NamedTuple):
     name: str
-    gpus: int
     options: tuple[str, ...]  # of pytest
+    gpus: Sequence[str]
     workers: int = 1
+    shares: bool = False  # each worker sees one of the GPUs, not all of them
 
 
-def jobs(count: int, workers: int) -> list[Job]:
-    """Return the jobs for a machine with `count` GPUs, in the order in which they start."""
+def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
+    """Return the jobs for these GPUs: those of a stage run at once, the stages one after the other.
 
-    def several(files: str, gpus: int) -> Job:
-        marker = {2: "two_gpus", 4: "four_gpus"}[gpus]
-        return Job(f"{files}-{gpus}", gpus, (f"{FOLDER}/test_{files}_gpu.py", "-m", marker))
+    Tests that measure time come first, each job of them on two GPUs that nothing else uses.
+    """
+    folder = str(FOLDER)
+    one_gpu = Job(
+        "one_gpu", (folder, "-m", "not two_gpus and not four_gpus"), gpus, workers * len(gpus), shares=True
+    )
+    if len(gpus) < 2:
+        return [[one_gpu]]
+    halves = (gpus[:2], gpus[2:4]) if len(gpus) >= 4 else (gpus[:2], gpus[:2])
+    measured = Job("quiet-measured", (folder, "-m", "quiet", "-k", "measured_step"), halves[0])
+    compared = Job("quiet-auto", (folder, "-m", "quiet", "-k", "not measured_step"), halves[1])
+    several = Job("several", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), gpus, 2 * len(gpus))
+    quiet = [[measured, compared]] if len(gpus) >= 4 else [[measured], [compared]]
+    return [*quiet, [several, one_gpu]]
 
-    found = []
-    if count >= 2:
-        found += [
-            several(name, 2) for name in ("layout", "grid", "hang", "copy_engine_heads", "copy_engine", "fp8")
-        ]
-        found += [several("generation", 2)]
-    if count >= 4:
-        found += [several("copy_engine_heads", 4), several("grid", 4)]
-    one = ("-m", "not two_gpus and not four_gpus")
-    return [*found, Job("one_gpu", count, (str(FOLDER), *one), workers * count)]
 
+class Runner:
+    """Runs stages of jobs within a time limit."""
 
-class Queue:
-    """Runs jobs in order, each on GPUs of its own, as soon as enough of them are free."""
-
-    def __init__(self, gpus: Sequence[str], seconds: float, logs: Path, options: Sequence[str]):
-        self._end, self._logs, self._options = time.monotonic() + seconds, logs, options
-        self._free, self._changed = list(gpus), Condition()
+    def __init__(self, seconds: float, logs: Path):
+        self._end, self._logs = time.monotonic() + seconds, logs
         self.complete = True  # no job failed, was cut short or was not started
 
-    def run(self, all_jobs: Sequence[Job]) -> None:
-        threads = []
-        for job in all_jobs:
-            with self._changed:
-                self._changed.wait_for(lambda job=job: len(self._free) >= job.gpus)
-                taken, self._free = self._free[: job.gpus], self._free[job.gpus :]
-            threads.append(Thread(target=self._run, args=(job, taken)))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
+    def run(self, all_stages: Sequence[Sequence[Job]]) -> None:
+        for stage in all_stages:
+            threads = [Thread(target=self._run, args=(job,)) for job in stage]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
-    def _run(self, job: Job, gpus: list[str]) -> None:
+    def _run(self, job: Job) -> None:
         started = time.monotonic()
         left = self._end - started - LEAST
-        status = self._pytest(job, gpus, left) if left > LEAST else None
-        word = {None: "not started", 0: "passed", 1: "FAILED", 2: "cut short", 5: "passed"}.get(
-            status, f"exit {status}"
+        status = self._pytest(job, left) if left > LEAST else None
+        words = {None: "not started", 0: "passed", 1: "FAILED", 2: "cut short", 5: "no tests"}
+        self.complete &= status in (0, 5)
+        seconds = time.monotonic() - started
+        print(
+            f"{job.name:16} {words.get(status, f'exit {status}'):12} {seconds:5.0f} s on {','.join(job.gpus)}",
+            flush=True,
         )
-        self.complete &= status in (0, 5)  # 5: nothing was selected
-        print(f"{job.name:24} {word:12} {time.monotonic() - started:5.0f} s on {','.join(gpus)}", flush=True)
-        with self._changed:
-            self._free = sorted(self._free + gpus)
-            self._changed.notify_all()
 
-    def _pytest(self, job: Job, gpus: list[str], seconds: float) -> int:
+    def _pytest(self, job: Job, seconds: float) -> int:
         """Return the exit status of pytest, 2 if the time limit ended it."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *job.options,
-            *self._options,
-            "-v",
-            "-rf",
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = [sys.executable, "-m", "pytest", *job.options, "-v", "-rf", "-p", "no:cacheprovider"]
         if job.workers > 1 and importlib.util.find_spec("xdist") is not None:
             command += ["-p", "xdist", "-n", str(job.workers), "--dist", "worksteal"]
         environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            "MEGALITH_TEST_GPUS": ",".join(gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(job.gpus),
+            "MEGALITH_TEST_GPUS": ",".join(job.gpus) if job.shares else "",
             "MEGALITH_TEST_LOG": str(self._logs / f"{job.name}.jsonl"),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }
@@ -191,16 +176,15 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, default=10, help="processes per GPU that share the tests of one GPU"
     )
-    parser.add_argument("-k", dest="expression", help="run only the tests that match, as pytest's -k does")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     for old in args.logs.glob("*.jsonl"):
         old.unlink()
     gpus = visible_gpus()
-    queue = Queue(gpus, args.seconds, args.logs, ("-k", args.expression) if args.expression else ())
-    queue.run(jobs(len(gpus), args.workers))
+    runner = Runner(args.seconds, args.logs)
+    runner.run(stages(gpus, args.workers))
     files, failed = outcomes(args.logs)
-    record = record_of(files, failed, queue.complete, args.commit)
+    record = record_of(files, failed, runner.complete, args.commit)
     print()
     for name, counts in record["files"].items():
         print(

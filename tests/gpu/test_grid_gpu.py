@@ -4,12 +4,13 @@ Each case trains six steps; its losses and gradient norms are those of one GPU w
 measured: it is how far one GPU in bf16 is from one GPU in fp32 for the same model and data.
 """
 
-import functools
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from megalith.config import RunConfig
 from megalith.launch.pool import Pool
@@ -42,6 +43,7 @@ from megalith.parity.job import start
 from megalith.training.trainer import Trainer
 
 STEPS = 6
+Curve = tuple[list[float], list[float]]  # the losses and the gradient norms of the steps
 LOSS_BOUND, NORM_BOUND = 2e-3, 2e-2  # where the noise of a model is less than half of these
 
 GPT = dict(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=1000, max_position_embeddings=256,
@@ -159,11 +161,25 @@ CASES: dict[tuple[str, int], dict[str, tuple[dict, dict]]] = {
     ("hybrid", 4): {"tp2-sp-ep2-zero3": (TP2 | SP | EP2 | ZERO3, {}), "pp2-ep2": (PP2 | EP2, {})},
 }
 MARKS = {1: (), 2: pytest.mark.two_gpus, 4: pytest.mark.four_gpus}
+AT_ONCE = 4  # cases of a test, which share a process group and the runs on one GPU
 SAVED = [  # a model, the layout that saves, the layout that goes on, and how many GPUs both take
     pytest.param("moe", TP2 | SP | EP2, EP2 | ZERO3, 2, marks=pytest.mark.two_gpus, id="moe"),
     pytest.param("llama", ZERO3, PP2 | ZERO1, 2, marks=pytest.mark.two_gpus, id="llama-2"),
     pytest.param("llama", TP2 | SP | PP2, CP2 | ZERO3, 4, marks=pytest.mark.four_gpus, id="llama-4"),
 ]
+
+
+def groups() -> Iterator[ParameterSet]:
+    """Yield (model, GPUs, names of cases) for each test."""
+    for (model, size), layouts in CASES.items():
+        for names in batched(layouts, AT_ONCE):
+            yield pytest.param(model, size, names, marks=MARKS[size], id=f"{model}-{size}-{names[0]}")
+
+
+def batched(names: Iterable[str], count: int) -> Iterator[list[str]]:
+    names = list(names)
+    for first in range(0, len(names), count):
+        yield names[first : first + count]
 
 
 def config_of(model: str, parallel: dict, sections: dict, output: str = "", **train) -> RunConfig:
@@ -184,7 +200,7 @@ def config_of(model: str, parallel: dict, sections: dict, output: str = "", **tr
     return RunConfig.from_tree(tree)
 
 
-def losses_and_norms(config: RunConfig) -> tuple[list[float], list[float]]:
+def losses_and_norms(config: RunConfig) -> Curve:
     torch._dynamo.reset()  # code of the case before does not count against this one's limit
     run = start(config)
     with run.data.train_loader(0, 0, run.device) as batches:
@@ -208,33 +224,28 @@ def pool():
     pool.close()
 
 
-@functools.cache
-def on_one_gpu(pool: Pool, model: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Every reference of a model's cases: its sections in bf16 on one GPU; and the model in fp32, for the noise."""
-    cases = {"fp32": (config_of(model, {}, {"train": dict(precision="fp32")}),)}
-    for (name, _), layouts in CASES.items():
-        for _, sections in layouts.values() if name == model else ():
-            cases[repr(sections)] = (config_of(model, {}, sections),)
-    cases.setdefault(repr({}), (config_of(model, {}, {}),))
+def on_one_gpu(pool: Pool, model: str, names: Sequence[str], size: int) -> dict[str, Curve]:
+    """Train the references on one GPU: the model in fp32 and bf16, and in bf16 with the sections of these cases."""
+    sections = [{}, *(CASES[model, size][name][1] for name in names)]
+    cases = {repr(each): (config_of(model, {}, each),) for each in sections}
+    cases["fp32"] = (config_of(model, {}, {"train": dict(precision="fp32")}),)
     return {name: ranks[0] for name, ranks in pool.run_cases(losses_and_norms, cases, size=1).items()}
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("model", "size"), [pytest.param(*case, marks=MARKS[case[1]]) for case in CASES])
-def test_layouts_give_the_losses_of_one_gpu(pool, model, size):
-    layouts = CASES[model, size]
-    cases = {name: (config_of(model, parallel, sections),) for name, (parallel, sections) in layouts.items()}
-    alone, wrong = on_one_gpu(pool, model), {}
+@pytest.mark.parametrize(("model", "size", "names"), groups())
+def test_layouts_give_the_losses_of_one_gpu(pool, model, size, names):
+    alone, wrong = on_one_gpu(pool, model, names, size), {}
     loss_noise, norm_noise = (relative_error(*pair) for pair in zip(alone[repr({})], alone["fp32"]))
+    layouts = {name: CASES[model, size][name] for name in names}
+    cases = {name: (config_of(model, parallel, sections),) for name, (parallel, sections) in layouts.items()}
     for name, ranks in pool.run_cases(losses_and_norms, cases, size=size).items():
-        losses, norms = ranks[0]
         expected = alone[repr(layouts[name][1])]
-        errors = relative_error(losses, expected[0]), relative_error(norms, expected[1])
-        print(f"{model} on {size}, {name}: losses {errors[0]:.1e}, norms {errors[1]:.1e}")
-        # To the bit where they are made of the same numbers: a loss that reaches a pipeline's other stages is sent.
+        loss_error, norm_error = (relative_error(*pair) for pair in zip(ranks[0], expected))
+        print(f"{model} on {size}, {name}: losses {loss_error:.1e}, norms {norm_error:.1e}")
         assert all(rank == ranks[0] for rank in ranks), name
-        if errors[0] > max(LOSS_BOUND, 2 * loss_noise) or errors[1] > max(NORM_BOUND, 2 * norm_noise):
-            wrong[name] = errors
+        if loss_error > max(LOSS_BOUND, 2 * loss_noise) or norm_error > max(NORM_BOUND, 2 * norm_noise):
+            wrong[name] = loss_error, norm_error
     assert not wrong, (wrong, loss_noise, norm_noise)
 
 
@@ -244,7 +255,7 @@ def test_a_run_goes_on_in_another_layout(pool, tmp_path: Path, model, first, sec
     half = config_of(model, first, saved, str(tmp_path), exit_interval=STEPS // 2)
     rest = config_of(model, second, saved, str(tmp_path))
     losses = pool.run(train_to_end, half, size=size)[0] + pool.run(train_to_end, rest, size=size)[0]
-    alone = on_one_gpu(pool, model)
+    alone = on_one_gpu(pool, model, (), size)
     noise = relative_error(alone[repr({})][0], alone["fp32"][0])
     assert relative_error(losses, alone[repr({})][0]) <= max(LOSS_BOUND, 2 * noise)
 

@@ -15,7 +15,7 @@ MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=
 WIDE = dict(MODEL, hidden_size=2048)  # enough work that the GPU, not the host, sets the pace
 LLAMA = dict(num_query_groups=4, swiglu=True, ffn_hidden_size=5504, normalization="RMSNorm", add_bias_linear=False,
              position_embedding_type="rope", untie_embeddings_and_output_weights=True)  # fmt: skip
-MODELS = pytest.mark.parametrize("model", [WIDE, dict(WIDE, **LLAMA)], ids=["gpt", "llama"])
+WIDE_LLAMA = dict(WIDE, **LLAMA)
 LLAMA_8B = dict(LLAMA, num_layers=4, hidden_size=4096, num_attention_heads=32, num_query_groups=8,
                 ffn_hidden_size=14336, vocab_size=32000)  # four of its layers  # fmt: skip
 RANK, EXPECTED, MEASURED, STEP, COMPUTE, COMMUNICATION, BUBBLE, IDLE = 0, 5, 6, 7, 8, 9, 10, 11
@@ -38,18 +38,19 @@ def measured_rows(text: str) -> list[list[float]]:
     return [[float(cell) for cell in line.split()] for line in table.splitlines()[3:5]]
 
 
-@MODELS
+@pytest.mark.quiet
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "model"),
     [
-        dict(pipeline_model_parallel_size=2),
-        dict(tensor_model_parallel_size=2),
-        dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        dict(context_parallel_size=2),
-        dict(data_parallel_sharding_strategy="no_shard"),
-        dict(data_parallel_sharding_strategy="optim_grads_params"),
+        pytest.param(dict(pipeline_model_parallel_size=2), WIDE_LLAMA, id="pp2, llama"),
+        pytest.param(dict(tensor_model_parallel_size=2), WIDE, id="tp2, gpt"),
+        pytest.param(
+            dict(tensor_model_parallel_size=2, sequence_parallel=True), WIDE_LLAMA, id="tp2-sp, llama"
+        ),
+        pytest.param(dict(context_parallel_size=2), WIDE, id="cp2, gpt"),
+        pytest.param(dict(data_parallel_sharding_strategy="no_shard"), WIDE_LLAMA, id="dp2, llama"),
+        pytest.param(dict(data_parallel_sharding_strategy="optim_grads_params"), WIDE, id="dp2-zero3, gpt"),
     ],
-    ids=lambda parallel: ", ".join(f"{name} {value}" for name, value in parallel.items()),
 )
 def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel, model):
     micro = (
@@ -86,7 +87,7 @@ def step_times(gpus, folder, *ways: dict, model, micro, **parallel) -> list[floa
     return found
 
 
-@pytest.mark.parametrize("model", [WIDE, LLAMA_8B], ids=["gpt", "llama"])
+@pytest.mark.quiet
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -95,13 +96,14 @@ def step_times(gpus, folder, *ways: dict, model, micro, **parallel) -> list[floa
     ],
     ids=["tp2-sp", "cp2-a2a"],
 )
-def test_what_auto_chooses_is_faster_than_without_overlap(gpus, tmp_path, parallel, model):
+def test_what_auto_chooses_is_faster_than_without_overlap(gpus, tmp_path, parallel):
     """By the steps' times without the profiler, under which the host of two halves is late."""
-    plain, auto = step_times(gpus, tmp_path, PLAIN, AUTO, model=model, micro=32, **parallel)
+    plain, auto = step_times(gpus, tmp_path, PLAIN, AUTO, model=LLAMA_8B, micro=32, **parallel)
     print(f"plain {plain:.1f} ms, auto {auto:.1f}")
     assert auto < 0.99 * plain
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("micro", [8, 16])
 def test_auto_makes_halves_only_where_the_host_keeps_up(gpus, tmp_path, micro):
     parallel = dict(tensor_model_parallel_size=2, sequence_parallel=True)
