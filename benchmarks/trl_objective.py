@@ -40,6 +40,10 @@ OBJECTIVES = {
     "beta .04": dict(beta=0.04),
     "beta .04 biased": dict(beta=0.04, use_bias_correction_kl=False),
     "temperature .7": dict(temperature=0.7),
+    **{
+        f"entropy {name}": dict(loss_type=name, entropy_coef=0.1)
+        for name in ("dapo", "grpo", "dr_grpo", "luspo")
+    },
 }
 
 

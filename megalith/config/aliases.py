@@ -2,7 +2,8 @@
 
 The table is read before validation. A `Rename` moves the value; a `Choose` translates it (None: nothing is set);
 an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
-which, and is shown when the run starts; a `Derive` computes from the rest of the tree.
+which, and is shown when the run starts; a `Derive` computes from the rest of the tree; an `ObjectiveSpelling` decides with
+others of them (objective_spellings.py).
 
 What other systems call our settings: their names are refused, with ours in the error. So are their files, which are
 known by keys that no run file has together, or by how their names end: the error says what takes them.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalith.config.rules.objective_spellings import OBJECTIVES, ObjectiveSpelling
 from megalith.errors import ConfigError
 from megalith.remote import is_url
 
@@ -107,7 +109,7 @@ _ALL_LAYERS = (
 _SAMPLES = "samples are found by binary search: there is no index to cache"
 
 # fmt: off
-ALIASES: dict[str, Rename | Choose | Already | Derive] = {
+ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),
@@ -151,18 +153,10 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "dpo.reference_policy_kl_penalty":                Rename("dpo.beta"),  # NeMo-RL
     "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
 
-    "rl.clip_ratio_low":                              Rename("rl.epsilon"),  # verl
-    "rl.clip_ratio_high":                             Rename("rl.epsilon_high"),
-    "rl.kl_loss_coef":                                Rename("rl.beta"),
-    "rl.entropy_coeff":                               Rename("rl.entropy_coef"),
+    **OBJECTIVES,
     "rl.ppo_epochs":                                  Rename("rl.num_iterations"),
     "rl.num_generations_per_prompt":                  Rename("rl.num_generations"),  # NeMo-RL
-    "rl.ratio_clip_min":                              Rename("rl.epsilon"),
-    "rl.ratio_clip_max":                              Rename("rl.epsilon_high"),
     "rl.ratio_clip_c":                                Rename("rl.clip_ratio_c"),
-    "rl.reference_policy_kl_penalty":                 Rename("rl.beta"),
-    "rl.clamp_eps_lower":                             Rename("rl.epsilon"),  # Oumi
-    "rl.clamp_eps_upper":                             Rename("rl.epsilon_high"),
     "rl.kl_beta":                                     Rename("rl.beta"),
     "rl.entropy_weight":                              Rename("rl.entropy_coef"),
     "rl.load_rollouts":                               Rename("rl.rollouts"),
@@ -179,21 +173,9 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.dynamic_sampling_max_gen_batches":            Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),  # NeMo-RL
     "rl.filter_groups":                               Rename("rl.filter_zero_std"),
     "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
-    "rl.overlong_filtering":                          Rename("rl.mask_truncated_completions"),
     "rl.n":                                           Rename("rl.num_generations"),
-    "rl.loss_agg_mode":                               Choose("rl.loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo", "seq-mean-token-sum-norm": "dr_grpo"}),  # verl
-    "rl.kl_loss_type":                                Choose("rl.kl_estimator", {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}),
-    "rl.reference_policy_kl_type":                    Choose("rl.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3"}),  # NeMo-RL
     "rl.adv_estimator":                               Derive("rl.advantage_baseline", str, _baseline),  # verl
-    "rl.clip_ratio":                                  Rename("rl.epsilon"),
-    "rl.use_kl_loss":                                 Choose("rl.beta", {True: None, False: 0.0}),
-    "rl.loss_mode":                                   Choose("rl.importance_sampling_level", {"vanilla": "token", "gspo": "sequence"}),
-    "rl.rollout_is":                                  Choose("rl.vllm_importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"}, off="rl.vllm_importance_sampling_correction"),  # verl
-    "rl.rollout_is_threshold":                        Rename("rl.vllm_importance_sampling_clip_max"),
     "rl.bypass_mode":                                 Choose("rl.old_logprobs", {True: "rollout", False: "policy"}),
-    "rl.truncated_importance_sampling_type":          Choose("rl.vllm_importance_sampling_mode", {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "geometric_mask"}),  # NeMo-RL
-    "rl.truncated_importance_sampling_ratio":         Rename("rl.vllm_importance_sampling_clip_max"),
-    "rl.truncated_importance_sampling_ratio_min":     Rename("rl.vllm_importance_sampling_clip_min"),
     "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before
     "rl.use_vllm":                                  Choose("rl.engine", {True: "vllm", False: "own"}),  # TRL
     "rl.vllm_server_base_url":                      Rename("rl.engine_url"),
@@ -210,9 +192,6 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),
     "rl.normalize_rewards":                           Choose("rl.scale_rewards", {True: "group", False: "none"}),  # NeMo-RL
     "rl.use_leave_one_out_baseline":                  Choose("rl.advantage_baseline", {True: "leave_one_out", False: "group"}),
-    "rl.token_level_loss":                            Choose("rl.loss_type", {True: "dapo", False: "grpo"}),
-    "rl.sequence_level_importance_ratios":            Choose("rl.importance_sampling_level", {True: "sequence", False: "token"}),
-    "rl.use_importance_sampling_correction":          Rename("rl.vllm_importance_sampling_correction"),
 
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),
@@ -262,7 +241,7 @@ def _target(name: str, value: Any) -> str:
         return meaning.for_url
     if isinstance(meaning, Choose) and meaning.off and value is None:
         return meaning.off
-    return meaning.path if isinstance(meaning, Rename | Choose | Derive) else name
+    return meaning.path if isinstance(meaning, Rename | Choose | Derive | ObjectiveSpelling) else name
 
 
 def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> list[str]:
@@ -270,7 +249,7 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
 
     `preset` holds the model fields that stand behind the user's own; an alias wins over them.
     """
-    notes = []
+    notes, objectives = [], {}
     for name, meaning in ALIASES.items():
         section, key = name.split(".")
         if key not in tree[section]:
@@ -293,7 +272,28 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                 _check_taken(name, value, bool if True in values else tuple(values))
                 target = _target(name, value)
                 _set(tree, target, values.get(value) if target == path else False, name)
-    return notes
+            case ObjectiveSpelling() if value is not None or meaning.null_counts:
+                if meaning.takes is not None:
+                    _check_taken(name, value, meaning.takes)
+                for setting, own in meaning.settings(value, tree["rl"]).items():
+                    if own is None:
+                        tree["rl"].pop(setting, None)
+                    _set(tree, f"rl.{setting}", own, name)
+                objectives[name] = value
+    return notes + [note for name, value in objectives.items() if (note := _bring_along(tree, name, value))]
+
+
+def _bring_along(tree: dict[str, dict[str, Any]], name: str, value: Any) -> str:
+    """Sets the defaults of a spelling's objective that nothing has set; returns a note of them, "" without any."""
+    defaults = ALIASES[name].defaults(value, tree["rl"]).items()
+    added = {setting: own for setting, own in defaults if setting not in tree["rl"]}
+    tree["rl"].update(added)
+    words = ", ".join(f"rl.{setting} = {own}" for setting, own in added.items())
+    return (
+        f"{name} = {value} also sets {words}, as where the name is from; set them to have it otherwise"
+        if words
+        else ""
+    )
 
 
 def _check_taken(name: str, value: Any, takes: type | tuple[str, ...]) -> None:

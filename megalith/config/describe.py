@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from megalith.config.aliases import ALIASES, OTHER_NAMES, Already, Choose, Derive, Rename
 from megalith.config.base import NOT_YET
+from megalith.config.rules.objective_spellings import ObjectiveSpelling
 from megalith.config.run import RunConfig
 
 
@@ -101,7 +102,9 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str, Any]) -> dict[str, Any]:
+def _alias_schema(
+    meaning: Rename | Choose | Already | Derive | ObjectiveSpelling, schema: dict[str, Any]
+) -> dict[str, Any]:
     words = {"description": _meaning(meaning)}
     match meaning:
         case Rename(path=path):
@@ -117,6 +120,10 @@ def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str,
         case Choose(values=values, off=off):
             taken = [*values, None] if off else list(values)
             return {"type": "boolean", **words} if True in values else {"enum": taken, **words}
+        case ObjectiveSpelling(takes=takes) if takes is bool:
+            return {"type": ["boolean", "null"], **words}
+        case ObjectiveSpelling(takes=takes):
+            return {"enum": [*takes, None], **words} if takes else words
 
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -128,7 +135,7 @@ def alias_words() -> Iterator[tuple[str, str]]:
         yield name, _meaning(meaning)
 
 
-def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
+def _meaning(meaning: Rename | Choose | Already | Derive | ObjectiveSpelling) -> str:
     match meaning:
         case Rename(path=path, for_url=for_url):
             return path + (f"; a URL: {for_url}" if for_url else "")
@@ -138,7 +145,7 @@ def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
                 spelled = {"false": values[False]}
             each = [f"{value}: {path} = {own}" for value, own in spelled.items()]
             return "; ".join([*each, *([f"null: {off} = false"] if off else [])])
-        case Derive(path=path, note=note):
+        case Derive(path=path, note=note) | ObjectiveSpelling(path=path, note=note):
             return f"sets {path}" + (f": {note}" if note else "")
         case Already(note=note):
             return f"accepted; {note}"

@@ -123,6 +123,8 @@ MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence_truncate": (None, 2.0),  # verl
     "sequence_mask": (None, 3.0),  # TRL
     "geometric_mask": (0.999, 1.002),  # NeMo-RL's seq-mask-tis
+    "token_unbounded": (None, math.inf),  # NeMo-RL without a truncation
+    "sequence_unbounded": (None, math.inf),
 }
 
 
@@ -299,6 +301,10 @@ class RlConfig(Section):
     """Aggregation: mean of tokens (dapo, cispo), of sequences' means (grpo), of their sums (luspo), or a constant
     divisor (dr_grpo). cispo weighs log-probabilities by a capped ratio without a gradient in place of PPO's clip."""
 
+    count_masked_sequences: bool | None = None
+    """Sequences without a token in the loss count in the divisor of grpo, luspo and dr_grpo, as in TRL and verl; not in
+    NeMo-RL. Absent: they do, unless filter_zero_std leaves groups out."""
+
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """The ratio of a token, or the geometric mean over its sequence (GSPO)."""
 
@@ -306,7 +312,11 @@ class RlConfig(Section):
     """The ratio is clipped at 1 − epsilon."""
 
     epsilon_high: NonNegativeFloat | None = None
-    """And at 1 + epsilon_high; absent: epsilon. With cispo the cap of the ratio itself."""
+    """And at 1 + epsilon_high; absent: epsilon. With cispo the cap of the ratio itself, which has to be set: 5 (TRL),
+    or 1.28 (clip_ratio_high 0.28 of verl and NeMo-RL)."""
+
+    cispo_ratio_min: Annotated[NonNegativeFloat | None, Needs("loss_type", "cispo", strict=True)] = None
+    """The least ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Absent: none, as in TRL."""
 
     delta: PositiveFloat | None = None
     """Caps the ratio in the branch without a clip too (INTELLECT-2); above 1 + epsilon_high."""
@@ -323,8 +333,20 @@ class RlConfig(Section):
     use_bias_correction_kl: Annotated[bool, Needs("beta", above=0)] = True
     """Multiplies the KL by the ratio to the old policy: its gradient is then unbiased."""
 
+    kl_score_gradient: Annotated[bool, Needs("beta", above=0)] = False
+    """Multiplies the KL by exp(log π − sg[log π]), which is 1 and has the gradient of the sampling (NeMo-RL)."""
+
+    kl_input_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
+    """log π_ref − log π is clamped to ± this (NeMo-RL; 20 in verl's k3). Absent: it is not, as in TRL."""
+
+    kl_output_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
+    """A token's KL is clamped to ± this (NeMo-RL; 10 in verl's k3). Absent: it is not, as in TRL."""
+
     entropy_coef: float = 0.0
     """Weight of the mean entropy of tokens, which is taken off the loss."""
+
+    entropy_aggregation: Annotated[Literal["tokens", "loss"], Needs("entropy_coef", but=0)] = "tokens"
+    """The mean entropy over the step's tokens, whatever loss_type is (TRL), or aggregated as the loss (verl)."""
 
     log_entropy: Annotated[bool, Decides.NOTHING] = True
     """Logs the entropy even where the loss does not use it."""
@@ -333,11 +355,19 @@ class RlConfig(Section):
     """Weighs losses by exp(log π_old − log π_rollout), where the file has the rollout's log-probabilities."""
 
     vllm_importance_sampling_mode: Annotated[
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
+        Literal[
+            "token_truncate",
+            "token_mask",
+            "token_unbounded",
+            "sequence_truncate",
+            "sequence_mask",
+            "sequence_unbounded",
+            "geometric_mask",
+        ],
         Needs("vllm_importance_sampling_correction", True),
     ] = "token_truncate"
-    """Of each token or of the whole sequence; beyond the bounds the weight is the bound, or 0. geometric_mask: each
-    token's, and 0 where the geometric mean over the sequence is beyond the bounds."""
+    """Of each token or of the whole sequence; beyond the bounds the weight is the bound, or 0, or there are none.
+    geometric_mask: each token's, and 0 where the geometric mean over the sequence is beyond the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, Needs("vllm_importance_sampling_correction", True)
@@ -348,7 +378,8 @@ class RlConfig(Section):
     vllm_importance_sampling_clip_min: Annotated[
         NonNegativeFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """The lower bound of that weight. Absent: token_mask 0.5, geometric_mask 0.999, else none."""
+    """The lower bound of that weight. Absent: none, as in TRL; but where the upper bound is absent too, token_mask 0.5
+    and geometric_mask 0.999."""
 
     use_decoupled_loss: bool = False
     """AReaL's decoupled PPO: clips around a proximal policy, the trainer's before the rollout batch, and weighs each
@@ -438,13 +469,20 @@ class RlConfig(Section):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def counts_masked_sequences(self) -> bool:
+        """count_masked_sequences, or what it is where it is absent."""
+        given = self.count_masked_sequences
+        return not self.filter_zero_std if given is None else given
+
+    @property
     def mismatch_bounds(self) -> tuple[float | None, float]:
         """Lower and upper bound of the mismatch weight, as given or as its mode has them."""
         if self.use_decoupled_loss:
             return None, self.behav_imp_weight_cap or math.inf
         low, high = MISMATCH_BOUNDS[self.vllm_importance_sampling_mode]
         given = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        return low if given[0] is None else given[0], high if given[1] is None else given[1]
+        own = low if given == (None, None) else given[0]
+        return own, high if given[1] is None else given[1]
 
     @property
     def mismatch_mode(self) -> str | None:

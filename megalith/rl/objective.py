@@ -46,6 +46,9 @@ class RolloutBatch(Batch):
     old_logprobs: Tensor | None = None  # float32 [batch, seq]
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
     proximal: Tensor | None = None  # float32 [batch, seq], the old policy's place: 0 the rollout's, 1 ours
+    entropy_weights: Tensor | None = (
+        None  # float32 [batch, seq], see entropy_weight; None: of this micro-batch alone
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences 
 def policy_losses(rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
     """The policy's part of each token's loss, [batch, seq]: PPO's clipped ratio, or CISPO's weighted logarithm."""
     if rl.loss_type == "cispo":
-        return -ratio.detach().clamp(max=rl.upper_epsilon) * advantages * logprobs
+        return -ratio.detach().clamp(rl.cispo_ratio_min, rl.upper_epsilon) * advantages * logprobs
     clipped = ratio.clamp(1 - rl.epsilon, 1 + rl.upper_epsilon)
     free = ratio if rl.delta is None else ratio.clamp(max=rl.delta)
     losses = -torch.min(free * advantages, clipped * advantages)
@@ -102,8 +105,14 @@ def policy_losses(rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Ten
 
 
 def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
-    """The estimate of KL(π ‖ π_ref) at each token, [batch, seq]; `ratio` is the policy loss's, as in TRL."""
+    """The estimate of KL(π ‖ π_ref) at each token, [batch, seq]; `ratio` is the policy loss's, as in TRL.
+
+    Clamps are those of verl's k3 and of NeMo-RL: beyond them a token has no gradient.
+    """
     d = reference - logprobs
+    inside = torch.ones_like(d, dtype=torch.bool)
+    if (bound := rl.kl_input_clamp_value) is not None:
+        inside, d = d.abs() <= bound, d.clamp(-bound, bound)
     match rl.kl_estimator:
         case "k1":
             kl = -d
@@ -111,7 +120,12 @@ def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) 
             kl = d.square() / 2
         case _:
             kl = d.exp() - d - 1
-    return kl * ratio if rl.use_bias_correction_kl else kl
+    if rl.use_bias_correction_kl:
+        kl = kl * ratio
+    if rl.kl_score_gradient:
+        score = (logprobs - logprobs.detach()).exp()
+        kl = kl * torch.where(inside, score, score.detach())
+    return kl if (bound := rl.kl_output_clamp_value) is None else kl.clamp(-bound, bound)
 
 
 def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
@@ -122,6 +136,8 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
     gap = sequences.at_tokens(sequences.sums(gap)) if level == "sequence" else gap
     weights, (low, high) = gap.exp(), rl.mismatch_bounds
+    if beyond == "unbounded":
+        return weights.nan_to_num(posinf=0.0)  # as NeMo-RL
     if beyond == "truncate":
         return weights.clamp(low, high)
     bounded = sequences.at_tokens(sequences.means(gap)).exp() if level == "geometric" else weights
@@ -140,14 +156,18 @@ def token_weights(rl: RlConfig, sequences: Sequences, dtype: torch.dtype = torch
 def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """What it adds to the denominator, from the tokens in the loss of each of its sequences.
 
-    Tokens for dapo and cispo, sequences with a token in the loss for grpo and luspo; for dr_grpo a constant for each
-    sequence, whatever is in the loss.
+    Tokens for dapo and cispo, sequences for grpo and luspo, a constant for each of them for dr_grpo.
     """
     if rl.loss_type in ("dapo", "cispo"):
         return sequence_tokens.sum(dtype=torch.float64)
-    if rl.loss_type == "dr_grpo":
-        return torch.tensor(float(len(sequence_tokens) * rl.max_completion_length), dtype=torch.float64)
-    return (sequence_tokens > 0).sum().double()
+    counted = torch.ones_like(sequence_tokens) if rl.counts_masked_sequences else sequence_tokens > 0
+    return counted.sum(dtype=torch.float64) * (rl.max_completion_length if rl.loss_type == "dr_grpo" else 1)
+
+
+def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
+    """What a token's entropy counts in the numerator of a step with these sequences, so that over its divisor the sum
+    is the mean over the tokens: a float64 scalar."""
+    return divisor(rl, sequence_tokens) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
 
 
 class SummedLoss(Loss):
@@ -223,9 +243,10 @@ class PolicyLoss(SummedLoss):
         losses = losses if mismatch is None else losses * mismatch
         if rl.beta:
             losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
+        losses = losses * tokens["weights"]
         if rl.entropy_coef:
-            losses = losses - rl.entropy_coef * entropy
-        return torch.where(tokens["mask"], losses, 0.0) * tokens["weights"]
+            losses = losses - rl.entropy_coef * entropy * tokens["entropy_weights"]
+        return torch.where(tokens["mask"], losses, 0.0)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> Tensor:
         losses = self.token_losses(logprobs, entropy, self._read(batch), Sequences.of(batch))
@@ -244,7 +265,17 @@ class PolicyLoss(SummedLoss):
         found["proximal"] = batch.proximal
         found = {name: sequences.inside(x) for name, x in found.items() if x is not None}
         weights = token_weights(rl, sequences, batch.advantages.dtype)
+        if rl.entropy_coef:
+            found["entropy_weights"] = self._entropy_weights(batch, weights)
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **found}
+
+    def _entropy_weights(self, batch: RolloutBatch, weights: Tensor) -> Tensor:
+        """float [batch, seq]; `weights` are those of the losses."""
+        if self.rl.entropy_aggregation == "loss":
+            return weights
+        if batch.entropy_weights is not None:
+            return batch.entropy_weights
+        return entropy_weight(self.rl, batch.sequence_tokens).to(weights.dtype).expand(weights.shape)
 
     @torch.no_grad()
     def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> None:
@@ -261,7 +292,7 @@ class PolicyLoss(SummedLoss):
             gap = (mine - rollout).nan_to_num(nan=0.0)
             differs = [gap.abs(), gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1]
             self._add_largest(gap, mine, rollout)
-        lowest = -torch.inf if rl.loss_type == "cispo" else 1 - rl.epsilon
+        lowest = (rl.cispo_ratio_min or 0.0) if rl.loss_type == "cispo" else 1 - rl.epsilon
         highest = rl.upper_epsilon if rl.loss_type == "cispo" else 1 + rl.upper_epsilon
         clips = (ratio < lowest) & (a < 0), (ratio > highest) & (a > 0)
         each = torch.ones_like(ratio), ratio, *clips, kl, zero if entropy is None else entropy, *differs

@@ -32,7 +32,7 @@ from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.remote import place
 from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
-from megalith.rl.objective import RolloutBatch
+from megalith.rl.objective import RolloutBatch, entropy_weight
 from megalith.rl.prompts import policy_entries
 from megalith.rl.reference import LogProbs, Place, Rows, kept_logprobs, logprobs_file, read_logprobs
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, RolloutFiles
@@ -55,6 +55,10 @@ class Sample:
     def tokens(self) -> int:
         """What it takes of a row: the last token is a label alone."""
         return len(self.prompt_ids) + len(self.completion.ids) - 1
+
+    @property
+    def tokens_in_loss(self) -> int:
+        return int(np.broadcast_to(self.in_loss, len(self.completion.ids)).sum())
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,14 @@ class RolloutData:
     def _own(self, step: int) -> list[RolloutBatch]:
         """This data-parallel rank's micro-batches of a step."""
         config, rows = self._run.config, self.own_rows(step)
-        return [make_batch(config, some, step * self._size + at) for at, some in rows]
+        batches = [make_batch(config, some, step * self._size + at) for at, some in rows]
+        if not self._rl.entropy_coef or self._rl.entropy_aggregation == "loss":
+            return batches
+        samples = [sample for row in self.step(step).rows for sample in row]
+        weight = entropy_weight(
+            self._rl, torch.tensor([float(sample.tokens_in_loss) for sample in samples])
+        ).float()
+        return [replace(one, entropy_weights=weight.expand(one.labels.shape)) for one in batches]
 
     def own_rows(self, step: int) -> list[tuple[int, list[list[Sample]]]]:
         """Of each of these micro-batches the number of its first row in the step, and its rows."""

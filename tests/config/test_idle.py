@@ -152,6 +152,8 @@ READ_WITH = {
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":
         ("rl.kl_estimator=k1", "rl.beta=0.1 rl.rollouts=a"),
+    "rl.entropy_coef but 0":
+        ("rl.entropy_aggregation=loss", "rl.entropy_coef=0.1 rl.rollouts=a"),
     "rl.overlong_buffer_len above 0":
         ("rl.overlong_penalty_factor=2", "rl.overlong_buffer_len=9 rl.rollouts=a"),
     "rl.vllm_importance_sampling_correction true":

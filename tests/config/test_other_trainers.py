@@ -12,7 +12,10 @@ sft.max_length                           96                     data.seq_length 
 dpo.max_length                           96                     data.seq_length                        96
 dpo.reference_policy_kl_penalty          0.05                   dpo.beta                               0.05
 rl.clip_ratio                            0.2                    rl.epsilon                             0.2
+rl.clip_ratio                            0.1                    rl.epsilon_high                        0.1
 rl.clip_ratio_low                        0.2                    rl.epsilon                             0.2
+rl.clip_ratio_low                        0.1                    rl.epsilon_high                        0.2
+rl.clip_ratio_low                        0.1                    rl.clip_ratio_c                        3.0
 rl.clip_ratio_high                       0.28                   rl.epsilon_high                        0.28
 rl.ratio_clip_min                        0.2                    rl.epsilon                             0.2
 rl.ratio_clip_max                        0.28                   rl.epsilon_high                        0.28
@@ -21,9 +24,19 @@ rl.clamp_eps_upper                       0.2                    rl.epsilon_high 
 rl.ratio_clip_c                          3                      rl.clip_ratio_c                        3
 rl.ratio_clip_c                          null                   rl.clip_ratio_c                        null
 rl.kl_loss_coef                          0.001                  rl.beta                                0.001
+rl.kl_loss_coef                          0.001                  rl.use_bias_correction_kl              false
+rl.kl_loss_coef                          0.001                  rl.kl_output_clamp_value               10.0
 rl.kl_beta                               0.001                  rl.beta                                0.001
 rl.reference_policy_kl_penalty           0.01                   rl.beta                                0.01
-rl.use_kl_loss                           true                   rl.beta                                0.0
+rl.reference_policy_kl_penalty           0.01                   rl.kl_score_gradient                   true
+rl.reference_policy_kl_penalty           0.01                   rl.kl_input_clamp_value                20.0
+rl.use_kl_in_reward                      false                  rl.beta                                0.0
+rl.disable_ppo_ratio                     false                  rl.epsilon                             0.2
+rl.use_on_policy_kl_approximation        false                  rl.kl_score_gradient                   false
+rl.positive_example_nll_weight           0.0                    rl.loss_type                           dapo
+rl.force_on_policy_ratio                 true                   rl.old_logprobs                        policy
+rl.loss_scale_factor                     null                   rl.max_completion_length               256
+rl.use_kl_loss                           true                   rl.beta                                0.001
 rl.use_kl_loss                           false                  rl.beta                                0.0
 rl.kl_loss_type                          kl                     rl.kl_estimator                        k1
 rl.kl_loss_type                          k1                     rl.kl_estimator                        k1
@@ -35,6 +48,7 @@ rl.reference_policy_kl_type              k1                     rl.kl_estimator 
 rl.reference_policy_kl_type              k2                     rl.kl_estimator                        k2
 rl.reference_policy_kl_type              k3                     rl.kl_estimator                        k3
 rl.entropy_coeff                         0.01                   rl.entropy_coef                        0.01
+rl.entropy_coeff                         0.01                   rl.entropy_aggregation                 loss
 rl.entropy_weight                        0.01                   rl.entropy_coef                        0.01
 rl.ppo_epochs                            2                      rl.num_iterations                      2
 rl.n                                     5                      rl.num_generations                     5
@@ -55,6 +69,7 @@ rl.use_dynamic_sampling                  true                   rl.filter_zero_s
 rl.max_num_gen_batches                   10                     rl.max_resamples                       9
 rl.dynamic_sampling_max_gen_batches      1                      rl.max_resamples                       0
 rl.overlong_filtering                    true                   rl.mask_truncated_completions          true
+rl.overlong_filtering                    true                   rl.count_masked_sequences              false
 rl.loss_agg_mode                         token-mean             rl.loss_type                           dapo
 rl.loss_agg_mode                         seq-mean-token-mean    rl.loss_type                           grpo
 rl.loss_agg_mode                         seq-mean-token-sum     rl.loss_type                           luspo
@@ -63,7 +78,18 @@ rl.token_level_loss                      true                   rl.loss_type    
 rl.token_level_loss                      false                  rl.loss_type                           grpo
 rl.loss_mode                             vanilla                rl.importance_sampling_level           token
 rl.loss_mode                             gspo                   rl.importance_sampling_level           sequence
+rl.loss_mode                             gspo                   rl.loss_type                           grpo
+rl.loss_mode                             cispo                  rl.loss_type                           cispo
+rl.loss_mode                             cispo                  rl.epsilon_high                        1.2
+rl.loss_mode                             cispo                  rl.cispo_ratio_min                     0.8
+rl.policy_loss                           cispo                  rl.loss_type                           cispo
+rl.policy_loss                           {"loss_mode":"gspo"}     rl.loss_type                           grpo
+rl.policy_loss                           vanilla                rl.clip_ratio_c                        3.0
+rl.use_cispo                             true                   rl.loss_type                           cispo
+rl.use_cispo                             true                   rl.clip_ratio_c                        null
+rl.use_cispo                             false                  rl.loss_type                           dapo
 rl.sequence_level_importance_ratios      true                   rl.importance_sampling_level           sequence
+rl.sequence_level_importance_ratios      true                   rl.loss_type                           grpo
 rl.sequence_level_importance_ratios      false                  rl.importance_sampling_level           token
 rl.adv_estimator                         grpo                   rl.advantage_baseline                  group
 rl.adv_estimator                         grpo_vectorized        rl.advantage_baseline                  group
@@ -80,10 +106,16 @@ rl.scale_rewards                         false                  rl.scale_rewards
 rl.scale_rewards                         batch                  rl.scale_rewards                       batch
 rl.multi_objective_aggregation           sum_then_normalize     rl.scale_rewards                       group
 rl.use_importance_sampling_correction    false                  rl.vllm_importance_sampling_correction false
+rl.use_importance_sampling_correction    true                   rl.vllm_importance_sampling_mode       token_unbounded
 rl.rollout_is                            token                  rl.vllm_importance_sampling_mode token_truncate
 rl.rollout_is                            sequence               rl.vllm_importance_sampling_mode sequence_truncate
 rl.rollout_is                            null                   rl.vllm_importance_sampling_correction false
 rl.rollout_is_threshold                  2.0                    rl.vllm_importance_sampling_clip_max   2.0
+rl.rollout_is_threshold                  "0.5_4"                rl.vllm_importance_sampling_clip_max   4.0
+rl.rollout_is_threshold                  "0.5_4"                rl.vllm_importance_sampling_mode       token_mask
+rl.rollout_is_batch_normalize            false                  rl.vllm_importance_sampling_mode       token_truncate
+rl.rollout_rs                            null                   rl.vllm_importance_sampling_mode       token_truncate
+rl.rollout_rs_threshold                  null                   rl.vllm_importance_sampling_mode       token_truncate
 rl.truncated_importance_sampling_type    tis                    rl.vllm_importance_sampling_mode token_truncate
 rl.truncated_importance_sampling_type    icepop                 rl.vllm_importance_sampling_mode       token_mask
 rl.truncated_importance_sampling_type    seq-mask-tis           rl.vllm_importance_sampling_mode       geometric_mask
@@ -138,7 +170,15 @@ REFUSED = [
     ("adv_estimator", "gae", "'gae': grpo is needed"),
     ("adv_estimator", "rloo", "'rloo': .*leave_one_out with rl.scale_rewards none"),
     ("adv_estimator", 3, "rl.adv_estimator is 3: text is needed"),
-    ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo is needed"),
+    ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo, cispo is needed"),
+    ("policy_loss", "geo_mean", "'geo_mean': one of vanilla, gspo, cispo is needed"),
+    ("policy_loss", {"loss_mode": "gspo", "clip_cov_lb": 2.0}, "rl.policy_loss.clip_cov_lb is 2.0, which only"),
+    ("use_kl_in_reward", True, "rl.use_kl_in_reward is True, which is refused: the KL is a part of the loss"),
+    ("disable_ppo_ratio", True, "there is no loss without the ratio"),
+    ("use_on_policy_kl_approximation", True, "the KL is not weighed"),
+    ("positive_example_nll_weight", 0.1, "there is no further loss"),
+    ("rollout_rs", "token_k1", "rl.rollout_rs is 'token_k1', which is refused"),
+    ("loss_scale_factor", 100, "the divisor of seq-mean-token-sum-norm is rl.max_completion_length"),
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
     ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),
     ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
@@ -162,6 +202,44 @@ REFUSED = [
 def test_what_we_do_not_have_is_refused_with_a_sentence(key, value, sentence):
     with pytest.raises(ConfigError, match=sentence):
         RunConfig.from_tree({"rl": {key: value}})
+
+
+TOGETHER = [
+    (dict(loss_mode="gspo", loss_agg_mode="token-mean"), "verl up to 0.8 aggregates seq-mean-token-mean whatever"),
+    (dict(loss_mode="gspo", loss_type="dapo"), "loss_mode asks for rl.loss_type = 'grpo', but rl.loss_type is set to"),
+    (dict(loss_mode="gspo", rollout_is="token"), "set rollout_is to sequence"),
+    (dict(loss_mode="cispo", clip_ratio_c=4.0), "cispo, which has no dual clip in verl"),
+    (dict(loss_mode="cispo", loss_agg_mode="seq-mean-token-mean"), "asks for rl.loss_type = 'grpo'"),
+    (dict(use_cispo=True, token_level_loss=False), "which NeMo-RL refuses too: CISPO is a mean over tokens"),
+    (dict(sequence_level_importance_ratios=True, token_level_loss=True), "GSPO is a mean over sequences"),
+    (dict(sequence_level_importance_ratios=True, truncated_importance_sampling_type="seq-mask-tis"), "are of tokens"),
+    (dict(use_kl_loss=True, kl_loss_coef=0.0), "the KL's coefficient .* is 0"),
+    (dict(clip_ratio=0.3, epsilon=0.2), "clip_ratio asks for rl.epsilon = 0.3"),
+    (dict(force_on_policy_ratio=True, ppo_epochs=2), "only with one step for a rollout batch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rl,sentence", TOGETHER)
+def test_spellings_that_contradict_one_another_are_refused(rl, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        RunConfig.from_tree({"rl": rl})
+
+
+def test_what_a_spelling_brings_along_is_noted_and_gives_way_to_the_run_file():
+    config = RunConfig.from_tree({"rl": {"use_kl_loss": True, "clip_ratio_high": 0.28}})
+    assert any("rl.clip_ratio_high = 0.28 also sets rl.clip_ratio_c = 3.0" in note for note in config.notes)
+    assert any(
+        "rl.use_kl_loss = True also sets rl.beta = 0.001, rl.use_bias" in note for note in config.notes
+    )
+    given = {"use_kl_loss": True, "beta": 0.1, "use_bias_correction_kl": True, "kl_output_clamp_value": None}
+    rl = RunConfig.from_tree({"rl": given | {"clip_ratio_high": 0.28, "clip_ratio_c": None}}).rl
+    assert (rl.beta, rl.use_bias_correction_kl, rl.kl_output_clamp_value, rl.clip_ratio_c) == (
+        0.1,
+        True,
+        None,
+        None,
+    )
+    assert rl.kl_input_clamp_value == 20
 
 
 def test_a_coefficient_beside_a_loss_that_is_off_is_a_contradiction():

@@ -178,3 +178,15 @@ def test_the_reference_stays_while_the_policy_moves(folder):
         moved = run.model.all_logprobs(taken)
     for first, again, policy in zip(*seen, moved, strict=True):
         assert torch.equal(first, again) and not torch.allclose(policy, first, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
+def test_the_entropy_bonus_is_the_mean_over_the_steps_tokens_in_any_micro_batches(tmp_path, loss_type):
+    """Truncated completions leave the loss, so that micro-batches have other numbers of tokens."""
+    rl = dict(loss_type=loss_type, entropy_coef=0.5, mask_truncated_completions=True)
+    sizes = (dict(train_iters=1, micro_batch_size=size) for size in (8, 1))
+    one, several = outcomes([configuration(tmp_path, train=train, **rl) for train in sizes])
+    assert_same(several, one, loss_type)
+    [figures] = one["figures"]
+    [without] = outcomes([configuration(tmp_path, train=dict(train_iters=1), **rl | {"entropy_coef": 0.0})])
+    assert one["losses"][0] - without["losses"][0] == pytest.approx(-0.5 * figures["entropy"], rel=1e-4)

@@ -41,7 +41,7 @@ def batch_of(
 def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: RolloutBatch) -> float:
     """The step's loss by loops and scalars: Σ / denominator, from what the papers write."""
     high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
-    per_sequence = []
+    per_sequence, entropies = [], []
     for number in range(len(TOKENS)):
         where = np.argwhere(((batch.numbers == number) & (batch.loss_mask > 0)).numpy())
         at = [tuple(place) for place in where]
@@ -80,16 +80,19 @@ def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: Rollou
             d = ref[k] - pi[k]
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[rl.kl_estimator]
             loss += rl.beta * kl * (r if rl.use_bias_correction_kl else 1)
-            losses.append(loss - rl.entropy_coef * float(entropy[place]))
+            losses.append(loss)
+            entropies.append(float(entropy[place]))
         per_sequence.append(losses)
     total, filled = sum(map(sum, per_sequence)), [one for one in per_sequence if one]
-    return {
+    counted = len(filled) if rl.count_masked_sequences is False else len(TOKENS)
+    loss = {
         "dapo": lambda: total / sum(TOKENS),
         "cispo": lambda: total / sum(TOKENS),
-        "grpo": lambda: sum(sum(one) / len(one) for one in filled) / len(filled),
-        "luspo": lambda: total / len(filled),
-        "dr_grpo": lambda: total / (len(TOKENS) * rl.max_completion_length),
+        "grpo": lambda: sum(sum(one) / len(one) for one in filled) / counted,
+        "luspo": lambda: total / counted,
+        "dr_grpo": lambda: total / (counted * rl.max_completion_length),
     }[rl.loss_type]()
+    return loss - rl.entropy_coef * sum(entropies) / sum(TOKENS)
 
 
 def loss_of(rl: RlConfig, logprobs: torch.Tensor, entropy: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
@@ -109,6 +112,7 @@ OBJECTIVES = {
     "k3": dict(beta=0.3),
     "k3 biased": dict(beta=0.3, use_bias_correction_kl=False),
     "entropy": dict(entropy_coef=0.2),
+    "valid": dict(count_masked_sequences=False),
     **{
         f"{level} {beyond}": dict(vllm_importance_sampling_mode=f"{level}_{beyond}",
                                   vllm_importance_sampling_clip_max=1.2, vllm_importance_sampling_clip_min=0.7)
@@ -118,7 +122,7 @@ OBJECTIVES = {
        for mode in ("token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")},
 }  # fmt: skip
 CASES = [(name, None) for name in OBJECTIVES] + list(
-    itertools.product(("ppo", "gspo", "k3", "entropy"), ("grpo", "dr_grpo", "luspo"))
+    itertools.product(("ppo", "gspo", "k3", "entropy", "valid"), ("grpo", "dr_grpo", "luspo"))
 )
 
 

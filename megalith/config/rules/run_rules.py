@@ -381,6 +381,7 @@ def _check_clips(config: RunConfig) -> None:
             raise ConfigError(
                 "rl.importance_sampling_level is sequence, but cispo caps each token's ratio; use token"
             )
+        _check_cispo_bounds(rl)
     if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
         raise ConfigError(
             "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
@@ -397,11 +398,31 @@ def _check_clips(config: RunConfig) -> None:
             "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
             "one's weights; set it to recompute"
         )
+    if rl.vllm_importance_sampling_mode.endswith("_unbounded") and given != (None, None):
+        raise ConfigError(
+            f"rl.vllm_importance_sampling_mode is {rl.vllm_importance_sampling_mode}, but "
+            f"vllm_importance_sampling_clip_min is {given[0]} and _max {given[1]}; choose a mode that has bounds, or "
+            "leave them out"
+        )
     low, high = rl.mismatch_bounds
     if low is not None and low > high:
         raise ConfigError(
             f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
             f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
+        )
+
+
+def _check_cispo_bounds(rl: RlConfig) -> None:
+    if rl.epsilon_high is None:
+        raise ConfigError(
+            f"rl.loss_type is cispo, but rl.epsilon_high, the cap of its ratio, is not set: epsilon, {rl.epsilon:g}, "
+            "would cap every token; set it to 5 (TRL's recommendation), or rl.clip_ratio_high to 0.28 (verl's and "
+            "NeMo-RL's spelling of a cap of 1.28)"
+        )
+    if rl.cispo_ratio_min is not None and rl.cispo_ratio_min > rl.epsilon_high:
+        raise ConfigError(
+            f"rl.cispo_ratio_min {rl.cispo_ratio_min} is above rl.epsilon_high {rl.epsilon_high}, the cap of the same "
+            "ratio; lower it, or raise the other"
         )
 
 

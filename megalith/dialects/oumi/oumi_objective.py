@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.config import RlConfig
+from megalith.config.rules.objective_spellings import DUAL_CLIP
 from megalith.dialects.oumi.oumi_keys import ACTOR, ENGINE_KEYS, IN_VERL, ROLLOUT
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def set_objective(asked: Asked) -> None:
     )
     if upper is not None and upper != epsilon:
         asked.set("rl.epsilon_high", upper)
+    if any(f"{verl}{name}" in asked for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")):
+        asked.tree["rl"].setdefault("clip_ratio_c", DUAL_CLIP)
     prompt = [f"{place}max_prompt_length" for place in places]
     answer = [f"{place}max_completion_length" for place in places] + ["megatron.sampling_config.max_tokens"]
     answer_tokens = asked.one(*answer, f"{IN_VERL}data.max_response_length", default=256)
@@ -174,8 +177,10 @@ def set_objective(asked: Asked) -> None:
                 f"{coefficient:g}; make them the same, or leave one out"
             )
         beta = coefficient
-    asked.set("rl.beta", beta)
-    asked.set("rl.entropy_coef", asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0))
+    is_verls = by_verl in asked and bool(beta)
+    asked.set("rl.kl_loss_coef" if is_verls else "rl.beta", beta)
+    entropy = asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0)
+    asked.set("rl.entropy_coeff" if f"{verl}entropy_coeff" in asked else "rl.entropy_coef", entropy)
     if not asked[f"{config}normalize_advantages"]:
         asked.set("rl.scale_rewards", "none")
     if asked["grpo.log_completions"]:

@@ -1,0 +1,362 @@
+"""verl's and NeMo-RL's spellings of GRPO's objective that one field alone does not translate.
+
+A name of theirs stands for their formula: their defaults of what belongs to it come along, unless the run file sets
+these itself. `settings` is what a spelling sets, `defaults` what it brings along once all spellings are read. Both get
+its value and the section `rl`, in which other spellings may still stand. Read in verl 0.6 to 0.9.1 (core_algos.py,
+rollout_corr_helper.py) and NeMo-RL 7ea279a (loss_functions.py); docs/grpo_objective.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.errors import ConfigError
+
+Rl = Mapping[str, Any]
+Meaning = Callable[[Any, Rl], dict[str, Any]]
+
+
+def _nothing(value: Any, rl: Rl) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class ObjectiveSpelling:
+    """A spelling that decides with others what the objective is."""
+
+    path: str
+    """The setting that it mainly sets."""
+    takes: type[bool] | tuple[str, ...] | None
+    """Its values; None: what the setting takes. Null is always taken."""
+    settings: Meaning
+    """By names of the section `rl`; None takes a setting out."""
+    defaults: Meaning = _nothing
+    null_counts: bool = False
+    """Whether null sets something; else it is as if the spelling were left out."""
+    note: str = ""
+    """What the reference page says of it."""
+
+
+RATIO_CLIP = 0.2  # of verl and NeMo-RL, on both sides
+DUAL_CLIP = 3.0  # verl's clip_ratio_c
+KL_COEFFICIENT = 0.001  # verl's kl_loss_coef
+KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # of verl's k3, and of NeMo-RL
+PER_SEQUENCE = "seq-mean-token-mean"
+KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+LOSS_MODES = ("vanilla", "gspo", "cispo")
+AGGREGATIONS = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+TRUNCATIONS = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "geometric_mask"}
+LEAST_WEIGHTS = {"icepop": 0.5, "seq-mask-tis": 0.999}
+NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its defaults
+    "_target_": "verl.workers.config.PolicyLossConfig",
+    "clip_cov_ratio": 0.0002,
+    "clip_cov_lb": 1.0,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 0.0002,
+    "ppo_kl_coef": 0.1,
+    "dro_beta": None,
+}
+
+
+def _is_cispo(rl: Rl) -> bool:
+    return rl.get("loss_type") == "cispo"
+
+
+def _is_per_sequence(rl: Rl) -> bool:
+    return rl.get("importance_sampling_level") == "sequence"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# The loss
+
+
+def _policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
+    mode = value
+    if isinstance(value, dict):
+        for key, other in value.items():
+            if key != "loss_mode" and (key not in NO_EFFECT or other != NO_EFFECT[key]):
+                raise ConfigError(
+                    f"rl.policy_loss.{key} is {other!r}, which only losses read that there are none of here; there "
+                    f"are {', '.join(LOSS_MODES)}; leave it out"
+                )
+        mode = value.get("loss_mode", "vanilla")
+    if mode not in LOSS_MODES:
+        raise ConfigError(f"rl.policy_loss is {mode!r}: one of {', '.join(LOSS_MODES)} is needed")
+    return _loss_mode(mode, rl)
+
+
+def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
+    if mode == "vanilla":
+        return {"importance_sampling_level": "token"}
+    if rl.get("clip_ratio_c") not in (None, DUAL_CLIP):
+        raise ConfigError(
+            f"rl.clip_ratio_c is {rl['clip_ratio_c']}, but the loss is {mode}, which has no dual clip in verl; leave "
+            "clip_ratio_c out"
+        )
+    if mode == "cispo":
+        return {"importance_sampling_level": "token", "loss_type": "cispo", "clip_ratio_c": None}
+    if (given := rl.get("loss_agg_mode", PER_SEQUENCE)) != PER_SEQUENCE:
+        raise ConfigError(
+            f"rl.loss_agg_mode is {given!r} and the loss gspo, which verl up to 0.8 aggregates {PER_SEQUENCE} whatever "
+            "loss_agg_mode is, and verl 0.9 by loss_agg_mode; leave it out, or set rl.importance_sampling_level: "
+            "sequence and rl.loss_type in the place of both"
+        )
+    if rl.get("rollout_is") == "token":
+        raise ConfigError(
+            "rl.rollout_is is token and the loss gspo: verl weighs the gradient of each token, and here a sequence's "
+            "ratio has one gradient; set rollout_is to sequence, or leave it out"
+        )
+    return {"importance_sampling_level": "sequence", "loss_type": "grpo", "clip_ratio_c": None}
+
+
+def _their_loss(value: Any, rl: Rl) -> dict[str, Any]:
+    """What belongs to verl's and NeMo-RL's CISPO, or to verl's plain PPO."""
+    return _cispo_bounds(value, rl) if _is_cispo(rl) else _dual_clip(value, rl)
+
+
+def _cispo_bounds(value: Any, rl: Rl) -> dict[str, Any]:
+    """Both clip the ratio on both sides."""
+    return {"cispo_ratio_min": 1 - RATIO_CLIP, "epsilon_high": 1 + RATIO_CLIP} if _is_cispo(rl) else {}
+
+
+def _dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
+    has_none = _is_cispo(rl) or _is_per_sequence(rl) or rl.get("delta") is not None
+    return {} if has_none else {"clip_ratio_c": DUAL_CLIP}
+
+
+def _use_cispo(value: bool, rl: Rl) -> dict[str, Any]:
+    if value and rl.get("token_level_loss") is False:
+        raise ConfigError(
+            "rl.use_cispo is true and rl.token_level_loss false, which NeMo-RL refuses too: CISPO is a mean over "
+            "tokens; leave token_level_loss out"
+        )
+    return {"loss_type": "cispo"} if value else {}
+
+
+def _aggregation(mode: str, rl: Rl) -> dict[str, Any]:
+    is_mean_of_tokens = mode == "token-mean"
+    return {} if is_mean_of_tokens and _is_cispo(rl) else {"loss_type": AGGREGATIONS[mode]}
+
+
+def _token_level_loss(value: bool, rl: Rl) -> dict[str, Any]:
+    return _aggregation("token-mean" if value else PER_SEQUENCE, rl)
+
+
+def _sequence_ratios(value: bool, rl: Rl) -> dict[str, Any]:
+    if value and rl.get("token_level_loss"):
+        raise ConfigError(
+            "rl.sequence_level_importance_ratios and rl.token_level_loss are both true, which NeMo-RL refuses too: "
+            "GSPO is a mean over sequences; set token_level_loss to false, or leave it out"
+        )
+    return {"importance_sampling_level": "sequence" if value else "token"}
+
+
+def _mean_of_sequences(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"loss_type": "grpo"} if value else {}
+
+
+def _scale_factor(value: int, rl: Rl) -> dict[str, Any]:
+    if value != rl.get("max_completion_length", rl.get("max_response_length")):
+        raise ConfigError(
+            f"rl.loss_scale_factor is {value}; the divisor of seq-mean-token-sum-norm is rl.max_completion_length "
+            "here: make them equal, or leave it out"
+        )
+    return {}
+
+
+# The clips
+
+
+def _clip(value: Any, rl: Rl) -> dict[str, Any]:
+    """verl's clip_ratio, which counts where clip_ratio_low and clip_ratio_high do not say otherwise."""
+    low = {} if rl.get("clip_ratio_low") is not None else _clip_low(value, rl)
+    is_set = rl.get("clip_ratio_high") is not None or rl.get("epsilon_high") is not None
+    return low if is_set else {**low, **_clip_high(value, rl)}
+
+
+def _clip_low(value: Any, rl: Rl) -> dict[str, Any]:
+    if _is_cispo(rl) and _is_number(value):
+        return {"cispo_ratio_min": max(0.0, 1 - value)}
+    return {"epsilon": value}
+
+
+def _clip_high(value: Any, rl: Rl) -> dict[str, Any]:
+    return {"epsilon_high": 1 + value if _is_cispo(rl) and _is_number(value) else value}
+
+
+def _other_side(value: Any, rl: Rl) -> dict[str, Any]:
+    return _cispo_bounds(value, rl) if _is_cispo(rl) else {"epsilon_high": RATIO_CLIP}
+
+
+def _other_side_and_dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
+    return {**_other_side(value, rl), **_dual_clip(value, rl)}
+
+
+# The KL
+
+
+def _use_kl_loss(value: bool, rl: Rl) -> dict[str, Any]:
+    if value and rl.get("beta") == 0:
+        raise ConfigError(
+            "rl.use_kl_loss is true, but the KL's coefficient (rl.beta, kl_loss_coef) is 0; leave one of them out"
+        )
+    return {} if value else {"beta": 0.0}
+
+
+def _verl_coefficient(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"beta": KL_COEFFICIENT, **_verl_kl(value, {"beta": KL_COEFFICIENT, **rl})} if value else {}
+
+
+def _verl_kl(value: Any, rl: Rl) -> dict[str, Any]:
+    """The estimate as it is, with k3 clamped."""
+    if not rl.get("beta"):
+        return {}
+    clamps = KL_CLAMPS if rl.get("kl_estimator", "k3") == "k3" else {}
+    return {"use_bias_correction_kl": False, **clamps}
+
+
+def _nemo_kl(value: Any, rl: Rl) -> dict[str, Any]:
+    """Times exp(log π − sg[log π]), and clamped whatever the estimate."""
+    return {"use_bias_correction_kl": False, "kl_score_gradient": True, **KL_CLAMPS} if rl.get("beta") else {}
+
+
+# The correction for what engine and trainer compute differently
+
+
+def _rollout_is(level: str | None, rl: Rl) -> dict[str, Any]:
+    if level is None:
+        return {"vllm_importance_sampling_correction": False}
+    beyond = "mask" if _two_bounds(rl.get("rollout_is_threshold")) else "truncate"
+    return {"vllm_importance_sampling_mode": f"{level}_{beyond}"}
+
+
+def _two_bounds(threshold: Any) -> list[str] | None:
+    """verl's "lower_upper", with which weights beyond are 0."""
+    parts = threshold.split("_") if isinstance(threshold, str) else []
+    return parts if len(parts) == 2 else None
+
+
+def _rollout_threshold(value: Any, rl: Rl) -> dict[str, Any]:
+    if bounds := _two_bounds(value):
+        return {
+            "vllm_importance_sampling_mode": rl.get("vllm_importance_sampling_mode", "token_mask"),
+            "vllm_importance_sampling_clip_min": bounds[0],
+            "vllm_importance_sampling_clip_max": bounds[1],
+        }
+    return {"vllm_importance_sampling_clip_max": value}
+
+
+def _correction(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"vllm_importance_sampling_correction": value}
+
+
+def _unbounded(value: bool, rl: Rl) -> dict[str, Any]:
+    """NeMo-RL's correction without a truncation; with a ratio alone it was tis."""
+    if not value:
+        return {}
+    level = "sequence" if _is_per_sequence(rl) else "token"
+    is_bounded = rl.get("vllm_importance_sampling_clip_max") is not None
+    return {"vllm_importance_sampling_mode": f"{level}_{'truncate' if is_bounded else 'unbounded'}"}
+
+
+def _truncation(kind: str, rl: Rl) -> dict[str, Any]:
+    if kind == "seq-mask-tis":
+        if _is_per_sequence(rl):
+            raise ConfigError(
+                "rl.truncated_importance_sampling_type is seq-mask-tis and rl.sequence_level_importance_ratios true, "
+                "which NeMo-RL refuses too: its weights are of tokens; choose tis or icepop"
+            )
+        return {"vllm_importance_sampling_mode": TRUNCATIONS[kind]}
+    level = "sequence" if _is_per_sequence(rl) else "token"
+    return {"vllm_importance_sampling_mode": f"{level}_{TRUNCATIONS[kind]}"}
+
+
+def _least(kind: str, rl: Rl) -> dict[str, Any]:
+    """The lower bound that NeMo-RL wants to be given; where it is not, the one that it names."""
+    least = LEAST_WEIGHTS.get(kind)
+    return {} if least is None else {"vllm_importance_sampling_clip_min": least}
+
+
+# What has one value here
+
+
+def _only(name: str, value: Any, reason: str) -> ObjectiveSpelling:
+    def check(given: Any, rl: Rl) -> dict[str, Any]:
+        if given != value:
+            raise ConfigError(f"rl.{name} is {given!r}, which is refused: {reason}; leave it out")
+        return {}
+
+    takes = bool if isinstance(value, bool) else None
+    return ObjectiveSpelling(f"rl.{name}", takes, check, note=f"accepted as {str(value).lower()}: {reason}")
+
+
+def _force_on_policy(value: bool, rl: Rl) -> dict[str, Any]:
+    steps = rl.get("mini_batches", 1) * rl.get("num_iterations", rl.get("ppo_epochs", 1))
+    if value and (steps != 1 or rl.get("old_logprobs") == "rollout"):
+        raise ConfigError(
+            "rl.force_on_policy_ratio is true, but the ratio is 1 only with one step for a rollout batch "
+            f"(mini_batches × num_iterations is {steps}) and rl.old_logprobs policy; leave it out"
+        )
+    return {}
+
+
+# fmt: off
+OBJECTIVES: dict[str, ObjectiveSpelling] = {
+    # verl
+    "rl.policy_loss":                             ObjectiveSpelling("rl.loss_type", None, _policy_loss, _their_loss, note="as rl.loss_mode, or a mapping with loss_mode"),
+    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", LOSS_MODES, _loss_mode, _their_loss, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides"),
+    # NeMo-RL
+    "rl.use_cispo":                               ObjectiveSpelling("rl.loss_type", bool, _use_cispo, _cispo_bounds, note="cispo, clipped on both sides"),
+    "rl.sequence_level_importance_ratios":        ObjectiveSpelling("rl.importance_sampling_level", bool, _sequence_ratios, _mean_of_sequences, note="true: sequence, with rl.loss_type grpo"),
+    "rl.token_level_loss":                        ObjectiveSpelling("rl.loss_type", bool, _token_level_loss, note="true: dapo (or cispo); false: grpo"),
+    # verl
+    "rl.loss_agg_mode":                           ObjectiveSpelling("rl.loss_type", tuple(AGGREGATIONS), _aggregation, note="; ".join(f"{name}: {own}" for name, own in AGGREGATIONS.items())),
+    "rl.loss_scale_factor":                       ObjectiveSpelling("rl.loss_scale_factor", None, _scale_factor, note="accepted where it is rl.max_completion_length"),
+    "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_side_and_dual_clip, note="both sides, where clip_ratio_low and clip_ratio_high do not say otherwise; rl.clip_ratio_c is 3 unless set"),
+    "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side_and_dual_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 and rl.clip_ratio_c 3 unless set"),
+    "rl.clip_ratio_high":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side_and_dual_clip, note="with cispo 1 + it; rl.clip_ratio_c is 3 unless set"),
+    # NeMo-RL, and Oumi's
+    "rl.ratio_clip_min":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
+    "rl.ratio_clip_max":                          ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side, note="with cispo 1 + it"),
+    "rl.clamp_eps_lower":                         ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
+    "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side, note="with cispo 1 + it"),
+    # verl
+    "rl.kl_loss_coef":                            ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _verl_kl, note="without rl.use_bias_correction_kl, and k3 clamped as verl's"),
+    "rl.kl_loss_type":                            ObjectiveSpelling("rl.kl_estimator", tuple(KL_TYPES), lambda value, rl: {"kl_estimator": KL_TYPES[value]}, _verl_kl, note="; ".join(f"{name}: {own}" for name, own in KL_TYPES.items())),
+    "rl.use_kl_loss":                             ObjectiveSpelling("rl.beta", bool, _use_kl_loss, _verl_coefficient, note="true: 0.001 unless kl_loss_coef is set, without rl.use_bias_correction_kl, and k3 clamped as verl's; false: 0"),
+    # NeMo-RL
+    "rl.reference_policy_kl_penalty":             ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _nemo_kl, note="with rl.kl_score_gradient in the place of rl.use_bias_correction_kl, and clamped as NeMo-RL's"),
+    "rl.reference_policy_kl_type":                ObjectiveSpelling("rl.kl_estimator", ("k1", "k2", "k3"), lambda value, rl: {"kl_estimator": value}, _nemo_kl),
+    # verl
+    "rl.entropy_coeff":                           ObjectiveSpelling("rl.entropy_coef", None, lambda value, rl: {"entropy_coef": value}, lambda value, rl: {"entropy_aggregation": "loss"} if value else {}, note="with rl.entropy_aggregation loss"),
+    # NeMo-RL
+    "rl.overlong_filtering":                      ObjectiveSpelling("rl.mask_truncated_completions", bool, lambda value, rl: {"mask_truncated_completions": value}, lambda value, rl: {"count_masked_sequences": False} if value else {}, note="with rl.count_masked_sequences false"),
+    # verl
+    "rl.rollout_is":                              ObjectiveSpelling("rl.vllm_importance_sampling_mode", ("token", "sequence"), _rollout_is, null_counts=True, note="token: token_truncate; sequence: sequence_truncate; *_mask where rollout_is_threshold is \"lower_upper\"; null: rl.vllm_importance_sampling_correction = false"),
+    "rl.rollout_is_threshold":                    ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, _rollout_threshold, note="or \"lower_upper\", both bounds"),
+    # NeMo-RL
+    "rl.truncated_importance_sampling_type":      ObjectiveSpelling("rl.vllm_importance_sampling_mode", tuple(TRUNCATIONS), _truncation, _least, note="tis: token_truncate; icepop: token_mask (sequence_* with sequence_level_importance_ratios); seq-mask-tis: geometric_mask"),
+    "rl.truncated_importance_sampling_ratio":     ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, lambda value, rl: {"vllm_importance_sampling_clip_max": value}),
+    "rl.truncated_importance_sampling_ratio_min": ObjectiveSpelling("rl.vllm_importance_sampling_clip_min", None, lambda value, rl: {"vllm_importance_sampling_clip_min": value}),
+    "rl.use_importance_sampling_correction":      ObjectiveSpelling("rl.vllm_importance_sampling_correction", bool, _correction, _unbounded, note="true without truncated_importance_sampling_type: rl.vllm_importance_sampling_mode token_unbounded or sequence_unbounded"),
+    "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted where a rollout batch has one step, whose ratio is 1"),
+    # what has one value here
+    "rl.use_kl_in_reward":                        _only("use_kl_in_reward", False, "the KL is a part of the loss, not of the reward"),
+    "rl.disable_ppo_ratio":                       _only("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
+    "rl.use_on_policy_kl_approximation":          _only("use_on_policy_kl_approximation", False, "the KL is not weighed by the ratio to the engine's policy"),
+    "rl.positive_example_nll_weight":             _only("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),
+    "rl.rollout_rs":                              _only("rollout_rs", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
+    "rl.rollout_rs_threshold":                    _only("rollout_rs_threshold", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
+    "rl.rollout_is_batch_normalize":              _only("rollout_is_batch_normalize", False, "weights are not divided by their mean"),
+}
+# fmt: on
