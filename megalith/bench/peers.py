@@ -4,12 +4,12 @@
 tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
 `hf` is transformers' model for causal language modelling, of an encoder that for pre-training (with both losses), of an
 encoder-decoder that for conditional generation (the samples of these two half to wholly filled, as ours are), compiled
-whole, under autocast; `plain` a GPT-2 of 60 lines
-with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
-sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
-Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
-`peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager model, `peft-liger` the
-same with liger-kernel.
+whole, under autocast; `plain` a GPT-2 of 60 lines with a compiled block, PyTorch's attention, and the logits whole;
+`fsdp2` transformers' model, sharded by fully_shard, in as many processes as torchrun starts; `liger` the same with
+liger-kernel's patches of Llama (norms, RoPE, SwiGLU, and a loss without whole logits). Both have the switches that a
+careful user would try: parameters resharded after the forward pass or kept (`--reshard never`), every layer recomputed,
+layers compiled or not. `peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager
+model, `peft-liger` the same with liger-kernel. torchtitan is in torchtitan_peer.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="of model and data")
+    add_switches(parser)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     run = model_run(args.workload, args.set)
@@ -61,8 +61,12 @@ def main() -> None:
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     began = time.perf_counter()
     loss_of, model = PEERS[args.peer](run, device)
-    if args.recompute:
+    if args.recompute == "selective":
+        parser.error(f"{args.peer} recomputes every layer or none; torchtitan has selective recomputation")
+    if args.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.peer in SHARDED:
+        shard(model, args)
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     times = []
@@ -71,8 +75,10 @@ def main() -> None:
         ids = torch.randint(config.vocab_size, (args.micro_batches, rows, seq_length + 1), device=device)
         synchronize()
         start = time.perf_counter()
-        for micro_batch in ids:
+        for number, micro_batch in enumerate(ids):
             tokens, labels = micro_batch[:, :-1].contiguous(), micro_batch[:, 1:].contiguous()
+            if args.reshard == "never" and args.peer in SHARDED:  # reduced once, of the last micro-batch
+                model.set_requires_gradient_sync(number == len(ids) - 1)
             loss = loss_of(tokens, labels) / args.micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
@@ -189,9 +195,7 @@ def hugging_face(run: RunConfig, device: str) -> Peer:
 
 def fsdp2(run: RunConfig, device: str) -> Peer:
     model = build_hugging_face(run.model, device)
-    for layer in model.model.layers:
-        layer.compile()
-    return loss_by_logits(sharded(model)), model
+    return loss_by_logits(model), model
 
 
 def liger(run: RunConfig, device: str) -> Peer:
@@ -199,7 +203,7 @@ def liger(run: RunConfig, device: str) -> Peer:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
-    model = sharded(build_hugging_face(run.model, device))
+    model = build_hugging_face(run.model, device)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens, shift_labels=labels, use_cache=False).loss
@@ -225,12 +229,25 @@ def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
     return under_autocast(loss, device), model
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    """By FSDP2, bf16 over fp32 with gradients reduced in fp32, parameters freed after their use."""
+def add_switches(parser: argparse.ArgumentParser) -> None:
+    """Add the freedom that a careful user of FSDP2 has: resharding, recomputation, and compilation of the layers."""
+    parser.add_argument(
+        "--reshard", choices=("always", "never"), default="always", help="after the forward pass"
+    )
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    compiled = "compile each layer (default: of all but liger, which is faster without)"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
+
+
+def shard(model: nn.Module, args: argparse.Namespace) -> None:
+    """Shard the model by FSDP2, each layer compiled or not: bf16 over fp32, gradients reduced in fp32."""
+    compiled = args.peer != "liger" if args.compile is None else args.compile
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=precision)
-    return fully_shard(model, mp_policy=precision)
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=precision, reshard_after_forward=args.reshard == "always")
+    fully_shard(model, mp_policy=precision)
 
 
 class PlainBlock(nn.Module):
@@ -278,6 +295,7 @@ def plain(run: RunConfig, device: str) -> Peer:
     return under_autocast(model, device), model
 
 
+SHARDED = "fsdp2", "liger"
 PEERS = {
     "hf": hugging_face,
     "plain": plain,

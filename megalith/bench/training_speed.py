@@ -7,15 +7,20 @@ GPUs the time of one step is shared out (compute, exposed communication, bubble)
 are printed, and `--kernels` lists the costliest and, for experts, shares the step out (step_breakdown.py).
 
 `--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
-`--peer` runs the same model elsewhere (peers.py), on the same GPUs, in the same call: `hf` and `plain` on one, `fsdp2`
-and `liger` in the processes of the last layout. `--losses` prints the losses of some steps, to lay layouts beside each
-other. `--results FILE` appends each run as a line of JSON, with the hardware, the versions and the commit.
+`--peer` runs the same model elsewhere (peers.py), on the same GPUs, in the same call: `hf` and `plain` on one, `fsdp2`,
+`liger` and `torchtitan` in the processes and micro-batches of the last layout. Switches give these the freedom that a
+careful user would take: `liger:never` does not reshard parameters after the forward pass, `compiled` and `eager`
+decide about the layers, `selective` and `full` recompute, `micro=1` sets the sequences of a micro-batch. A peer that
+runs out of memory is tried again with half the micro-batch. `best` tries several and names the fastest. `--losses`
+prints the losses of some steps, to compare layouts. `--results FILE` appends each run as a line of JSON, with the
+hardware, the versions and the commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import signal
 import statistics
@@ -32,12 +37,21 @@ import yaml
 import megalith
 from megalith.bench import step_breakdown
 from megalith.bench.corpus_text import build_dataset
-from megalith.bench.workloads import LAYOUTS, WORKLOADS, layout_of, run_tree
+from megalith.bench.workloads import DEGREES, LAYOUTS, WORKLOADS, layout_of, run_tree
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
 
-PEERS = ("hf", "plain", "fsdp2", "liger", "peft", "peft-liger")
+PEERS = ("hf", "plain", "fsdp2", "liger", "torchtitan", "peft", "peft-liger")
+SHARDED_PEERS = "fsdp2", "liger", "torchtitan"  # run in the processes of a layout
+SWITCHES = {  # of these peers, written liger:never,compiled
+    "never": ("--reshard", "never"),
+    "selective": ("--recompute", "selective"),
+    "full": ("--recompute", "full"),
+    "compiled": ("--compile",),
+    "eager": ("--no-compile",),
+}
+BEST = "liger", "liger:never", "torchtitan", "torchtitan:never", "fsdp2:never"
 CHOSEN = "note: chosen by auto"  # how a run's line of it begins
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
@@ -77,7 +91,9 @@ def main() -> None:
     parser.add_argument(
         "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
     )
-    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[], metavar="PEER", help=", ".join(PEERS))
+    parser.add_argument(
+        "--peer", type=peer_name, nargs="+", default=[], metavar="PEER", help=f"{', '.join(PEERS)}, best"
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="appends a line of JSON for each run")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
@@ -95,9 +111,7 @@ def main() -> None:
                 show(args, f"{layout} on real text", on_text)
                 compare(found, on_text)
     for peer in args.peer:
-        found = measure_peer(args, peer)
-        show(args, peer, found)
-        failed |= "failed" in found
+        failed |= not any("failed" not in found for found in measure_peers(args, peer))
     if failed:
         sys.exit(1)
 
@@ -249,31 +263,92 @@ def stage_times(timeline: Timeline) -> str:
     return f"stages, forward+backward ms: {', '.join(shown)}; bubble {timeline.bubble:.1%} of {timeline.total:.1f} ms"
 
 
-def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
-    """The figures of the same model elsewhere, in the processes and micro-batches of the last layout."""
-    last = layout_of(args.layout[-1])
-    train = run_tree(args.workload, args.layout[-1], {}, "", batch=args.batch)["train"]
-    processes = last["processes"]
-    given = {name: value for name, _, value in (setting.partition("=") for setting in args.set)}
-    micro = int(given.get("train.micro_batch_size", train["micro_batch_size"]))
-    batch = train["global_batch_size"] // processes
-    several = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    command = [sys.executable, "-m", *several, "megalith.bench.peers", peer, args.workload]
-    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(batch)]
-    command += ["--micro-batches", str(max(1, batch // micro))]
-    command += [
-        "--set",
-        *(setting for setting in args.set if setting.startswith(("model.", "data.seq_length"))),
+def peer_name(text: str) -> str:
+    """Check a peer's name and its switches."""
+    name, _, switches = text.partition(":")
+    unknown = [
+        each for each in switches.split(",") if switches and each not in SWITCHES and each[:6] != "micro="
     ]
-    if "full" in (
-        given.get("parallel.recompute_granularity"),
-        last["parallel"].get("recompute_granularity"),
+    if name not in (*PEERS, "best") or unknown or (switches and name not in SHARDED_PEERS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(PEERS)} and best; {', '.join(SHARDED_PEERS)} take the switches "
+            f"{', '.join(SWITCHES)} and micro=N, as in liger:never,micro=1"
+        )
+    return text
+
+
+def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
+    """Measure a peer, or of `best` several, and print each; return their figures."""
+    results = {}
+    for name in BEST if peer == "best" else [peer]:
+        results[name] = measure_peer(args, name)
+        show(args, name, results[name])
+    ran = {name: found for name, found in results.items() if "failed" not in found}
+    if peer == "best" and ran:
+        fastest = min(ran, key=lambda name: ran[name]["step_time_ms"])
+        print(f"best peer: {fastest}, {ran[fastest]['step_time_ms']:.1f} ms")
+    return list(results.values())
+
+
+def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
+    """Measure the same model elsewhere, in the processes of the last layout.
+
+    The micro-batch is ours unless the peer's switches set it. It is halved as long as the peer runs out of memory.
+    """
+    name, _, switches = peer.partition(":")
+    chosen = [each for each in switches.split(",") if each]
+    settings = {key: value for key, _, value in (setting.partition("=") for setting in args.set)}
+    layout = layout_of(args.layout[-1])
+    train = run_tree(args.workload, args.layout[-1], {}, "", batch=args.batch)["train"]
+    micro = int(settings.get("train.micro_batch_size", train["micro_batch_size"]))
+    options = []
+    for each in chosen:
+        if each.startswith("micro="):
+            micro = int(each.removeprefix("micro="))
+        else:
+            options += SWITCHES[each]
+    recompute = "parallel.recompute_granularity"
+    if not {"full", "selective"} & set(chosen) and "full" in (
+        settings.get(recompute),
+        layout["parallel"].get("recompute_granularity"),
     ):
-        command.append("--recompute")
+        options += SWITCHES["full"]
+    while True:
+        found = _run_peer(args, name, layout, train["global_batch_size"], micro, options)
+        if "out of memory" not in found.get("failed", "") or micro == 1:
+            return found | {"micro_batch_size": micro}
+        print(f"{peer} runs out of memory with {micro} sequences in a micro-batch", flush=True)
+        micro //= 2
+
+
+def _run_peer(
+    args: argparse.Namespace,
+    name: str,
+    layout: dict[str, Any],
+    batch: int,
+    micro: int,
+    options: Sequence[str],
+) -> dict[str, Any]:
+    """Run a peer in processes of its own; return its figures, or under `failed` the end of its output."""
+    processes, degrees = layout["processes"], {}
+    if name == "torchtitan":
+        degrees = {key: layout["parallel"].get(DEGREES[key], 1) for key in ("tp", "cp", "pp", "ep")}
+    cut = math.prod(degree for key, degree in degrees.items() if key != "ep")
+    rows = batch // (processes // cut)  # of a data-parallel rank
+    several = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"]
+    module = ["megalith.bench.torchtitan_peer"] if name == "torchtitan" else ["megalith.bench.peers", name]
+    command = [sys.executable, "-m", *(several if processes > 1 or degrees else []), *module, args.workload]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(rows)]
+    command += ["--micro-batches", str(max(1, rows // micro)), *options]
+    for key, degree in degrees.items():
+        command += [f"--{key}", str(degree)]
+    command += ["--set", *(each for each in args.set if each.startswith(("model.", "data.seq_length")))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+        text = done.stdout + done.stderr
+        memory = "out of memory; " if "out of memory" in text.lower() else ""
+        return {"failed": f"failed with {done.returncode}: {memory}{text[-2000:]}"}
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def costliest(table: str) -> str:
