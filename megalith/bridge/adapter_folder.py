@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
-from megalith.bridge.folder import CONFIG, find_folder, read_json
+from megalith.bridge.folder import find_folder, read_config_json, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import check_base, config_of, is_source, model_of
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
@@ -209,5 +209,5 @@ def _family(model: ModelConfig, base: str | None = None) -> Family:
     base = base or model.init_from
     if base is not None and is_source(base) and not is_megatron_folder(base):
         folder = find_folder(base)
-        return family_of(read_json(folder / CONFIG), str(folder))
+        return family_of(read_config_json(folder), str(folder))
     return family_for(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import Family
+from megalith.bridge.multimodal import language_config, language_tensors, wrapper_of
 from megalith.bridge.quantized import PackedExperts, unpacked
 from megalith.checkpoint.files import DTYPE_CODES, Stored, list_safetensors
 from megalith.checkpoint.manifest import not_answering
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import CheckpointError, shorten
 from megalith.remote import StorePath, place
+from megalith.small_files import read_small_file
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -37,6 +40,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
+LONGEST_NAME = 255  # bytes of a file's name, on every file system in use
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,11 +50,26 @@ class SourceFolder:
     settings_name = CONFIG
 
     def __init__(self, path: str | Path):
-        """Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had."""
+        """Of a multimodal model the language model alone is taken.
+
+        Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had.
+        """
         self.path = find_folder(path)
-        self.config = read_json(self.path / CONFIG)
-        dtype = DTYPE_CODES[self.dtype or torch.bfloat16]
-        self.tensors = unpacked(_list_weights(self.path), self.config, dtype)
+        self.wrapper = wrapper_of(read_json(self.path / CONFIG))
+        self.config = read_config_json(self.path)
+        tensors = _list_weights(self.path)
+        if self.wrapper is not None:
+            tensors = language_tensors(tensors)
+        self.tensors = unpacked(tensors, self.config, DTYPE_CODES[self.dtype or torch.bfloat16])
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the folder is left out."""
+        if self.wrapper is None:
+            return []
+        return [
+            f"only the language model of this {self.wrapper} is read; the vision tower and its projector are left out"
+        ]
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -127,17 +146,30 @@ def _fetched(folder: StorePath) -> Path:
     return made
 
 
+def read_small(path: Path) -> bytes:
+    """Return the content of a small file of a folder. Raises CheckpointError; see small_files.py."""
+    try:
+        return read_small_file(path, path.parent)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; {_instead_of(path.parent)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError when there is none."""
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; {_instead_of(path.parent)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_small(path))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; fetch it again")
     return content
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json, of a multimodal model that of its language model. Raises CheckpointError."""
+    return language_config(read_json(folder / CONFIG))
 
 
 def _instead_of(folder: Path) -> str:
@@ -153,7 +185,7 @@ def _instead_of(folder: Path) -> str:
 
 
 def _list_weights(folder: Path) -> dict[str, Stored | Pickled]:
-    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if found is None:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
     return _list_shards(found) if found.name.endswith(INDEX_SUFFIX) else list_tensors(found)
@@ -165,6 +197,11 @@ def _list_shards(index: Path) -> dict[str, Stored | Pickled]:
         raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
     tensors: dict[str, Stored | Pickled] = {}
     for file in sorted(set(where.values())):
+        if len(os.fsencode(file)) > LONGEST_NAME:
+            raise CheckpointError(
+                f"{index} names a file of {len(file):,} characters ({file[:40]}…), longer than a name can be; fetch it "
+                "again"
+            )
         if Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{index} names the file {file!r}, which is outside its folder; the index is not to be trusted"
@@ -196,7 +233,8 @@ class Pickled:
 def list_tensors(file: Path) -> dict[str, Stored | Pickled]:
     """Every tensor of a file by name. Raises CheckpointError when it is missing, damaged or holds something else."""
     if not file.is_file():
-        raise CheckpointError(f"{file} is missing; fetch the whole folder again")
+        problem = "is not a file" if file.exists() else "is missing"
+        raise CheckpointError(f"{file} {problem}; fetch the whole folder again")
     if file.suffix == ".safetensors":
         return list_safetensors(file, "fetch it again")
     return {

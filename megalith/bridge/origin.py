@@ -8,7 +8,6 @@ for it.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,16 @@ from typing import Any
 
 import torch
 
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, TOKENIZER_FILES, SourceFolder, read_json
+from megalith.bridge.folder import (
+    CONFIG,
+    DTYPE_NAMES,
+    GENERATION,
+    TOKENIZER_FILES,
+    SourceFolder,
+    read_config_json,
+    read_json,
+    read_small,
+)
 from megalith.data.tokenizers.huggingface import PIECES
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from megalith.data.tokenizers.tokenizer import SPEC_FILE
@@ -48,7 +56,7 @@ def read_origin(folder: Path | None) -> Origin:
         return Origin()
 
     def optional(name: str) -> dict[str, Any] | None:
-        return read_json(folder / name) if (folder / name).is_file() else None
+        return read_json(folder / name) if (folder / name).exists() else None
 
     dtypes = optional(DTYPES_FILE) or {}
     if strange := [name for name in dtypes.values() if not isinstance(name, str) or name not in DTYPE_NAMES]:
@@ -56,9 +64,9 @@ def read_origin(folder: Path | None) -> Origin:
             f"{folder / DTYPES_FILE} has the type {strange[0]!r}; known here are {', '.join(DTYPE_NAMES)}"
         )
     return Origin(
-        config=optional(CONFIG),
+        config=read_config_json(folder) if (folder / CONFIG).exists() else None,
         generation=optional(GENERATION),
-        files=[folder / name for name in TOKENIZER_FILES if (folder / name).is_file()],
+        files=[folder / name for name in TOKENIZER_FILES if (folder / name).exists()],
         dtypes={name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items()},
     )
 
@@ -70,8 +78,8 @@ def keep_origin(
     if tokenizer is not None:
         tokenizer.save(folder)
     for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
-        if (source.path / name).is_file() and not (folder / name).exists():
-            shutil.copyfile(source.path / name, folder / name)
+        if (source.path / name).exists() and not (folder / name).exists():
+            (folder / name).write_bytes(read_small(source.path / name))
     if dtypes:
         names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
         (folder / DTYPES_FILE).write_text(
@@ -86,11 +94,13 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
         ("tokenizer.model", "SentencePieceTokenizer", folder / "tokenizer.model"),
         ("merges.txt", "GPT2BPETokenizer", folder),
     ):
-        if (folder / name).is_file():
+        if (folder / name).exists():
+            read_small(folder / name)  # refuses a link that leads out of the folder
             return build_tokenizer(kind, path)
-    if (folder / PIECES).is_file():
+    if (folder / PIECES).exists():
+        read_small(folder / PIECES)
         settings = folder / "tokenizer_config.json"
-        lower = read_json(settings).get("do_lower_case", True) if settings.is_file() else True
+        lower = read_json(settings).get("do_lower_case", True) if settings.exists() else True
         return build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file=folder / PIECES)
     return None
 
@@ -106,4 +116,4 @@ def check_vocabulary(source: SourceFolder, tokenizer: Tokenizer | None, vocab_si
 
 def saved_tokenizer(folder: Path | None) -> Tokenizer | None:
     """The tokenizer in a checkpoint's tokenizer folder, which may hold an origin without one."""
-    return load_tokenizer(folder) if folder is not None and (folder / SPEC_FILE).is_file() else None
+    return load_tokenizer(folder) if folder is not None and (folder / SPEC_FILE).exists() else None

@@ -26,7 +26,8 @@ from pydantic import (
 
 from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError, printable
-from megalith.remote import StorePath, size_of
+from megalith.remote import StorePath
+from megalith.small_files import read_small_file
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
@@ -208,9 +209,7 @@ def read_manifest(folder: Path | StorePath) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if (size := size_of(path)) > MOST_MANIFEST:
-            raise ValueError(f"it has {size} bytes, and a manifest at most {MOST_MANIFEST}")
-        content = json.loads(path.read_bytes())
+        content = json.loads(manifest_bytes(folder))
         checksum = content.pop("checksum")
         found = content_checksum(content)
     except FileNotFoundError:
@@ -220,7 +219,8 @@ def read_manifest(folder: Path | StorePath) -> Manifest:
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         if isinstance(error, OSError) and isinstance(path, StorePath):
             raise not_answering(path, error) from error
-        raise DamagedCheckpointError(f"{path} is damaged ({error}); use another step") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DamagedCheckpointError(f"{path} is damaged ({reason}); use another step") from None
     if checksum != found:
         raise DamagedCheckpointError(
             f"{path} is damaged: its content does not have the checksum it states; use another step"
@@ -237,6 +237,11 @@ def read_manifest(folder: Path | StorePath) -> Manifest:
         raise DamagedCheckpointError(
             f"{path} is not a checkpoint's manifest: {first_problem(error)}; use another step"
         ) from None
+
+
+def manifest_bytes(folder: Path | StorePath) -> bytes:
+    """The content of a step's manifest, of a bounded size. Raises OSError."""
+    return read_small_file(folder / MANIFEST, folder, MOST_MANIFEST)
 
 
 def not_answering(path: StorePath, error: OSError) -> CheckpointError:

@@ -22,8 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.manifest import MANIFEST
+from megalith.checkpoint.manifest import MANIFEST, manifest_bytes
 from megalith.remote import StorePath
+from megalith.small_files import RefusedFile
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -46,9 +47,9 @@ def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
 
 
 @cache
-def _save_number(path: Path | StorePath, version: Any) -> int:
+def _save_number(folder: Path | StorePath, version: Any) -> int:
     """Read once for each manifest as it is: a large job's has megabytes, and every save asks for that of every step."""
-    number = json.loads(path.read_bytes())["save_number"]
+    number = json.loads(manifest_bytes(folder))["save_number"]
     if type(number) is not int:
         raise ValueError(f"save_number is {number}")
     return number
@@ -62,10 +63,10 @@ def save_number(folder: Path | StorePath) -> int | None:
     path = folder / MANIFEST
     try:
         if isinstance(path, StorePath):
-            return _save_number(path, path.version())
-        status = path.stat()
-        return _save_number(path, (status.st_mtime_ns, status.st_size))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return _save_number(folder, path.version())
+        status = path.lstat()
+        return _save_number(folder, (status.st_mtime_ns, status.st_size))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, RefusedFile):
         return None
     except (ValueError, RecursionError, KeyError, TypeError):
         return None

@@ -202,7 +202,8 @@ def _marked_spans(marked: str) -> list[Span]:
 
 def read_template(path: str) -> bytes:
     """The Jinja file at `path`, or chat_template.jinja in the folder there. DataError: it cannot be read."""
-    return read_file(Path(path) / CHAT_TEMPLATE if Path(path).is_dir() else path, "chat template")
+    folder = Path(path) if Path(path).is_dir() else None
+    return read_file(path if folder is None else folder / CHAT_TEMPLATE, "chat template", folder)
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -14,6 +14,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -45,6 +46,20 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 
 
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Makes a DataError of a panic of the tokenizers library, which is no Exception: a regular expression of a
+    tokenizer.json may give up on a text."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as panic:
+        raise DataError(
+            f"the tokenizers library failed on a text ({panic}); use another tokenizer, or leave the text out"
+        ) from None
+
+
 class _RustTokenizer(Tokenizer):
     """The calls that both kinds share; `_tokenizer` is a tokenizers.Tokenizer."""
 
@@ -64,7 +79,8 @@ class _RustTokenizer(Tokenizer):
         return super().special_ids | {i for i, token in added.items() if not token.content.isspace()}
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _no_panic():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @property
     def prefix(self) -> list[int]:
@@ -79,7 +95,8 @@ class _RustTokenizer(Tokenizer):
         """What the post-processor puts before and after a text."""
         pieces = chain("a", self._tokenizer.get_vocab(with_added_tokens=False))
         texts = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
-        text = next((encoding for encoding in texts if encoding.ids), None)
+        with _no_panic():
+            text = next((encoding for encoding in texts if encoding.ids), None)
         if text is None:
             return [], []
         whole = self._tokenizer.post_process(text)
@@ -87,7 +104,8 @@ class _RustTokenizer(Tokenizer):
         return whole.ids[:begin], whole.ids[begin + len(text.ids) :]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _no_panic():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of Python's integers at a time
 
     def encode_marked(
@@ -95,9 +113,9 @@ class _RustTokenizer(Tokenizer):
     ) -> list[tuple[list[int], list[bool]] | str]:
         """By the characters that each token is of: one that reaches into a span is in it, as in transformers."""
         result = []
-        for encoding, text, of_text in zip(
-            self._tokenizer.encode_batch(list(texts), add_special_tokens=False), texts, spans
-        ):
+        with _no_panic():
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        for encoding, text, of_text in zip(encodings, texts, spans):
             inside = np.zeros(len(text) + 1, dtype=np.int64)  # characters of spans before each
             for start, end in of_text:
                 inside[start + 1 : end + 1] = 1
@@ -107,7 +125,8 @@ class _RustTokenizer(Tokenizer):
         return result
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with _no_panic():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class HuggingFaceTokenizer(_RustTokenizer):
@@ -142,17 +161,17 @@ class HuggingFaceTokenizer(_RustTokenizer):
                 f"HuggingFaceTokenizer needs tokenizer_model: a {MODEL}, a folder with one, or a hub name"
             )
         path = Path(named.tokenizer_model)
-        if path.is_file():
-            beside = path.parent if path.name == MODEL else None
+        if path.exists() and not path.is_dir():
+            files = {MODEL: read_file(path, "tokenizer")}
+            folder = path.parent if path.name == MODEL else None
         else:
-            beside = path if path.is_dir() else local_folder(named.tokenizer_model, (MODEL, *SIDE_FILES))
-            path = beside / MODEL
-            if not path.is_file():
-                raise DataError(_without_tokenizer_json(beside))
-        files = {MODEL: read_file(path, "tokenizer")}
-        for name in SIDE_FILES if beside else ():
-            if (beside / name).is_file():
-                files[name] = read_file(beside / name, "tokenizer's side file")
+            folder = path if path.is_dir() else local_folder(named.tokenizer_model, (MODEL, *SIDE_FILES))
+            if not (folder / MODEL).exists():
+                raise DataError(_without_tokenizer_json(folder))
+            files = {MODEL: read_file(folder / MODEL, "tokenizer", folder)}
+        for name in SIDE_FILES if folder else ():
+            if (folder / name).exists():
+                files[name] = read_file(folder / name, "tokenizer's side file", folder)
         return cls(files)
 
     def content(self) -> bytes:
@@ -218,19 +237,20 @@ class GPT2BPETokenizer(_RustTokenizer):
 
     @classmethod
     def from_paths(cls, named: Named) -> Self:
-        vocab_file, merge_file = named.vocab_file, named.merge_file
+        vocab_file, merge_file, folder = named.vocab_file, named.merge_file, None
         if named.tokenizer_model is not None and None in (vocab_file, merge_file):
             folder = Path(named.tokenizer_model)
             if not folder.is_dir():
                 folder = local_folder(named.tokenizer_model, (VOCAB, MERGES))
-            vocab_file = vocab_file or str(folder / VOCAB)
-            merge_file = merge_file or str(folder / MERGES)
-        if vocab_file is None or merge_file is None:
+        if folder is None and None in (vocab_file, merge_file):
             raise ConfigError(
                 f"GPT2BPETokenizer needs vocab_file ({VOCAB}) and merge_file ({MERGES}), "
                 "or tokenizer_model: the folder that holds both, or a hub name such as gpt2"
             )
-        return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
+        files = {}
+        for name, path, what in ((VOCAB, vocab_file, "vocabulary"), (MERGES, merge_file, "merges file")):
+            files[name] = read_file(path, what) if path else read_file(folder / name, what, folder)
+        return cls(files)
 
 
 class BertWordPieceLowerCase(_RustTokenizer):

@@ -56,7 +56,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save(folder)` wrote. DataError: missing, damaged, or changed since."""
     folder = Path(folder)
     spec_path = folder / SPEC_FILE
-    spec = read_json(read_file(spec_path, "tokenizer spec"), f"tokenizer spec {str(spec_path)!r}")
+    spec = read_json(read_file(spec_path, "tokenizer spec", folder), f"tokenizer spec {str(spec_path)!r}")
     try:
         kind = _tokenizer_class(spec["tokenizer_type"])
         vocab_size, fingerprint = spec["requested_vocab_size"], spec["fingerprint"]
@@ -66,8 +66,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise DataError(
             f"the tokenizer spec {str(spec_path)!r} is not whole ({error}); save the tokenizer again"
         ) from error
-    names = [*kind.required_files, *(name for name in kind.optional_files if (folder / name).is_file())]
-    tokenizer = kind({name: read_file(folder / name, "tokenizer file") for name in names}, vocab_size)
+    names = [*kind.required_files, *(name for name in kind.optional_files if (folder / name).exists())]
+    tokenizer = kind({name: read_file(folder / name, "tokenizer file", folder) for name in names}, vocab_size)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"the tokenizer in {str(folder)!r} has fingerprint {tokenizer.fingerprint[:12]}, but was saved "

@@ -17,6 +17,7 @@ from typing import ClassVar, Self
 
 from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
+from megalith.small_files import read_bounded, read_small_file
 
 SPEC_FILE = "megalith_tokenizer.json"
 
@@ -171,10 +172,13 @@ class Tokenizer(ABC):
         return type(self), (self.files, self.requested_vocab_size)
 
 
-def read_file(path: str | Path, what: str) -> bytes:
-    """The content of a tokenizer file; `what` names it in the error."""
+def read_file(path: str | Path, what: str, folder: Path | None = None) -> bytes:
+    """The content of a tokenizer file; `what` names it in the error.
+
+    It may be a link to anywhere where the user gave its path; in a `folder` that the user gave, only within it.
+    """
     try:
-        return Path(path).read_bytes()
+        return read_bounded(Path(path)) if folder is None else read_small_file(Path(path), folder)
     except OSError as error:
         raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}; check the path") from error
 

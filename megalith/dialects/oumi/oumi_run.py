@@ -22,7 +22,7 @@ from typing import Any
 
 from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf, merge_hf
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, find_folder, read_json
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, find_folder, read_config_json
 from megalith.bridge.importer import PRECISIONS, import_hf
 from megalith.bridge.load import is_source, model_of
 from megalith.checkpoint import open_existing
@@ -150,7 +150,7 @@ def pipeline_split(config: RunConfig, shape: ModelConfig, notes: list[str]) -> d
 def _precision_of(folder: Path) -> str:
     if not (folder / CONFIG).is_file():
         return "fp32"
-    kept = read_json(folder / CONFIG)
+    kept = read_config_json(folder)
     name = str(kept.get("dtype") or kept.get("torch_dtype") or "float32").removeprefix("torch.")
     return PRECISIONS.get(DTYPE_NAMES.get(name), "fp32")
 

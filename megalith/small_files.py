@@ -1,0 +1,102 @@
+"""Reads small files that someone else may have written: a config.json, a manifest, a tokenizer's files.
+
+Such a file is a regular file of bounded size inside the folder that the user named. A pipe would hang its reader, a
+device such as /dev/zero or a sparse file of many gigabytes would fill memory, and a symbolic link out of the folder
+would copy the user's own files into checkpoints and exports. The cache of the Hugging Face hub is the one exception:
+its snapshots consist of links to the blobs of the same repository.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+
+from megalith.remote import StorePath
+
+LARGEST = 2**27  # bytes; the largest tokenizer.json in use has some 35 MB
+REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+
+
+class RefusedFile(OSError):
+    """A file that is not read for what it is: no network or disk is at fault."""
+
+
+def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: int = LARGEST) -> bytes:
+    """Return the content of a file in a folder that may be someone else's.
+
+    Args:
+        path: the file.
+        folder: the folder, named by the user, that the file has to be in after all links are resolved.
+        largest: bound of its size in bytes.
+
+    Raises:
+        RefusedFile: the file is not regular, too large, or a link that leads out of the folder.
+        OSError: it is missing or cannot be read.
+    """
+    if isinstance(path, Path):
+        return read_bounded(resolve_inside(path, Path(str(folder))), largest, path)
+    content = path.read_range(0, largest + 1)
+    _check_size(path, max(len(content), path.size() if len(content) > largest else 0), largest)
+    return content
+
+
+def read_optional_file(path: Path, folder: Path, largest: int = LARGEST) -> bytes | None:
+    """Return `read_small_file`, or None where there is no such file. Raises OSError."""
+    try:
+        return read_small_file(path, folder, largest)
+    except FileNotFoundError:
+        return None
+
+
+def read_bounded(path: Path, largest: int = LARGEST, name: Path | None = None) -> bytes:
+    """Return the content of a regular file whose path the user gave, links included. Raises OSError.
+
+    `name` is the path that errors show.
+    """
+    name = name or path
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise RefusedFile(errno.EISDIR, "it is a folder, not a file", str(name))
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedFile(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(name))
+        _check_size(name, status.st_size, largest)
+        content = file.read(largest + 1)
+    _check_size(name, len(content), largest)
+    return content
+
+
+def resolve_inside(path: Path, folder: Path) -> Path:
+    """Return the file that `path` leads to. Raises OSError where that is outside of `folder`."""
+    try:
+        real, root = path.resolve(), folder.resolve()
+    except RuntimeError:  # Python 3.11 and 3.12 for links in a circle
+        raise RefusedFile(errno.ELOOP, "its symbolic links lead in a circle", str(path)) from None
+    if real.is_relative_to(root) or any(real.is_relative_to(blobs) for blobs in _hub_blobs(root)):
+        return real
+    raise RefusedFile(
+        errno.EPERM,
+        f"it is a symbolic link that leads out of its folder, to {real}; put a copy of the file in its place if it is "
+        "meant to be used",
+        str(path),
+    )
+
+
+def _hub_blobs(folder: Path) -> list[Path]:
+    """The blobs of the hub repository whose snapshot a folder is, or is in."""
+    return [
+        snapshots.parent / "blobs"
+        for snapshots in (folder, *folder.parents)
+        if snapshots.name == "snapshots" and REPOSITORY.fullmatch(snapshots.parent.name)
+    ]
+
+
+def _check_size(path: Path | StorePath, size: int, largest: int) -> None:
+    if size > largest:
+        raise RefusedFile(
+            errno.EFBIG, f"it has {size:,} bytes, and such a file at most {largest:,}", str(path)
+        )
