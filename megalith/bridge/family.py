@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,6 +66,19 @@ def check_kinds(theirs: Mapping[str, Any], where: str = "config.json") -> None:
             )
         if key in OBJECTS and value:
             check_kinds(value, f"{where}'s {key}")
+
+
+# Keys that transformers reads for models of every family, with the values at which they change nothing.
+EVERY_FAMILY = {"per_layer_config": (None, {}), "is_causal": (None, True)}
+
+
+def _check_every_family(theirs: Mapping[str, Any]) -> None:
+    for key, harmless in EVERY_FAMILY.items():
+        if theirs.get(key) not in harmless:
+            raise ConfigError(
+                f"config.json has {key} {_short(theirs[key])}, which changes what the model computes and cannot be "
+                "here; take a model without it"
+            )
 
 
 def _broken_rule(key: str, value: Any) -> str | None:
@@ -135,6 +149,9 @@ class Family:
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What keys mean where config.json leaves them out, of those whose row says something else."""
 
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of keys, which transformers reads too, and the names that the rows have."""
+
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Ends of names that older files have, and what they are now."""
 
@@ -151,17 +168,38 @@ class Family:
     def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
         check_kinds(theirs)
-        fields, theirs = {}, {**self.absent, **theirs}
+        _check_every_family(theirs)
+        fields, theirs = {}, {**self.absent, **self._without_aliases(theirs)}
         for setting in self.settings:
             for name, value in setting.read(theirs).items():
-                if fields.setdefault(name, value) != value and name in ModelConfig.deciding(Decides.FUNCTION):
+                if fields.setdefault(name, value) == value:
+                    continue
+                if name in ModelConfig.deciding(Decides.FUNCTION):
                     raise ConfigError(
                         f"config.json says of model.{name} both {fields[name]!r} and {value!r}, which cannot be here"
                     )
+                warnings.warn(
+                    f"config.json gives model.{name} both {fields[name]!r} and {value!r}; {fields[name]!r} is used "
+                    "throughout",
+                    stacklevel=3,
+                )
         try:
             return ModelConfig.model_validate(fields)
         except ValidationError as error:
             raise as_config_error(error) from None
+
+    def _without_aliases(self, theirs: Mapping[str, Any]) -> Tree:
+        """The keys of a config.json under the names of the rows. Raises ConfigError for two that differ."""
+        named = {key: value for key, value in theirs.items() if key not in self.aliases}
+        for alias, key in self.aliases.items():
+            if theirs.get(alias) is None:
+                continue
+            if named.setdefault(key, theirs[alias]) != theirs[alias]:
+                raise ConfigError(
+                    f"config.json has {key} {named[key]!r} and {alias} {theirs[alias]!r}, which mean the same; leave "
+                    "one out"
+                )
+        return named
 
     def write_config(self, model: ModelConfig) -> Tree:
         """The config.json of a model. Raises ConfigError, with the fields, where this family cannot say it."""

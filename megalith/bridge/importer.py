@@ -143,7 +143,7 @@ def open_source(source: str | Path, allow: bool = False) -> Match:
         check_model(model)
     except ConfigError as error:
         raise error.within(folder.path) from None
-    for note in notes_on(model):
+    for note in (*folder.notes, *notes_on(model)):
         warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     return match(folder, family, model, allow)
 

@@ -34,11 +34,43 @@ PARTS = {
 PLAIN = ("default", None)
 
 
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def rope_settings(theirs: Mapping[str, Any]) -> Tree:
+    """Return the rotary settings under either of their keys.
+
+    Raises ConfigError where both keys are there and differ: transformers takes `rope_scaling` alone then, without the
+    rope_theta of the other, and other loaders take `rope_parameters`.
+    """
+    new, old = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    if new and old:
+        base = old.get("rope_theta") or theirs.get("rope_theta")
+        one, other = (_plainly({"rope_theta": base, **settings}) for settings in (new, old))
+        if differing := [key for key in {**one, **other} if one.get(key) != other.get(key)]:
+            raise ConfigError(
+                f"config.json has rope_parameters and rope_scaling, which differ in {', '.join(differing)}, and "
+                "loaders disagree on which of them counts; keep one: put all that is meant, with rope_theta, into "
+                "rope_parameters"
+            )
+    return dict(new or old)
+
+
+def _plainly(settings: Tree) -> Tree:
+    named = {("rope_type" if key == "type" else key): value for key, value in settings.items()}
+    return {"rope_type": "default"} | {key: value for key, value in named.items() if value is not None}
+
+
 class Rope:
     """The row of a family's table for rotary_base and rope_scaling."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        given = rope_settings(theirs)
+        if kinds := [kind for kind in LAYER_KINDS if kind in given]:
+            raise ConfigError(
+                f"config.json has rotary settings for each kind of layer ({', '.join(kinds)}), but models of this "
+                "family are built here with the same for all layers; give rope_type and the rest without them"
+            )
         fields: Tree = {"position_embedding_type": "rope"}
         fields["rotary_base"] = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
         kind = given.get("rope_type", given.get("type"))
@@ -58,8 +90,13 @@ class RopeByLayer:
     """As Rope, with a base of its own, never scaled, for layers with a window (Gemma 3)."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = theirs.get("rope_parameters") or {}
-        whole = given.get("full_attention") or theirs.get("rope_scaling") or {}
+        given, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+        if others := sorted(set(given) - set(LAYER_KINDS)):
+            raise ConfigError(
+                f"config.json has rope_parameters with {', '.join(others)}, which have to be under the kind of layer "
+                f"that they are of in this family: {' or '.join(LAYER_KINDS)}"
+            )
+        whole = rope_settings({"rope_parameters": given.get("full_attention"), "rope_scaling": scaling})
         local = given.get("sliding_attention") or {}
         if local.get("rope_type") not in PLAIN:
             raise ConfigError(
@@ -67,7 +104,7 @@ class RopeByLayer:
                 "cannot be here"
             )
         base = whole.get("rope_theta") or theirs.get("rope_theta") or 1e6
-        fields = Rope().read({**theirs, "rope_parameters": {**whole, "rope_theta": base}})
+        fields = Rope().read(_with_rope(theirs, {**whole, "rope_theta": base}))
         kinds = theirs.get("layer_types") or ["sliding_attention"]
         if theirs.get("sliding_window") and "sliding_attention" in kinds:
             fields["rotary_base_local"] = (
@@ -88,10 +125,10 @@ class PartialRope:
     base: str = "rope_theta"
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        given = rope_settings(theirs)
         percent = given.pop("partial_rotary_factor", None) or theirs.get(self.share) or self.default
         given.setdefault("rope_theta", theirs.get(self.base))
-        return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
+        return Rope().read(_with_rope(theirs, given)) | {"rotary_percent": percent}
 
     def write(self, model: ModelConfig) -> Tree:
         tree = Rope().write(model)
@@ -102,10 +139,12 @@ class LongRope:
     """As PartialRope, with LongRoPE as Phi-3 spells it."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        given = rope_settings(theirs)
         if given.pop("type", given.get("rope_type")) not in PLAIN:
             given["rope_type"] = "longrope"  # which has had other names there
-        return PartialRope(1.0).read({**theirs, "rope_parameters": given})
+            if original := theirs.get("original_max_position_embeddings"):
+                given["original_max_position_embeddings"] = original  # which wins there
+        return PartialRope(1.0).read(_with_rope(theirs, given))
 
     def write(self, model: ModelConfig) -> Tree:
         scaling, tree = model.rope_scaling, PartialRope(1.0).write(model)
@@ -118,6 +157,10 @@ class LongRope:
                 del parts["factor"]  # what it is by itself
             tree["rope_scaling"] = {"type": "longrope", **parts}
         return tree
+
+
+def _with_rope(theirs: Mapping[str, Any], settings: Tree) -> Tree:
+    return {**theirs, "rope_parameters": settings, "rope_scaling": None}
 
 
 def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> Tree:
@@ -133,10 +176,12 @@ def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
     fields = {key: given[key] for key in parts if given.get(key) is not None}
     longest = theirs.get("max_position_embeddings")
     if "original_max_position_embeddings" in parts:
-        original = theirs.get("original_max_position_embeddings")  # which wins there, as in Phi-3's files
-        fields["original_max_position_embeddings"] = original or fields.get(
-            "original_max_position_embeddings", longest
-        )
+        original = fields.setdefault("original_max_position_embeddings", longest)
+        if theirs.get("original_max_position_embeddings") not in (None, original):
+            raise ConfigError(
+                f"config.json has original_max_position_embeddings {theirs['original_max_position_embeddings']}, but "
+                f"its rotary scaling has {original}; put the one that is meant there, and leave the other out"
+            )
     if kind == "longrope" and "factor" not in fields:  # there it follows from the two lengths
         if not longest or not fields["original_max_position_embeddings"]:
             raise ConfigError(
@@ -295,6 +340,15 @@ class Window:
         return {"sliding_window": model.windows[0]}
 
 
+def check_layer_types(kinds: Collection[str] | None, known: Collection[str]) -> None:
+    """Raises ConfigError for a kind of layer that the family does not have here."""
+    if strange := [kind for kind in kinds or () if kind not in known]:
+        raise ConfigError(
+            f"config.json has layer_types with {strange[0]!r}, but models of this family are built here with "
+            f"{' and '.join(known)} alone"
+        )
+
+
 @dataclass(frozen=True)
 class WindowsByLayer:
     """As Window, for the layers that `layer_types` calls sliding_attention; or for all but every N-th."""
@@ -305,6 +359,7 @@ class WindowsByLayer:
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         window = theirs.get("sliding_window", self.default)
         kinds = theirs.get("layer_types")
+        check_layer_types(kinds, LAYER_KINDS)
         if window is None or (kinds and "sliding_attention" not in kinds):
             return {}
         every = theirs.get("sliding_window_pattern", self.every)

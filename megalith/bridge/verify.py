@@ -137,7 +137,8 @@ def _round(model: Transformer, fit: Match) -> None:
 def _their_logits(fit: Match, ids: Tensor) -> Tensor:
     import transformers
 
-    kind = getattr(transformers, family_of(fit.source.config, str(fit.source.path)).architecture)
+    family = family_of(fit.source.config, str(fit.source.path))
+    kind = getattr(transformers, fit.source.wrapper or family.architecture)
     with without_bars():
         model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
     given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}

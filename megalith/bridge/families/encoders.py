@@ -281,7 +281,8 @@ class Stacks:
     """`num_layers` and `num_decoder_layers`: there each stack's, here both together and the encoder's."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        encoder = theirs.get("num_layers", 6)
+        encoder = theirs.get("num_layers")
+        encoder = 6 if encoder is None else encoder
         decoder = theirs.get("num_decoder_layers")
         return {
             "num_layers": encoder + (encoder if decoder is None else decoder),

@@ -23,6 +23,7 @@ from megalith.bridge.settings import (
     Tree,
     Window,
     Writes,
+    rope_settings,
 )
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -43,6 +44,7 @@ NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False,
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
+    aliases={"num_experts": "num_local_experts"},
     absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     tensors={
         **TENSORS,
@@ -68,6 +70,7 @@ MIXTRAL = Family(
 OLMOE = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
+    aliases={"num_local_experts": "num_experts"},
     absent={"rms_norm_eps": 1e-5},
     tensors={**TENSORS, **EXPERTS, **QK_NORMS},
     settings=(
@@ -242,13 +245,29 @@ class LatentHeads:
         return {"num_key_value_heads": model.num_attention_heads}
 
 
+class RotaryHeads:
+    """`head_dim`, which transformers takes for the size of the part of a head that turns."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        size = theirs.get("qk_rope_head_dim", 64)
+        if theirs.get("head_dim") not in (None, size):
+            raise ConfigError(
+                f"config.json has head_dim {theirs['head_dim']} and qk_rope_head_dim {size}, which mean the same in "
+                "this family; leave head_dim out"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+
 class StretchedRope(Rope):
     """As Rope, with YaRN's mscale and mscale_all_dim."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        given = rope_settings(theirs)
         scales = {name: value for name in MSCALES if (value := given.pop(name, None))}
-        fields = super().read({**theirs, "rope_parameters": given})
+        fields = super().read({**theirs, "rope_parameters": given, "rope_scaling": None})
         if "rope_scaling" in fields:
             fields["rope_scaling"] |= scales
         return fields
@@ -333,6 +352,7 @@ SETTINGS = (
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
+    aliases={"num_experts": "n_routed_experts"},
     absent={"n_shared_experts": 2},
     tensors=ROWS,
     settings=(
@@ -348,12 +368,14 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    aliases={"num_local_experts": "n_routed_experts"},
     absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
             "routed_scaling_factor": 2.5},
     tensors=ROWS,
     settings=(
         *SETTINGS,
         RouterGroups(method=False),
+        RotaryHeads(),
         Ours(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         Theirs(norm_topk_prob=True, rope_interleave=True),
         Writes(num_nextn_predict_layers=0),

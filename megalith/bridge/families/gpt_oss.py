@@ -12,7 +12,7 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, same, stacked
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer
+from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer, rope_settings
 from megalith.config import ModelConfig
 
 YARN = {
@@ -30,9 +30,9 @@ class OwnRope:
     """As Rope, with gpt-oss's own where config.json is silent."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or YARN
+        given = rope_settings(theirs) or YARN
         base = given.get("rope_theta") or theirs.get("rope_theta") or 150000.0
-        return Rope().read({**theirs, "rope_parameters": {**given, "rope_theta": base}})
+        return Rope().read({**theirs, "rope_parameters": {**given, "rope_theta": base}, "rope_scaling": None})
 
     def write(self, model: ModelConfig) -> Tree:
         tree = Rope().write(model)
@@ -44,6 +44,7 @@ class OwnRope:
 GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
+    aliases={"num_experts": "num_local_experts"},
     absent={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,

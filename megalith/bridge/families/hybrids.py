@@ -13,7 +13,7 @@ from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, same
-from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree
+from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, check_layer_types
 from megalith.config import ModelConfig
 
 
@@ -27,6 +27,7 @@ class LinearLayers:
                 "full_attention" if (n + 1) % every == 0 else "linear_attention"
                 for n in range(theirs["num_hidden_layers"])
             ]
+        check_layer_types(kinds, ("full_attention", "linear_attention"))
         return {
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": [int(kind == "linear_attention") for kind in kinds],

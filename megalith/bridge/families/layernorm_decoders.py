@@ -17,6 +17,7 @@ from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, qkv, same, transposed
 from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 
 def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
@@ -30,6 +31,22 @@ def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
         "silu": "silu",
     }
     return Field("activation", key, default=default, values=named | others)
+
+
+class WholeHeads:
+    """`head_dim`, by which transformers turns heads though their size is that of all divided by their number."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        size = theirs["hidden_size"] // (theirs["num_attention_heads"] or 1)
+        if theirs.get("head_dim") not in (None, size):
+            raise ConfigError(
+                f"config.json has head_dim {theirs['head_dim']}, but a head's size is {size} (hidden_size / "
+                "num_attention_heads) in models of this family; leave it out"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
 
 
 def biases(key: str, default: bool) -> tuple[Field, ...]:
@@ -100,6 +117,9 @@ GPT2_SETTINGS = (
     Field("init_method_std", "initializer_range", default=0.02),
 )
 
+GPT2_ALIASES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+                "num_hidden_layers": "n_layer"}
+
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
@@ -111,6 +131,7 @@ GPT2 = Family(
         Theirs(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ),
     tied="lm_head.weight",
+    aliases=GPT2_ALIASES,
     ignored=(r"\.attn\.(masked_)?bias$",),
     prefix="transformer.",
 )
@@ -235,6 +256,7 @@ GPT_NEOX = Family(
         Field("add_proj_bias", "attention_bias", default=True),
         UNTIED,
         PartialRope(0.25, share="rotary_pct", base="rotary_emb_base"),
+        WholeHeads(),
         Ours(add_bias_linear=False, add_mlp_bias=True),
     ),
     tied="embed_out.weight",

@@ -185,7 +185,7 @@ PHI3 = Family(
         LongRope(),
         Window(default=None),
         Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
-        Theirs(hidden_act="silu"),
+        Theirs(hidden_act="silu", resid_pdrop=0.0),
         Writes(pad_token_id=None),  # by default an entry that a smaller vocabulary does not have
     ),
     tied="lm_head.weight",
@@ -282,15 +282,17 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    absent={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    absent={"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+            "max_position_embeddings": 131072},
     tensors={**GEMMA2_TENSORS, **QK_NORMS},
     settings=(
         *SANDWICHED,
         RopeByLayer(),
-        Theirs(use_bidirectional_attention=False),
+        # transformers reads no attn_logit_softcapping for Gemma 3, others do
+        Theirs(use_bidirectional_attention=False, attn_logit_softcapping=None),
         WindowsByLayer(every=6),
         Ours(qk_layernorm=True),
-        Field("attn_logit_softcapping", "attn_logit_softcapping", default=None),
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     ),
     tied="lm_head.weight",

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, SIZES, activation, biases
+from megalith.bridge.families.layernorm_decoders import GPT2_ALIASES, GPT2_SETTINGS, SIZES, activation, biases
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import first_last, qkv, same, turning_qkv
@@ -170,6 +170,7 @@ class RotaryDimensions:
 GPT_J = Family(
     architecture="GPTJForCausalLM",
     model_type="gptj",
+    aliases=GPT2_ALIASES,
     absent={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     tensors={
         "embedding.word_embeddings.weight":

@@ -246,6 +246,11 @@ def _check_linear_attention(model: ModelConfig) -> None:
 
 
 def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
+    if scaling.type == "longrope" and scaling.original_max_position_embeddings < 2:
+        raise ConfigError(
+            "model.rope_scaling.original_max_position_embeddings is 1, whose logarithm longrope divides by; set it to "
+            "the length of the first training"
+        )
     for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
         count = len(getattr(scaling, name) or ())
         if count != pairs:

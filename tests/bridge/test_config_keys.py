@@ -1,0 +1,104 @@
+"""Every key of a config.json that changes transformers' function changes ours alike, or is refused."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from config_fuzz import MODELS, Fuzzed
+from models.reference import random_parameters
+
+import megalith
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import FAMILIES
+from megalith.bridge.importer import import_hf
+from megalith.bridge.verify import certify
+from megalith.errors import ConfigError
+
+EACH = ("rope_scaling", "rope_parameters", "is_causal", "per_layer_config", "layer_types")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_changes_both_functions_alike_or_is_refused(name: str, tmp_path: Path) -> None:
+    assert Fuzzed(name, tmp_path).faults() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", EACH),
+        ("gemma3", (*EACH, "attn_logit_softcapping", "rope_local_base_freq")),
+        ("gpt2", ("num_attention_heads", "num_hidden_layers", "is_causal", "embd_pdrop")),
+        ("olmoe", ("sliding_window", "num_local_experts", "clip_qkv")),
+    ],
+)
+def test_some_keys_change_both_functions_alike_or_are_refused(name: str, keys, tmp_path: Path) -> None:
+    assert Fuzzed(name, tmp_path).faults(keys) == []
+
+
+def test_dropout_rates_that_differ_are_named() -> None:
+    theirs = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, embd_pdrop=0.3).to_dict()
+    with pytest.warns(UserWarning, match=r"gives model\.hidden_dropout both 0\.1 and 0\.3; 0\.1 is used"):
+        FAMILIES["GPT2LMHeadModel"].read_config(theirs)
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"type": "linear", "factor": 2.0, "rope_theta": 5e4},
+        {"rope_theta": 77.0},
+    ],
+)
+def test_rope_scaling_that_differs_from_rope_parameters_is_refused(both: dict) -> None:
+    plain = {"rope_type": "default", "rope_theta": 5e4}
+    theirs = transformers.LlamaConfig(rope_parameters=plain).to_dict()
+    read = FAMILIES["LlamaForCausalLM"].read_config
+    with pytest.raises(ConfigError, match=r"rope_parameters and rope_scaling, which differ in .*; keep one"):
+        read(theirs | {"rope_scaling": both})
+    assert read(theirs | {"rope_scaling": dict(plain)}) == read(theirs)
+
+
+TEXT = dict(vocab_size=151, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256)  # fmt: skip
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+              patch_size=14)  # fmt: skip
+WRAPPERS = {
+    "Gemma3": dict(
+        text_config=dict(TEXT, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pad_token_id=0),
+        vision_config=dict(VISION, model_type="siglip_vision_model"), mm_tokens_per_image=4,
+    ),
+    "Llava": dict(
+        text_config=dict(TEXT, model_type="llama"), vision_config=dict(VISION, model_type="clip_vision_model")
+    ),
+    "Mistral3": dict(
+        text_config=dict(TEXT, model_type="mistral", sliding_window=None),
+        vision_config=dict(VISION, model_type="pixtral", head_dim=16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{name}Config")(**WRAPPERS[name])
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(
+        config, attn_implementation="eager"
+    )
+    random_parameters(reference).save_pretrained(tmp_path / "hf")
+    with pytest.warns(UserWarning, match="only the language model of this .*; the vision tower"):
+        import_hf(tmp_path / "hf", tmp_path / "run", show_progress=False)
+    ids = torch.randint(1, 151, (2, 48), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected, found = reference(ids).logits, megalith.load(tmp_path / "run").eval()(ids)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")(
+            ids
+        ).logits
+    assert (again - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        certify(tmp_path / "run", tmp_path / "hf", tmp_path / "out")
