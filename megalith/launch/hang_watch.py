@@ -75,7 +75,7 @@ class HangWatch:
         self._crash = os.environ.get(CRASH_FILE)
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch_or_end, name="hang watch", daemon=True)
 
     def __enter__(self) -> HangWatch:
         self._thread.start()
@@ -84,6 +84,14 @@ class HangWatch:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def _watch_or_end(self) -> None:
+        """Ends the rank where the watch fails: without it a hang would never be reported."""
+        try:
+            self._watch()
+        except Exception as error:
+            report(error)
+            os._exit(TrainingError.exit_code)
 
     def _watch(self) -> None:
         interval = min(self._timeout / LOOKS, 1.0)
@@ -124,13 +132,13 @@ class HangWatch:
 
     def _read(self, rank: int) -> str:
         key = f"rank{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return _text(self._store.get(key)) if self._store.check([key]) else ""
 
     def _read_all(self) -> list[str]:
         """What every rank wrote last, by rank; "" of one that has written nothing yet."""
         keys = [f"rank{rank}" for rank in range(self._world_size)]
         if self._store.check(keys):
-            return [said.decode() for said in self._store.multi_get(keys)]
+            return [_text(said) for said in self._store.multi_get(keys)]
         return [self._read(rank) for rank in range(self._world_size)]
 
     def _end(self, look: int, interval: float) -> None:
@@ -153,21 +161,34 @@ class HangWatch:
             time.sleep(interval)
             self._say(look + later + 1, interval)
             if self._store.check(["verdict"]):
-                return self._store.get("verdict").decode()
+                return _text(self._store.get("verdict"))
         return self._find(before)
 
     def _find(self, before: list[str]) -> str:
         after = self._read_all()
-        signs = {rank: Sign(**json.loads(said)) for rank, said in enumerate(after) if said}
+        signs = {rank: sign for rank, said in enumerate(after) if (sign := _sign(said)) is not None}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
         text = tell_hang(signs, silent, self._world_size, self._timeout)
-        return self._store.compare_set("verdict", "", text).decode()
+        return _text(self._store.compare_set("verdict", "", text))
 
     def _dump(self) -> None:
         if self._output.is_dir():
             path = self._output / f"flight_recorder_rank{self._rank}.json"
             with suppress(OSError):  # a full disk is no reason to keep the verdict back
                 replace_file(path, json.dumps(flight_recorder()))
+
+
+def _text(content: bytes) -> str:
+    """Text of the store, into which others than the job's ranks may have written."""
+    return content.decode(errors="replace")
+
+
+def _sign(said: str) -> Sign | None:
+    """What a rank wrote; None where it is nothing, or something else than a sign."""
+    try:
+        return Sign(**json.loads(said))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
@@ -178,8 +199,9 @@ def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, time
         parts.append(f"rank {rank} does not answer (stopped, or its machine is lost){last}")
     same: dict[str, list[int]] = {}
     for rank in range(world_size):
-        if rank in signs and rank not in silent:
-            same.setdefault(signs[rank].text(), []).append(rank)
+        if rank not in silent:
+            text = signs[rank].text() if rank in signs else "what it wrote cannot be read"
+            same.setdefault(text, []).append(rank)
     for text, ranks in sorted(
         same.items(), key=lambda item: len(item[1])
     ):  # who differs from most comes first

@@ -283,3 +283,9 @@ def test_the_commands_convert_and_tell_mistakes_in_a_sentence(
     assert main(["export-hf", str(tmp_path / "nothing"), out]) == 4
     with_config(folder, architectures=["MptForCausalLM"])
     assert main(["import-hf", str(folder), str(tmp_path / "other")]) == 2
+
+
+def test_a_shard_name_of_thousands_of_characters(folder: Path) -> None:
+    in_shards(folder)
+    write_index(folder, {"lm_head.weight": "x" * 5_000})
+    assert "names a file of 5,000 characters (xxx" in refused(folder)

@@ -308,7 +308,10 @@ def test_paths_of_pods_are_on_their_volumes(capsys):
     assert "/data/../out, which is on no volume" in refused(
         capsys, *run, *POD, "--train.output_dir", "/data/../out"
     )
-    assert "would hide what a pod has at /dev/shm" in refused(capsys, *run, *POD, "--volume", "a:/dev/shm")
+    for path in ("/dev/shm", "/dev", "/etc", "/proc/1", "/"):
+        assert f"would hide what a pod has at {path}" in refused(capsys, *run, *POD, "--volume", f"a:{path}")
+    for path in ("/mnt/../etc", "/mnt/./a", "/mnt//a", "//etc", "/mnt/.."):
+        assert f"--volume is 'a:{path}', a path with" in refused(capsys, *run, *POD, "--volume", f"a:{path}")
     for option, name in (("namespace", "My NS"), ("queue", "a_b"), ("topology", "a b"), ("memory", "900 GB")):
         assert f"--{option} is {name!r}, which Kubernetes refuses" in refused(
             capsys, *run, *POD, f"--{option}", name

@@ -104,3 +104,24 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
 
 def test_every_group_waits_as_long_as_the_main_one(pool):
     assert pool.run(timeouts) == [({longer(timedelta(minutes=3))}, PATIENCE)] * pool.size
+
+
+def test_foreign_bytes_in_the_store_neither_end_the_watch_nor_hide_a_hang(monkeypatch):
+    """A peer that reaches the job's store may write anything as another rank's sign."""
+    monkeypatch.setattr(hang_watch, "PATIENT_LOOKS", 2)
+    store = CountingStore()
+    for rank, said in enumerate(("\xff\xfe", "[" * 10_000, "[1]", "{}", "null", '{"look": 1, "steps": 2}')):
+        store.set(f"rank{rank}", said.encode("utf-16" if rank == 0 else "utf-8"))
+    assert watch(store, 7)._read(0)
+    watch(store, 7)._say(1, 1.0)
+    text = watch(store, 7)._verdict(1, 0.01)
+    assert "rank 7: step 7, training" in text and "rank 0 does not answer" in text
+
+
+def test_a_watch_that_fails_ends_its_rank(monkeypatch):
+    ended, failing = [], watch(CountingStore(), 0)
+    monkeypatch.setattr(failing, "_watch", lambda: [][0])
+    monkeypatch.setattr(hang_watch, "report", lambda error: ended.append(type(error)))
+    monkeypatch.setattr(hang_watch.os, "_exit", ended.append)
+    failing._watch_or_end()
+    assert ended == [IndexError, 5]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.errors import ConfigError, MegalithError, nearest_of
+from megalith.small_files import read_bounded
 
 HOOK = "megalith_accelerate.pth"
 _HOOKED = """
@@ -147,7 +148,13 @@ def _file_of(args: Any) -> dict[str, Any]:
     file = Path(args.config_file or default_config_file)
     if not file.is_file():
         return {}
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(read_bounded(file))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(
+            f"Accelerate's configuration file {file} cannot be read: {reason}; write it anew with `accelerate config`"
+        ) from None
     return content if isinstance(content, dict) else {}
 
 

@@ -111,6 +111,11 @@ def volumes(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for word, (claim, path) in zip(given, found):
         if not claim or not path.startswith("/"):
             raise ConfigError(f"--volume is {word!r}; give CLAIM:/PATH, the path being where the job sees it")
+        if path.startswith("//") or normpath(path) not in (path, path.rstrip("/")):
+            plain = normpath("/" + path.lstrip("/"))
+            raise ConfigError(
+                f"--volume is {word!r}, a path with '..', '.' or '//' in it; give {claim}:{plain}"
+            )
     paths = [path.rstrip("/") for _, path in found]
     if twice := [word for word, path in zip(given, paths) if paths.count(path) > 1]:
         raise ConfigError(

@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -24,7 +25,9 @@ Manifest = dict[str, Any]
 RUN_FILE = "/etc/megalith/run.yaml"
 USER = 1000  # deploy/Dockerfile's
 CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-TAKEN = ("", "/dev/shm", "/etc/megalith")  # paths of a pod that no volume can have
+# Paths of a pod that no volume can have: of the system, and below them too.
+SYSTEM = ("/", "/bin", "/etc", "/etc/megalith", "/lib", "/lib64", "/sbin", "/usr")
+BELOW_TOO = ("/dev", "/proc", "/sys")
 TAKES = {
     "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "at most 63 of a-z, 0-9 and -"),
     "queue": (r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", "the name of a LocalQueue: at most 63 of a-z, 0-9, - and ."),
@@ -41,6 +44,10 @@ CONTAINERS = {"trainjob": "node", "pytorchjob": "pytorch", "jobset": "node"}
 """Kind → what its operator wants the container to be called."""
 
 
+def _is_taken(path: PurePosixPath) -> bool:
+    return str(path) in SYSTEM or any(path.is_relative_to(system) for system in BELOW_TOO)
+
+
 def kubernetes_files(job: ClusterJob, kind: str, run_text: str) -> dict[str, list[Manifest]]:
     """File name → its documents, in the order in which they are to be applied, each after the one before is complete.
 
@@ -55,7 +62,7 @@ def kubernetes_files(job: ClusterJob, kind: str, run_text: str) -> dict[str, lis
         if value is not None and not re.fullmatch(form, value, re.ASCII):
             raise ConfigError(f"--{option} is {value!r}, which Kubernetes refuses; give {said}")
     for claim, path in job.volumes:
-        if path.rstrip("/") in TAKEN:
+        if _is_taken(PurePosixPath(path)):
             raise ConfigError(
                 f"--volume {claim}:{path} would hide what a pod has at {path}; choose another path, such as /data"
             )
