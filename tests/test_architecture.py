@@ -152,7 +152,10 @@ SET_IN_PARALLEL = {
         "torch._functorch.config.activation_memory_budget",
         "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
     },
-    "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
+    "parallel_model.py": {
+        *("part.balance_scale", "part.future", "part.future.weights", "part.future.sums", "part.loss_scale"),
+        *("part.logged", "part.logged_weight"),
+    },
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
     "shards.py": {
         "plain.grad",

@@ -59,6 +59,13 @@ class Loss:
         """
         return batch.loss_mask.sum(dtype=torch.float64)
 
+    def logged_weight(self, batch: Batch) -> float | None:
+        """Return the micro-batch's weight in the logged loss, or None if the log has the step's own loss.
+
+        The logged loss is then Σ weight · loss / Σ weight over the micro-batches of the step.
+        """
+        return None
+
     def targets(self, batch: Batch) -> Tensor:
         """The tokens whose log-probabilities are asked for: int64 [batch, seq], or [batch, seq, k] for k candidates
         each, as distillation from a teacher's likeliest tokens has them."""
@@ -119,10 +126,16 @@ class CrossEntropy(Loss):
 
 
 class MicroBatchMean(CrossEntropy):
-    """The mean over the step's micro-batches of each one's mean: Megatron-LM's without calculate_per_token_loss."""
+    """The mean over the step's micro-batches of each one's mean: Megatron-LM's without calculate_per_token_loss.
+
+    The log has the mean over all valid tokens of the step, as Megatron-LM's does.
+    """
 
     def denominator(self, batch: Batch) -> float:
         return 1.0
+
+    def logged_weight(self, batch: Batch) -> float | None:
+        return float(batch.loss_mask.sum(dtype=torch.float64))
 
     def weights(self, batch: Batch) -> Tensor:
         return batch.loss_mask / batch.loss_mask.sum().clamp(min=1)

@@ -37,17 +37,17 @@ class Future:
     weights: Tensor | float = (
         1.0  # float32 [layers], of each layer's sum of losses: main loss's tokens / its own
     )
+    sums: Tensor | None = None  # float32 [layers]: each layer's sum of losses is added here, for the log
 
     def at(self, places: Tensor) -> Future:
         """These places of every sequence."""
-        return Future(
-            self.tokens[..., places], self.labels[..., places], self.loss_mask[..., places], self.weights
-        )
+        parts = (self.tokens, self.labels, self.loss_mask)
+        return Future(*(part[..., places] for part in parts), self.weights, self.sums)
 
     def to(self, device: torch.device) -> Future:
-        """On a device; the weights are made there."""
+        """On a device; weights and sums are made there."""
         parts = (self.tokens, self.labels, self.loss_mask)
-        return Future(*(to_device(part, device) for part in parts), self.weights)
+        return Future(*(to_device(part, device) for part in parts), self.weights, self.sums)
 
 
 def future_of(labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, layers: int) -> Future:

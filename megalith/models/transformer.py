@@ -439,6 +439,8 @@ class Transformer(Stack):
             sizes = self._vocabulary
             given = labels, loss_mask, *sizes, replace(context, labelled=None), scales[k]
             losses.append(self._by_output(self.loss, self.head_input(x), *given))
+        if future.sums is not None:
+            future.sums += torch.stack(losses).detach()
         return with_further_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:

@@ -237,6 +237,8 @@ class RankBatch:
     future: Future | None = None  # what the layers of multi-token prediction predict
     loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
     labelled: int | None = None  # tokens whose loss_mask is not 0; None: the host does not know it
+    logged_weight: float | None = None  # in the logged loss; None: the log has the step's own loss
+    logged: Tensor | None = None  # float32 scalar: logged_weight · loss is added here
 
     def __getitem__(self, name: str) -> Tensor:
         return self.batch[name]
@@ -259,7 +261,6 @@ class ParallelModel:
         self.spec, self.mesh, self.device = spec, mesh, device
         self.config = spec.config  # None: not Megalith's own
         self._parallel = parallel
-        self._forward = partial(spec.forward, mesh.tp)
         self.amaxes = spec.amax_table(device)
         """FP8's delayed scales, of the whole model on every rank; None without them."""
         self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
@@ -269,6 +270,10 @@ class ParallelModel:
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
         self.own_loss = torch.zeros((), device=device)
         """What this rank gave to the last step's sum of losses: float32 scalar."""
+        self.logged_loss = self.own_loss
+        """The last step's loss as the log has it (`Loss.logged_weight`): float32 scalar, the same on every rank."""
+        self.further_losses: Tensor | None = None
+        """Mean loss of each layer of multi-token prediction in the last step: float32 [layers]; None without them."""
 
     def backward(
         self,
@@ -291,7 +296,8 @@ class ParallelModel:
         for part in parts:
             part.loss_scale = factor
             if part.future is not None:
-                part.future.weights = denominators[0] / denominators[1:]
+                part.future.weights = denominators[0] / denominators[1:-1]
+        self._begin_logged(parts)
         if self.spec.has_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
@@ -313,7 +319,9 @@ class ParallelModel:
         if self.spec.has_experts:
             tokens_cut = self._parallel.sequence_parallel
             self.tallies = gather_tallies(self.chunks, self.mesh, tokens_cut, self.device)
-        return self._everywhere(total) / denominators[0]
+        total = self._everywhere(total) / denominators[0]
+        self._read_logged(parts, total, denominators)
+        return total
 
     def placements(self) -> dict[str, Placement]:
         """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
@@ -426,14 +434,38 @@ class ParallelModel:
         return total if cp.rank == 0 else total - total.detach()
 
     def _denominators(self, loss: Loss, micro_batches: Sequence[Batch], parts: list[RankBatch]) -> Tensor:
-        """float32 [1 + further layers]: those of the step's loss and of each that predicts a further token."""
-        own = torch.zeros(1 + self.spec.further_layers, dtype=torch.float64)
+        """float32 [1 + further layers + 1]: those of the step's loss, of each that predicts a further token, and of the
+        logged loss."""
+        own = torch.zeros(1 + self.spec.further_layers + 1, dtype=torch.float64)
         for batch, part in zip(micro_batches, parts):
-            if self.mesh.cp.rank == 0:  # it is of whole sequences
+            part.logged_weight = loss.logged_weight(batch)
+            if self.mesh.cp.rank == 0:  # these are of whole sequences
                 own[0] += _scalar(loss, loss.denominator(batch))
+                own[-1] += part.logged_weight or 0.0
             if part.future is not None:
-                own[1:] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
+                own[1:-1] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
         return loss_denominators(own, self.mesh.dp_cp, self.device)
+
+    def _begin_logged(self, parts: list[RankBatch]) -> None:
+        """Give the step's passes the sums that the log reads."""
+        logged = torch.zeros((), device=self.device)
+        further = torch.zeros(self.spec.further_layers, device=self.device)
+        for part in parts:
+            part.logged = None if part.logged_weight is None else logged
+            if part.future is not None:
+                part.future.sums = further
+
+    def _read_logged(self, parts: list[RankBatch], loss: Tensor, denominators: Tensor) -> None:
+        """Set logged_loss and further_losses from these sums and the step's `loss`; a collective."""
+        logged, future = parts[0].logged, parts[0].future
+        self.logged_loss = loss if logged is None else self._everywhere(logged) / denominators[-1]
+        self.further_losses = future and self._everywhere(future.sums) / denominators[1:-1]
+
+    def _forward(self, chunk: nn.Module, part: RankBatch, streams: Streams | None) -> Streams | Tensor:
+        output = self.spec.forward(self.mesh.tp, chunk, part, streams)
+        if part.logged is not None and isinstance(output, Tensor):
+            part.logged += output.detach() * part.logged_weight
+        return output
 
     def _on_device(self, parts: list[RankBatch], factor: Tensor | None) -> Tensor:
         """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""

@@ -53,14 +53,14 @@ class Faults:
             )
         return verdict.spike is not None and self._go_back(verdict)
 
-    def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
-        """With `rerun_bad_steps` the loss of the step's gradients, computed once more if they looked wrong."""
+    def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
+        """With `rerun_bad_steps`, compute the step's gradients once more if they or its `loss` look wrong."""
         run = self._run
         if not self._rerun:
-            return loss
+            return
         first, own_first = self._figures(loss), run.model.own_loss.item()
         if not any_rank(self._looks_wrong(*first), run.mesh.world):
-            return loss
+            return
         run.model.parameters.clear_gradients()
         loss = run.gradients(micro_batches)
         second, own_second = self._figures(loss), run.model.own_loss.item()
@@ -87,7 +87,6 @@ class Faults:
             repeated_loss=second[0],
             ranks=ranks,
         )
-        return loss
 
     def _figures(self, loss: Tensor) -> tuple[float, float]:
         """Loss and gradient norm; waits for the device."""

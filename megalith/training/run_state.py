@@ -247,12 +247,12 @@ class Run:
     def train_step(
         self,
         batches: Iterator[Batch],
-        second_try: Callable[[Tensor, Sequence[Batch]], Tensor] = lambda loss, micro_batches: loss,
+        second_try: Callable[[Tensor, Sequence[Batch]], None] = lambda loss, micro_batches: None,
     ) -> PendingStep:
         """One update, by the gradient of the mean loss over the global batch.
 
         `second_try` gets the step's loss and micro-batches before the optimizer uses the gradients, and may make them
-        anew; it returns the loss that holds.
+        anew.
         """
         batch_size = self.batch_sizes.size(self.consumed_samples)
         count = self.data.micro_batches(self.consumed_samples)
@@ -263,7 +263,7 @@ class Run:
         for counter in self.counters.values():
             counter.begin_step(counts)
         with self.timers("forward-backward"):
-            loss = second_try(self.gradients(micro_batches), micro_batches)
+            second_try(self.gradients(micro_batches), micro_batches)
         figures = self.task.figures(self)
         if counts:
             of_task, of_fp8 = figures or dict, counted(self.counters, self.mesh.world)
@@ -285,7 +285,7 @@ class Run:
             consumed_samples=self.consumed_samples,
             batch_size=batch_size,
             lr=lr,
-            loss=loss,
+            loss=self.model.logged_loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             loss_scale=result.loss_scale,

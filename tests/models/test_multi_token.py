@@ -96,6 +96,8 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
     torch.testing.assert_close(loss, plain.detach())
     further = further_losses(model, tokens, mask)
     assert [count for _, count in further] == [14.0, 13.0] and mask.sum() == 15
+    logged = torch.stack([sum(losses) / count for losses, count in further])
+    torch.testing.assert_close(run.further_losses, logged.detach())
     (plain + sum(0.3 / 2 * sum(losses) / count for losses, count in further)).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config import DpoConfig, RunConfig
 from megalith.data.batch import Batch
-from megalith.models.loss import CrossEntropy, Loss
+from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
@@ -109,7 +109,8 @@ class Policy(Loss):
 
 
 BY_TOKENS = CrossEntropy(), Grpo(), GrpoByTokens(), Distillation()  # 0 / 0 where no token counts
-LOSSES = (CrossEntropy(), Grpo(), GrpoByTokens(), PreferenceLoss(DpoConfig()), Distillation(), Policy())
+LOSSES = (CrossEntropy(), Grpo(), GrpoByTokens(), PreferenceLoss(DpoConfig()), Distillation(), Policy(),
+          MicroBatchMean())  # fmt: skip
 
 
 def configuration(layout: str, **model) -> RunConfig:
@@ -151,8 +152,8 @@ def gradients(model: ParallelModel) -> dict[str, Tensor]:
 
 
 def outcome(config: RunConfig, losses: tuple[Loss, ...] = LOSSES[1:]) -> list[tuple]:
-    """Of each loss (parity shows the cross-entropy): its value, its gradients on rank 0, its evaluation; and the
-    log-probabilities here."""
+    """Of each loss (parity shows the cross-entropy): its value, its gradients on rank 0, its evaluation, and what the
+    log has of it and of further layers; and the log-probabilities here."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
     model = build_model(config, mesh, torch.device("cpu"))
@@ -160,9 +161,10 @@ def outcome(config: RunConfig, losses: tuple[Loss, ...] = LOSSES[1:]) -> list[tu
     results = []
     for loss in losses:
         value = model.backward(own, loss, loss_scale=4.0).item()
-        found = gradients(model)
+        found, further = gradients(model), model.further_losses
+        logged = [model.logged_loss.item(), *([] if further is None else further.tolist())]
         evaluated, divisor = model.evaluate(own, loss)
-        results.append((value, found, (evaluated / divisor).item()))
+        results.append((value, found, (evaluated / divisor).item(), logged))
     logprobs = model.all_logprobs(own, 0.7)
     assert torch.equal(model.logprobs(own[0], 0.7), logprobs[0])
     return [*results, torch.stack(logprobs)]
@@ -178,7 +180,7 @@ def test_equal_plain_pytorch_on_whole_logits():
     *found, logprobs = outcome(config, LOSSES)
     model = build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
     (chunk,) = model.chunks
-    for loss, (value, grads, evaluated) in zip(LOSSES, found, strict=True):
+    for loss, (value, grads, evaluated, logged) in zip(LOSSES, found, strict=True):
         total, divisor = torch.zeros(()), sum(float(loss.denominator(batch)) for batch in rollouts())
         for number, batch in enumerate(rollouts()):
             distribution = torch.log_softmax(chunk(batch.input_ids) / loss.temperature, -1)
@@ -192,6 +194,8 @@ def test_equal_plain_pytorch_on_whole_logits():
         expected = {name: parameter.grad for name, parameter in chunk.named_parameters()}
         assert max(gradient_errors(grads, expected).values()) < BOUND, type(loss)
         assert relative_error([value, evaluated], [(total / divisor).item()] * 2) < BOUND
+        by_tokens = found[0][0] if isinstance(loss, MicroBatchMean) else value
+        assert relative_error(logged, [by_tokens]) < BOUND, type(loss)
         chunk.zero_grad()
 
 
@@ -206,12 +210,10 @@ def test_a_step_without_a_valid_token_has_loss_zero_and_no_gradient(loss):
 
 def same_as_alone(ranks: list[list[tuple]], one: list[tuple], layout: str) -> None:
     for number, loss in enumerate(LOSSES[1:]):
-        value, grads, evaluated = one[number]
+        value, grads, evaluated, logged = one[number]
         for rank in ranks:
-            assert relative_error([rank[number][0], rank[number][2]], [value, evaluated]) < BOUND, (
-                layout,
-                loss,
-            )
+            figures = [rank[number][0], rank[number][2], *rank[number][3]]
+            assert relative_error(figures, [value, evaluated, *logged]) < BOUND, (layout, loss)
         assert max(gradient_errors(ranks[0][number][1], grads).values()) < BOUND, (layout, loss)
     assert max(gradient_errors(ranks[0][1][1], ranks[0][0][1]).values()) < ROUNDING, layout
     for rank in ranks:  # one pass over the output matrix or two

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from operator import truediv
 
 import numpy as np
 import pytest
@@ -70,23 +71,26 @@ def test_several_micro_batches_are_one_large_one(run, tmp_path):
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_the_loss_is_the_mean_over_the_tokens_that_count_or_over_the_micro_batches(run, tmp_path, per_token):
+def test_the_gradient_is_by_tokens_or_micro_batches_and_the_logged_loss_by_tokens(run, tmp_path, per_token):
     length = dict(train_iters=1, micro_batch_size=1, calculate_per_token_loss=per_token)
     run(train=length, data=dict(eod_mask_loss=True), optim=dict(lr=0.0))
     config = read_yaml(tmp_path / "run" / "config.yaml")
-    model = megalith.load(tmp_path / "run")  # lr 0: still the initial weights
+    model = megalith.load(tmp_path / "run").requires_grad_()  # lr 0: still the initial weights
     fresh = _run(RunConfig.from_tree(config))
-    loss, divisor, fewest = 0.0, 0.0, 16
+    tokens, losses_by_batch = [], []
     with fresh.data.train_loader(0, 0, torch.device("cpu")) as batches:
         for batch in batches:
             logits = model(batch.input_ids)
             picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
-            tokens = batch.loss_mask.sum().item()
-            loss -= (picked * batch.loss_mask).sum().item() / (1 if per_token else tokens)
-            divisor += tokens if per_token else 1
-            fewest = min(fewest, tokens)
-    assert fewest < 16
-    assert losses(tmp_path / "run")[0] == pytest.approx(loss / divisor, rel=1e-5)
+            losses_by_batch.append(-(picked * batch.loss_mask).sum())
+            tokens.append(batch.loss_mask.sum().item())
+    assert min(tokens) < max(tokens)
+    total = sum(losses_by_batch) / sum(tokens)
+    (total if per_token else sum(map(truediv, losses_by_batch, tokens)) / len(tokens)).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    [record] = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert record["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 def _run(config: RunConfig) -> Run:

@@ -164,7 +164,13 @@ class BertCrossEntropy(CrossEntropy):
 
 
 class BertMicroBatchMean(MicroBatchMean):
-    """The mean over the step's micro-batches of the mean over the masked tokens + the mean over the samples' orders."""
+    """The mean over the step's micro-batches of the mean over the masked tokens + the mean over the samples' orders.
+
+    Megatron-LM's pretrain_bert.py logs this mean as it is.
+    """
+
+    def logged_weight(self, batch: Batch) -> float | None:
+        return None
 
     def given(self, batch: Batch, weights: Tensor) -> Batch:
         return replace(super().given(batch, weights), order_weights=mean_weights(batch.sentence_order))
