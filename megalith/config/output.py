@@ -43,6 +43,9 @@ class CheckpointConfig(Section):
     keep_every: Annotated[PositiveInt | None, Needs("keep_last")] = None
     """Keeps also every checkpoint whose step is divisible by this."""
 
+    megatron_tracker: bool = False
+    """Writes Megatron-LM's `latest_checkpointed_iteration.txt` beside `checkpoints`, for scripts that look for it."""
+
     async_save: bool = False
     """Writes checkpoints in the background: training waits for a copy in host memory only."""
 
@@ -91,6 +94,10 @@ class LogConfig(Section):
 
     wandb: bool = False
     """Logs to Weights & Biases."""
+
+    tracker_names: Literal["megalith", "megatron"] = "megalith"
+    """Names of figures in TensorBoard and W&B: `train/loss` and the like, or `megatron`: Megatron-LM's tags, as
+    `lm loss` and `lm loss vs samples`."""
 
     wandb_project: Annotated[str, Needs("wandb", True)] = "megalith"
     """Weights & Biases project."""

@@ -43,11 +43,14 @@ class TrainingConsole(AbstractContextManager):
         self._interval = Interval()
         self._left = TimeLeft(total_steps)
 
-    def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
-        """Takes every step, with further figures; prints at each log interval and at the last step."""
+    def log_step(
+        self, metrics: StepMetrics, figures: Figures = NO_FIGURES, losses: Figures = NO_FIGURES
+    ) -> None:
+        """Takes every step, with further figures and losses; prints at each log interval and at the last step."""
         self._left.add(metrics)
         self._interval.steps.append(metrics)
         self._interval.figures.append(figures)
+        self._interval.losses.append(losses)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
             self._log_interval_of(self._interval)
             self._interval = Interval()
@@ -108,6 +111,7 @@ class Interval:
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
         self.figures: list[Figures] = []
+        self.losses: list[Figures] = []
 
     @property
     def last(self) -> StepMetrics:
@@ -115,8 +119,10 @@ class Interval:
 
     @property
     def loss(self) -> float:
-        """Mean of the finite losses; NaN when none is, so that a lost loss never vanishes from the log."""
-        known = [s.loss for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
+        """Mean of the finite losses, of steps that were not skipped if there are any, as in Megatron-LM; NaN when none
+        is, so that a lost loss never vanishes from the log."""
+        known = [s for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
+        known = [s.loss for s in known if not s.skipped] or [s.loss for s in known]
         return sum(known) / len(known) if known else math.nan
 
     @property
@@ -126,11 +132,12 @@ class Interval:
     @property
     def means(self) -> dict[str, float]:
         """Of the further figures, over the steps that have them."""
-        return {
-            name: sum(known) / len(known)
-            for name in self.figures[-1]
-            if (known := [value for each in self.figures if (value := each.get(name)) is not None])
-        }
+        return _means(self.figures)
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        """Of the further losses."""
+        return _means(self.losses)
 
     @property
     def skipped(self) -> int:
@@ -147,6 +154,14 @@ class Interval:
             return None
         total = sum(s.step_time_ms for s in self.steps)
         return sum(value * s.step_time_ms for value, s in zip(values, self.steps)) / total
+
+
+def _means(figures: Sequence[Figures]) -> dict[str, float]:
+    return {
+        name: sum(known) / len(known)
+        for name in figures[-1]
+        if (known := [value for each in figures if (value := each.get(name)) is not None])
+    }
 
 
 class LogConsole(TrainingConsole):
@@ -208,6 +223,7 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {interval.loss:.6E}",
+        *(f"{name}: {value:.6E}" for name, value in interval.mean_losses.items()),
         f"loss scale: {last.loss_scale if last.loss_scale is not None else 1.0:.1f}",
     ]
     if last.grad_norm is not None:
@@ -260,14 +276,16 @@ class LiveConsole(TrainingConsole):
         self._task = self._progress.add_task("step", total=total_steps, status="starting")
         self._evaluation: TaskID | None = None
 
-    def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
+    def log_step(
+        self, metrics: StepMetrics, figures: Figures = NO_FIGURES, losses: Figures = NO_FIGURES
+    ) -> None:
         status = f"loss {_loss(metrics.loss)}"
         for name, value in figures.items():
             status += "" if value is None else f"  {name} {value:.4g}"
         status += f"  lr {metrics.lr:.2e}"
         if metrics.tokens_per_second_per_device is not None:
             status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
-        super().log_step(metrics, figures)
+        super().log_step(metrics, figures, losses)
         self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
 

@@ -1,14 +1,14 @@
 """What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
 
 Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics` (with experts `ExpertStepMetrics`), in
-that order; every line of `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`, or other
-`validation_…` figures. A figure that is not known is null. So is one that is NaN or infinite, for JSON has neither: a
-loss that was lost shows as `"loss": null` with `"nan_iterations": 1`. A run that goes on from step k first cuts off
-what an earlier process wrote beyond k, so that no step is there twice. `events.jsonl` keeps everything: a line for
-each unusual event, with its `time`, the `event`'s kind, a `text` for a reader, and its figures. Models with experts
-have `experts.jsonl` too: at every log interval `tokens`, for each layer the tokens sent to each of its experts.
-`starts.jsonl` has a line for each time that the run was started, with its machine and layout, and
-`measured_step.json` each rank's times of one step.
+that order, and with multi-token prediction `mtp_1_loss` and so on; every line of `evaluations.jsonl` has `step`,
+`validation_loss` and `validation_perplexity`, or other `validation_…` figures. A figure that is not known is null. So
+is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
+`"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so that no
+step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`, the `event`'s
+kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log interval
+`tokens`, for each layer the tokens sent to each of its experts. `starts.jsonl` has a line for each time that the run
+was started, with its machine and layout, and `measured_step.json` each rank's times of one step.
 
 How a step's tokens were spread over the experts, in figures for the log.
 
@@ -30,13 +30,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.config import RunConfig
+from megalith.config import ModelConfig, RunConfig
 from megalith.errors import DataError
 from megalith.io import open_file
 from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.progress import Progress
 from megalith.remote import StorePath, place, size_of
-from megalith.report.trackers import Sink
+from megalith.report.trackers import BALANCING_LOSSES, Sink
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -303,6 +303,22 @@ def with_expert_load(
         moe_imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
     )
     return found, dict(zip(model.expert_layers, counts.long().tolist()))
+
+
+def named_losses(
+    metrics: StepMetrics, further: Sequence[float], model: ModelConfig
+) -> dict[str, float | None]:
+    """Return the step's losses besides the next token's, by Megatron-LM's names and in its order.
+
+    `further`: those of the layers of multi-token prediction.
+    """
+    losses = {}
+    if isinstance(metrics, ExpertStepMetrics):
+        name = BALANCING_LOSSES.get(model.moe_router_load_balancing_type, "")
+        losses = {name: metrics.moe_aux_loss, "z_loss": metrics.moe_z_loss}
+    return {name: loss for name, loss in losses.items() if loss is not None} | {
+        f"mtp_{depth} loss": loss for depth, loss in enumerate(further, 1)
+    }
 
 
 class LineFile:

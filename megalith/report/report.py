@@ -37,6 +37,7 @@ from megalith.report.metrics import (
     MetricsWriter,
     StepMetrics,
     last_step,
+    named_losses,
     with_expert_load,
 )
 from megalith.report.summary import print_summary, start_record
@@ -149,6 +150,8 @@ class PendingStep:
     """Norm of the weights after the step, where it was taken."""
     timers: PhaseTimers | None = None
     """Of the run, with the times since the last log line."""
+    further_losses: Tensor | None = None
+    """Mean loss of each layer of multi-token prediction, float32 [layers]."""
     tallies: Tensor | None = None
     """What the experts got, float32 [layers with experts, experts + 3]."""
     figures: Callable[[], dict[str, Any]] | None = None
@@ -300,8 +303,11 @@ class Report:
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
                 more = step.figures() if step.figures else {}
+                further = [] if step.further_losses is None else step.further_losses.tolist()
+                more |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(further, 1)}
                 self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
-                self._console.log_step(metrics, {name: more[name] for name in step.shown})
+                losses = named_losses(metrics, further, self._config.model)
+                self._console.log_step(metrics, {name: more[name] for name in step.shown}, losses)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
         means = timers.means()

@@ -71,8 +71,21 @@ def test_log_line_holds_the_means_and_counts_of_its_interval():
     assert MEGATRON_LINE.match(line.rstrip("\n"))
     assert "elapsed time per iteration (ms): 200.0 |" in line
     assert "(TFLOP/s/GPU): 23.3 |" in line  # work over time, not a mean of rates
-    assert "lm loss: 3.000000E+00" in line
+    assert "lm loss: 4.000000E+00" in line  # of the steps that were not skipped
     assert "skipped iterations:   1 | number of nan iterations:   1 |" in line
+
+
+def test_a_skipped_steps_loss_counts_where_there_is_no_other():
+    assert "lm loss: 2.000000E+00" in _log([_step(1, loss=2.0, skipped=1)])
+
+
+def test_further_losses_come_after_the_lm_loss_as_in_megatron():
+    stream = io.StringIO()
+    with LogConsole(2, 2, stream, clock=lambda: NOW) as console:
+        for step, loss in ((1, 1.0), (2, 2.0)):
+            console.log_step(_step(step), {}, {"load_balancing_loss": loss, "mtp_1 loss": 3.5})
+    expected = " | lm loss: 6.159759E+00 | load_balancing_loss: 1.500000E+00 | mtp_1 loss: 3.500000E+00 | loss scale: "
+    assert expected in stream.getvalue()
 
 
 def test_lines_come_at_the_interval_and_at_the_last_step():

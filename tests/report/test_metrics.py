@@ -13,6 +13,7 @@ import pytest
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import (
+    ExpertStepMetrics,
     MetricsWriter,
     StepMetrics,
     cut_after_step,
@@ -20,7 +21,7 @@ from megalith.report.metrics import (
     perplexity,
     read_records,
 )
-from megalith.report.trackers import TensorBoardSink, WandbSink, open_sinks
+from megalith.report.trackers import MegatronNames, TensorBoardSink, WandbSink, open_sinks
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms"),
@@ -240,6 +241,37 @@ def tensorboard(folder, name) -> dict[int, float]:
     shown = events.Scalars(name)
     assert len({event.step for event in shown}) == len(shown), [event.step for event in shown]
     return {event.step: round(event.value, 5) for event in shown}
+
+
+def test_trackers_have_megatrons_tags_where_its_names_are_chosen(tmp_path, calls):
+    log = dict(tensorboard=True, wandb=True, tracker_names="megatron")
+    model = dict(num_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
+    config = RunConfig.from_tree({"model": model, "log": log, "train": {"output_dir": str(tmp_path)}})
+    step = ExpertStepMetrics(**vars(_step(2, loss_scale=None)), moe_aux_loss=1.25, moe_z_loss=0.5)
+    with MetricsWriter(tmp_path, sinks=open_sinks(config, 0, 0)) as writer:
+        writer.log_step(step, {"mtp_1_loss": 4.5})
+        writer.log_timers(2, {"optimizer": 20.0})
+        writer.log_evaluation(2, 2.0)
+    loss, samples = step.loss, step.consumed_samples
+    for name, position, value in (
+        ("lm loss", 2, loss), ("lm loss vs samples", samples, loss), ("learning-rate", 2, step.lr),
+        ("batch-size vs samples", samples, step.global_batch_size), ("loss-scale", 2, 1.0),
+        ("grad-norm", 2, step.grad_norm), ("seq_load_balancing_loss", 2, 1.25), ("z_loss", 2, 0.5),
+        ("mtp_1 loss", 2, 4.5), ("iteration-time", 2, step.step_time_ms / 1e3), ("optimizer-time", 2, 0.02),
+        ("lm loss validation", 2, 2.0), ("lm loss validation ppl vs samples", samples, math.exp(2.0)),
+    ):  # fmt: skip
+        assert tensorboard(tmp_path, name) == {position: pytest.approx(value, abs=1e-5)}, name
+    sent = next(args[0] for name, args, _ in calls if name == "log")
+    assert (sent["lm loss"], sent["samples vs steps"]) == (loss, samples) and "lm loss vs samples" not in sent
+
+
+def test_megatrons_tags_keep_the_curve_by_samples_of_a_resumed_run(tmp_path):
+    for start, steps in ((0, (1, 2)), (2, (3,))):
+        sink = TensorBoardSink(tmp_path, start, names=MegatronNames().scalars)
+        with MetricsWriter(tmp_path, start, [sink]) as writer:
+            for step in steps:
+                writer.log_step(_step(step))
+    assert len(tensorboard(tmp_path, "lm loss vs samples")) == len(tensorboard(tmp_path, "lm loss")) == 3
 
 
 def spiked(folder, *sinks):
