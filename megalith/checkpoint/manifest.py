@@ -133,6 +133,12 @@ class RunRecord(_Record):
     consumed_samples: Count
     """Sequences consumed so far: the position of data, schedule and batch size."""
 
+    skipped_steps: Count = 0
+    """Of these steps those that fp16 skipped for an overflow: schedules do not count them."""
+
+    skipped_samples: Count = 0
+    """Their samples."""
+
     config: dict[str, Any]
     """The resolved configuration as plain values."""
 

@@ -68,6 +68,10 @@ class OptimConfig(Section):
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
+    schedule_unit: Literal["iters", "samples"] = "iters"
+    """What moves the schedules of a run counted in iterations: each iteration alike or, as in Megatron-LM, its samples,
+    all lengths being iterations × global_batch_size. The same where the batch does not grow."""
+
     lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
         "exponential"
     )
@@ -135,8 +139,8 @@ class OptimConfig(Section):
     loss_scale: PositiveFloat | None = None
     """A fixed loss scale for fp16. Absent: dynamic."""
 
-    initial_loss_scale: Annotated[PositiveFloat, FP16] = 2.0**32
-    """The dynamic loss scale's start."""
+    initial_loss_scale: Annotated[PositiveFloat, FP16] = 2.0**16
+    """The dynamic loss scale's start, PyTorch's. Megatron-LM's is 2^32, which ten or more skipped steps bring down."""
 
     min_loss_scale: Annotated[PositiveFloat, FP16] = 1.0
     """The dynamic loss scale's floor."""

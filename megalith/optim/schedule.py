@@ -3,12 +3,12 @@
 The learning rate climbs linearly from `lr_warmup_init` to `lr`, then follows a decay to `min_lr`, where it
 stays. The weight decay is constant, or grows over the whole run. The formulas are those of Megatron's
 OptimizerParamScheduler, and so is the unit: positions are in samples, an iteration counting as
-`global_batch_size` of them. The position of an update is what was done *before* it, so the first update of a
-warm-up from 0 has learning rate 0, as in Megatron.
+`global_batch_size` of them, or with `schedule_unit: samples` as those that it had. The position of an update is what
+was done *before* it, so the first update of a warm-up from 0 has learning rate 0, as in Megatron.
 
-Nothing is stored: a run is a config and a consumed-samples count, and a resumed run finds its place from
-these. So an update that was skipped for a non-finite gradient moves the schedule on like any other (in
-Megatron the scheduler, which holds a counter, waits for it).
+In fp16 a step that is skipped for an overflow does not count, as in Megatron, Accelerate and transformers: a warm-up
+waits for the loss scale to come down. A run keeps the number of such steps and of their samples in its checkpoints.
+Otherwise nothing is stored; a resumed run finds its place from its configuration and its counts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ParamSchedule:
     end_weight_decay: float
     weight_decay_steps: int
     weight_decay_style: str
-    samples_per_iteration: int | None  # None: the run is counted in samples
+    samples_per_iteration: int | None  # None: schedules move on by the samples consumed
     decoupled: ParamSchedule | None = None  # of the word embedding and the output matrix, where it is another
 
     def learning_rate(self, iteration: int, consumed_samples: int) -> float:
-        """Learning rate of the update that comes after `iteration` updates and `consumed_samples` samples."""
+        """Learning rate of the update after `iteration` updates and `consumed_samples` samples; skipped ones aside."""
         steps = self._position(iteration, consumed_samples)
         if self.warmup_steps > 0 and steps <= self.warmup_steps:
             return self.warmup_init + (self.lr - self.warmup_init) * steps / self.warmup_steps
@@ -53,7 +53,7 @@ class ParamSchedule:
         return self.min_lr + (self.lr - self.min_lr) * self._decay_coefficient(steps)
 
     def weight_decay(self, iteration: int, consumed_samples: int) -> float:
-        """Weight decay of the update that comes after `iteration` updates and `consumed_samples` samples."""
+        """Weight decay of the update after `iteration` updates and `consumed_samples` samples; skipped ones aside."""
         steps = self._position(iteration, consumed_samples)
         if self.weight_decay_style == "constant" or steps > self.weight_decay_steps:
             return self.end_weight_decay
@@ -115,7 +115,7 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
         end_weight_decay=end,
         weight_decay_steps=total * scale,
         weight_decay_style=optim.weight_decay_incr_style,
-        samples_per_iteration=scale if counted == "iters" else None,
+        samples_per_iteration=scale if counted == optim.schedule_unit == "iters" else None,
     )
     if optim.decoupled_lr is None:
         return schedule

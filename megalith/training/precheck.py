@@ -76,7 +76,8 @@ def check_job(
         _check_checkpoint(prepared, tokenizer)
     elif one_machine:
         with OutputLock(config.train.output_dir):
-            check_output_dir(config.train.output_dir, config.checkpoint.load, config.checkpoint.save)
+            saving = config.checkpoint
+            check_output_dir(config.train.output_dir, saving.load, saving.save, config.model.init_from)
         _check_checkpoint(prepared, tokenizer)
 
 

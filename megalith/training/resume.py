@@ -105,7 +105,7 @@ def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
 
 def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
     """Where the same samples move the weights otherwise."""
-    others, position = _changed(before, run.config, Decides.UPDATES), (run.step, run.consumed_samples)
+    others, position = _changed(before, run.config, Decides.UPDATES), run.schedule_position
     was, now = (build_schedule(c.optim, c.train).learning_rate(*position) for c in (before, run.config))
     if was != now:
         others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
@@ -172,6 +172,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_amaxes(checkpoint, run.model.amaxes, world)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
+    run.skipped_steps, run.skipped_samples = record.skipped_steps, record.skipped_samples
     run.totals, run.left_out = dict(record.counters), record.left_out
     run.task.go_on_with(run, checkpoint.task_files)
     run.abandoned = _abandoned(run, checkpoint)

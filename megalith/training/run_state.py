@@ -32,6 +32,7 @@ from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError
+from megalith.io import replace_file
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.models.transformer import Transformer
 from megalith.optim.schedule import build_schedule
@@ -47,6 +48,7 @@ from megalith.training.own_loop import Optimizer
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
 NAMED = 3  # parameters in the message
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class ReplicaCheck:
@@ -234,6 +236,7 @@ class Run:
         """Takes a line for the reader of the run's log."""
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
+        self.skipped_steps = self.skipped_samples = 0  # for fp16's overflows; schedules do not count them
         self.totals: dict[str, int | float] = {}  # running ones of the task, kept in checkpoints
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
         self.base: str | None = (
@@ -268,10 +271,10 @@ class Run:
         if counts:
             of_task, of_fp8 = figures or dict, counted(self.counters, self.mesh.world)
             figures = lambda: {**of_task(), **of_fp8}  # noqa: E731
-        lr = self.schedule.learning_rate(self.step, self.consumed_samples)
-        weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
+        lr = self.schedule.learning_rate(*self.schedule_position)
+        weight_decay = self.schedule.weight_decay(*self.schedule_position)
         decoupled = self.schedule.decoupled
-        decoupled_lr = decoupled and decoupled.learning_rate(self.step, self.consumed_samples)
+        decoupled_lr = decoupled and decoupled.learning_rate(*self.schedule_position)
         log, squares = self.config.log, self.updates.gradient_squares
         is_logged = (self.step + 1) % log.log_interval == 0 or self.step + 1 == self.total_steps
         zeros = squares.zeros() if is_logged and log.log_num_zeros_in_grad else None
@@ -280,6 +283,9 @@ class Run:
         work = self.data.work(self.consumed_samples, batch_size)
         self.step += 1
         self.consumed_samples += batch_size
+        if self.config.train.precision == "fp16" and result.skipped.item():
+            self.skipped_steps += 1
+            self.skipped_samples += batch_size
         return PendingStep(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -291,12 +297,18 @@ class Run:
             loss_scale=result.loss_scale,
             num_zeros=zeros,
             params_norm=squares.of_weights().sqrt() if is_logged and log.log_params_norm else None,
+            further_losses=self.model.further_losses,
             tallies=self.model.tallies,
             timers=self.timers,
             figures=figures,
             shown=self.task.shown,
             work=work,
         )
+
+    @property
+    def schedule_position(self) -> tuple[int, int]:
+        """Steps and samples that moved the schedules of learning rate and weight decay on."""
+        return self.step - self.skipped_steps, self.consumed_samples - self.skipped_samples
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
@@ -357,6 +369,15 @@ class Run:
         """Logs how the saves went that have ended; with `wait`, also the one in flight."""
         for saved in self.saver.finished(wait):
             self.log(str(saved))
+            if self.config.checkpoint.megatron_tracker and self.mesh.world.rank == 0 and saved.error is None:
+                self._write_tracker(saved.moment[0])
+
+    def _write_tracker(self, step: int) -> None:
+        tracker = place(self.config.run_folder) / MEGATRON_TRACKER
+        try:
+            tracker.write(str(step)) if isinstance(tracker, StorePath) else replace_file(tracker, str(step))
+        except OSError as error:
+            self.log(f"warning: {tracker} could not be written: {error}")
 
     def _is_saved(self) -> bool:
         last = self.saver.last
@@ -367,6 +388,8 @@ class Run:
         return RunRecord(
             step=self.step,
             consumed_samples=self.consumed_samples,
+            skipped_steps=self.skipped_steps,
+            skipped_samples=self.skipped_samples,
             config=self.config.to_tree(),
             loss_scale=self.loss_scale.state(),
             counters=dict(self.totals),

@@ -128,7 +128,7 @@ def test_the_page_is_a_well_formed_set_of_tables():
 
 
 def test_defaults_are_written_exactly():
-    assert "| `initial_loss_scale` | float | `4294967296` |" in reference_page()
+    assert "| `initial_loss_scale` | float | `65536` |" in reference_page()
     assert "| `adam_eps` | float | `1e-08` |" in reference_page()
 
 

@@ -90,7 +90,7 @@ def test_what_is_not_set_is_as_in_megatron():
     assert sgd.param_groups[0]["momentum"] == 0.9
     still = OptimConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)
     assert not any(build_optimizer(make_parameters("cpu").items(), still).state.values())
-    assert (config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (None, 2**32, 1.0)
+    assert (config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (None, 2**16, 1.0)
     assert (config.loss_scale_window, config.hysteresis) == (1000, 2)
 
 

@@ -81,6 +81,26 @@ def test_learning_rate_by_samples(style, wsd_style):
         assert schedule.learning_rate(-1, consumed) == pytest.approx(want, rel=1e-14, abs=1e-18)
 
 
+@pytest.mark.parametrize(("style", "wsd_style"), STYLES)
+def test_a_run_of_iterations_can_move_by_samples_as_megatrons_does(style, wsd_style):
+    wsd = {"lr_wsd_decay_style": wsd_style, "lr_wsd_decay_iters": 12} if wsd_style else {}
+    growing = dict(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style="linear")
+    optim = OptimConfig(
+        lr=1e-3,
+        lr_decay_style=style,
+        lr_warmup_iters=5,
+        lr_decay_iters=40,
+        schedule_unit="samples",
+        **wsd,
+        **growing,
+    )
+    schedule = build_schedule(optim, TrainConfig(train_iters=50, global_batch_size=BATCH))
+    for consumed in range(0, 50 * BATCH, 7):
+        want = expected_lr(consumed, style, 1e-3, 0.0, 0.0, 5 * BATCH, 40 * BATCH, 12 * BATCH, wsd_style)
+        assert schedule.learning_rate(-1, consumed) == pytest.approx(want, rel=1e-14, abs=1e-18)
+        assert schedule.weight_decay(-1, consumed) == pytest.approx(0.1 + 0.2 * consumed / (50 * BATCH))
+
+
 def test_warmup_as_a_fraction_is_of_the_decay_and_may_end_between_steps():
     optim = OptimConfig(lr=1e-3, lr_decay_iters=25, lr_warmup_fraction=0.1, lr_decay_style="linear")
     schedule = build_schedule(optim, TrainConfig(train_iters=50, global_batch_size=BATCH))

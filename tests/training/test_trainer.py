@@ -9,7 +9,7 @@ from operator import truediv
 import numpy as np
 import pytest
 import torch
-from trained_runs import configuration, losses, stored
+from trained_runs import comparable, configuration, losses, stored
 
 import megalith
 from megalith.cli.main import main
@@ -96,6 +96,34 @@ def test_the_gradient_is_by_tokens_or_micro_batches_and_the_logged_loss_by_token
 def _run(config: RunConfig) -> Run:
     mesh = build_mesh(config.parallel, 1, "cpu")
     return Run(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
+
+
+def test_schedules_wait_for_steps_that_fp16_skips_also_after_a_resume(run, tmp_path):
+    """As in Megatron-LM, whose scheduler steps after a successful update only; by samples of a growing batch too."""
+    settings = dict(
+        optim=dict(
+            lr=1e-2, lr_warmup_iters=4, schedule_unit="samples", initial_loss_scale=2.0**23, hysteresis=1
+        ),
+        model=dict(hidden_size=64),
+    )
+    train_settings = dict(
+        precision="fp16", micro_batch_size=2, step_batch_size_schedule=[[0, 4], [32, 8]], eval_iters=0
+    )
+    run(train=train_settings | dict(train_iters=14), **settings)
+    whole = read_records(tmp_path / "run" / "metrics.jsonl")
+    skipped = [record["skipped"] for record in whole]
+    assert 1 < sum(skipped) < 10 and skipped[0] and not skipped[-1]
+    counted = 0
+    for record in whole:
+        if counted <= 4 * 8:
+            assert record["lr"] == pytest.approx(1e-2 * counted / (4 * 8))
+        counted += 0 if record["skipped"] else record["global_batch_size"]
+    assert max(record["lr"] for record in whole) > 5e-3
+    run("parts", train=train_settings | dict(train_iters=14, exit_interval=4), **settings)
+    for _ in range(3):
+        load = dict(checkpoint=dict(load=str(tmp_path / "parts")))
+        run("parts", train=train_settings | dict(train_iters=14, exit_interval=4), **settings, **load)
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "run")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
