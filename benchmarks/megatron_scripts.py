@@ -23,10 +23,11 @@ import yaml
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Refused
-from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT
 from megalith.dialects.megatron.translate import REQUIRED, in_flags, translate
 from megalith.errors import ConfigError
 
+KNOWN = FLAGS | MODELOPT
 AXES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 LEFT_OUT = re.compile(
     r"inference|multimodal|mimo|llava|vlm|grpo|/rl/|mamba|hybrid|bert|t5|retro|vision|export|msdp|detxoify"
@@ -47,9 +48,16 @@ def flags_of_yaml(path: Path) -> list[str] | None:
     words: list[str] = []
     for flag, value in given.items():
         if value is not False and value is not None:
-            # "[a b]" is how these files write several words
-            words += [flag] if value is True else [flag, *shlex.split(str(value).strip("[]"))]
+            words += [flag] if value is True else [flag, *words_of(value)]
     return words
+
+
+def words_of(value: object) -> list[str]:
+    """Return the words of a value in MODEL_ARGS: one, or with brackets several, as Megatron-LM's _run_training.sh."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)).split()
+    text = str(value).strip()
+    return text[1:-1].split() if text.startswith("[") and text.endswith("]") else [text]
 
 
 def flags_of_script(path: Path) -> list[str] | None:
@@ -59,25 +67,46 @@ def flags_of_script(path: Path) -> list[str] | None:
         return None
     words: list[str] = []
     for line in text.splitlines():
+        if re.fullmatch(r"\s*(-\w\s*\|\s*)?--[\w-]+\)\s*", line):
+            continue  # a label of the script's own options
         line = re.sub(r"(^|\s)#.*", "", line).strip().removesuffix("\\").strip(" ()")
         line = re.sub(r"^[\w]+\+?=[\"(']*\s*", "", line)
-        if line.startswith("--"):
-            try:
-                words += shlex.split(line)
-            except ValueError:
-                words += line.replace('"', "").replace("'", "").split()
+        if re.match("[\"']?--", line):
+            for word in shlex.split(balanced(line)):
+                # A quoted flag with its value, in an array that is expanded without quotes
+                words += word.split() if re.match(r"--\S+\s", word) else [word]
     return words
 
 
+def balanced(line: str) -> str:
+    """Return a line of a quoted block without the quote that begins or ends the block."""
+    for quote in "\"'":
+        if line.count(quote) % 2:
+            at = line.rfind(quote)
+            line = line[:at] + line[at + 1 :]
+    try:
+        shlex.split(line)
+    except ValueError:
+        return line.replace('"', "").replace("'", "").replace("\\", "")
+    return line
+
+
+def subject(problem: str) -> str:
+    """Return what a problem is about: its flag, with the value where that is the cause."""
+    if problem.startswith(("--", "there is no flag")):
+        return re.split(r" is (?!no flag)|; ", problem)[0]
+    return problem[:100]
+
+
 def in_words_of_ours(words: list[str]) -> list[str]:
-    """Without torchrun's flags and what stands behind no flag; with a value in the place of each variable."""
+    """Without the launchers' flags and what stands behind no flag; with a value in the place of each variable."""
     result: list[str] = []
     takes = None  # what the last flag takes, if it may have more words
     for word in words:
         if word.startswith("--"):
             flag = word.partition("=")[0]
-            takes = FLAGS[flag].takes if flag in FLAGS else None
-            if flag not in TORCHRUN:
+            takes = KNOWN[flag].takes if flag in KNOWN else None
+            if flag not in LAUNCHERS:
                 result.append(VARIABLE.sub("1", word))
             else:
                 takes = "switch"
@@ -87,9 +116,12 @@ def in_words_of_ours(words: list[str]) -> list[str]:
     return result
 
 
-TORCHRUN = ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank", "--master_addr",
-            "--master_port", "--master-addr", "--master-port", "--rdzv_id", "--rdzv_backend",
-            "--rdzv_endpoint")  # fmt: skip
+LAUNCHERS = ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank", "--master_addr",
+             "--master_port", "--master-addr", "--master-port", "--rdzv_id", "--rdzv_backend", "--rdzv_endpoint",
+             "--log-dir", "--tee", "--redirects",  # torchrun's, then srun's and nsys's
+             "--container-image", "--container-mounts", "--container-workdir", "--mpi", "--output",
+             "--sample", "--cpuctxsw", "--trace", "--capture-range", "--capture-range-end", "--cuda-graph-trace",
+             "--cuda-memory-usage")  # fmt: skip
 
 
 def problems_of(words: list[str]) -> list[str]:
@@ -130,12 +162,12 @@ def main() -> None:
             words = read(path)
             if not words:
                 continue
-            flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {*TORCHRUN}
+            flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {*LAUNCHERS}
             files, uses = files + 1, uses + len(flags)
-            refused.update(flag for flag in flags if flag not in FLAGS or isinstance(FLAGS[flag], Refused))
+            refused.update(flag for flag in flags if flag not in KNOWN or isinstance(KNOWN[flag], Refused))
             told = problems_of(in_words_of_ours(words))
             whole += not told
-            reasons.update(re.sub(r" is .*", "", line) for line in told)
+            reasons.update(map(subject, told))
     print(
         f"{whole} of {files} scripts pass whole; of {uses:,} uses of flags {sum(refused.values())} are of refused or "
         "unknown ones"

@@ -158,13 +158,17 @@ def _read_holder(descriptor: int) -> str:
 
 
 def check_output_dir(
-    output_dir: str | Path, load: str | Path | StorePath | None, save: str | None = None
+    output_dir: str | Path,
+    load: str | Path | StorePath | None,
+    save: str | None = None,
+    init_from: str | None = None,
 ) -> None:
     """Refuses, with a ConfigError, an output folder that holds another run. Changes nothing.
 
     A folder holds a run when it has metrics or checkpoints. It is this run's own when `load` (the setting
     `checkpoint.load`) names the folder, its `checkpoints`, or a step in there. The same of `save`, where the run's
-    steps go into an object store; a `load` of there makes both its own.
+    steps go into an object store; a `load` of there makes both its own. `init_from`: what the run begins from, for the
+    sentence.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
@@ -175,6 +179,8 @@ def check_output_dir(
     for own in folders:
         if found := _traces_of_a_run(own):
             loads = f"checkpoint.load is {load}" if load is not None else "checkpoint.load is not set"
+            if load is None and init_from is not None:
+                loads = f"model.init_from {init_from} begins a new run at step 0"
             setting = "train.output_dir" if own is folder else "checkpoint.save"
             raise ConfigError(
                 f"the output folder {own} holds another run ({found}), and {loads}; to go on with that run set "

@@ -72,7 +72,7 @@ def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
                 has_saved = not _saves(saved) <= set(_mark(output)[1:])
             yield has_saved
             return
-        check_output_dir(output, config.checkpoint.load, config.checkpoint.save)
+        check_output_dir(output, config.checkpoint.load, config.checkpoint.save, config.model.init_from)
         if attempt.launcher is not None:
             with refused(saved):
                 before = sorted(_saves(saved))

@@ -15,7 +15,7 @@ from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
 from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS, OLDER
+from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, OLDER
 from megalith.dialects.megatron.translate import Translation, in_flags, translate
 from megalith.errors import ConfigError
 from megalith.training.build import prepare
@@ -85,7 +85,7 @@ def test_every_row_sets_what_there_is_and_says_why():
         for section, whole in RunConfig.model_fields.items()
         for name in whole.annotation.model_fields
     }
-    for flag, row in FLAGS.items():
+    for flag, row in (FLAGS | MODELOPT).items():
         assert row.means, flag
         if isinstance(row, Sets):
             assert row.path in fields | ALIASES.keys(), flag
@@ -173,7 +173,7 @@ def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_ne
     told = problems(LEAST + "--data-impl lazy --fp8-hybrid --checkpoint-num-layers 1")
     assert told[0] == "--data-impl is lazy: one of mmap, infer is needed"
     assert "give --fp8-format hybrid" in told[1] and "give --recompute-num-layers" in told[2]
-    assert not OLDER.keys() & FLAGS.keys()
+    assert not (OLDER | MODELOPT).keys() & FLAGS.keys()
     given = config_of("--cpu-offload-optimizer --enable-straggler-detection --dp-comm-overlap-bucket-size 9")
     assert given.optim.optimizer_cpu_offload and given.runtime.enable_straggler_detection
 
@@ -186,7 +186,7 @@ OMITTED = {
     "model.untie_embeddings_and_output_weights": False, "model.add_bias_linear": True,
     "optim.optimizer": "adamw", "optim.lr_decay_style": "linear", "optim.min_lr": 0.0, "optim.weight_decay": 0.01,
     "optim.adam_beta1": 0.9, "optim.adam_beta2": 0.999, "optim.adam_eps": 1e-8, "optim.clip_grad": 1.0,
-    "optim.initial_loss_scale": 2.0**32, "optim.hysteresis": 2, "optim.loss_scale_window": 1000,
+    "optim.hysteresis": 2, "optim.loss_scale_window": 1000,
     "train.precision": "fp32", "train.seed": 1234, "train.eval_iters": 0, "train.deterministic": False,
     "data.dataloader_type": "single", "data.num_workers": 2, "log.log_interval": 100, "log.log_throughput": False,
     "log.console": "lines", "log.tensorboard": False, "log.wandb": False, "checkpoint.save_interval": None,
@@ -204,6 +204,7 @@ def test_an_omitted_flag_means_megatrons_default():
 # flags, what they mean, and words of the note that comes with them
 CASES = [
     ("--bf16", {"train.precision": "bf16"}, ""),
+    ("--fp16", {"train.precision": "fp16", "optim.initial_loss_scale": 2.0**32}, ""),
     ("--swiglu --hidden-size 4096 --num-attention-heads 32", {"model.ffn_size": 10880}, ""),
     ("--disable-bias-linear", {"model.activation": "gelu", "model.add_bias_linear": False}, ""),
     ("--squared-relu", {"model.activation": "squared_relu"}, ""),
@@ -237,7 +238,7 @@ CASES = [
       "model.linear_num_key_heads": 4, "model.linear_value_head_dim": 128, "model.attention_output_gate": True}, ""),
     ("--num-experts 4 --quick-geglu --softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1",
      {"model.softmax_type": "learnable", "model.activation_func_clamp_value": 7.0, "model.glu_linear_offset": 1.0,
-      "model.add_router_bias": True}, ""),
+      "model.add_router_bias": True}, "has no attention dropout here"),
     ("--num-experts 4 --disable-bias-linear", {"model.add_router_bias": False}, ""),
     ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
      "--no-yarn-correction-range-round-to-int", {"model.rope_scaling.truncate": False}, ""),
@@ -281,15 +282,24 @@ CASES = [
      {"model.moe_layer_freq": [0, 0, 1, 1, 1], "model.moe_aux_loss_coeff": 0.01}, ""),
     ("--eval-interval 5", {"train.eval_interval": 5, "train.eval_iters": 100}, ""),
     ("--eval-interval 5 --eval-iters -1", {"train.eval_interval": 5, "train.eval_iters": 0}, ""),
-    ("--rampup-batch-size 2 2 100", {"train.rampup_batch_size": [2, 2, 100]}, ""),
+    ("--rampup-batch-size 2 2 100", {"train.rampup_batch_size": None},
+     "--rampup-batch-size 2 2 100 is ignored, as by core 0.20"),
     ("--step-batch-size-schedule '0:2 3.2K:4 1M:8'",
-     {"train.step_batch_size_schedule": [(0, 2), (100, 4), (31250, 8)], "train.global_batch_size": 8}, ""),
+     {"train.step_batch_size_schedule": [(0, 2), (100, 4), (31250, 8)], "train.global_batch_size": 8,
+      "optim.schedule_unit": "samples"}, "move on by samples, as in Megatron"),
+    ("--step-batch-size-schedule '3.2k:8,0:2'",
+     {"train.step_batch_size_schedule": [(0, 2), (100, 8)], "optim.schedule_unit": "samples"}, "move on by samples"),
     ("--save-interval 4 --save-retain-interval 8", {"checkpoint.keep_last": 1, "checkpoint.keep_every": 8}, ""),
     ("--exit-signal-handler", {"checkpoint.save_when_stopped": "always"}, ""),
     ("--tensorboard-dir tb", {"log.tensorboard": True, "log.tensorboard_dir": "tb"}, ""),
     ("--wandb-project p --wandb-exp-name n --wandb-entity e --wandb-save-dir d",
      {"log.wandb": True, "log.wandb_project": "p", "log.wandb_name": "n", "log.wandb_entity": "e",
       "log.wandb_dir": "d"}, ""),
+    ("--softmax-type learnable", {"model.softmax_type": "learnable", "model.attention_dropout": 0.0},
+     "Megatron's is 0.1; give --attention-dropout 0"),
+    ("--enable-gpt-oss --export-force-local-attention --export-model-type GPTModel --export-kv-cache-quant none",
+     {"model.position_embedding_type": "learned_absolute"}, "--enable-gpt-oss (Megatron-LM reads it only for"),
+    ("--save out", {"checkpoint.megatron_tracker": True}, ""),
     ("--load nowhere", {"checkpoint.load": None}, "holds no checkpoint: training begins at step 0"),
     ("--load nowhere --exit-on-missing-checkpoint", {"checkpoint.load": "nowhere"}, ""),
     ("--load out", {"checkpoint.load": "out", "train.output_dir": "out"}, ""),
@@ -417,6 +427,12 @@ def test_all_that_is_wrong_is_told_at_once():
             "--position-embedding-type yarn --rotary-scaling-factor 4",
             "--yarn-original-max-position-embeddings",
         ),
+        (
+            "--batch-invariant-mode",
+            "--batch-invariant-mode is refused: kernels here do not give the same bits",
+        ),
+        ("--export-quant-cfg FP8_DEFAULT_CFG", "is refused: models are quantized by ModelOpt alone"),
+        ("--export-kd-teacher-load t", "is refused: this command has no teacher"),
         ("--pipeline-model-parallel-layout Etm|tL", "stand in the last stage, beside the head"),
         ("--window-size 9", "two numbers are needed"),
         ("--num-experts 2 --moe-layer-freq __import__('os')", "lists of numbers with"),
@@ -432,7 +448,7 @@ def test_all_that_is_wrong_is_told_at_once():
             "--muon-tp-mode blockwise is refused: a matrix is always whole",
         ),
         ("--optimizer muon --muon-no-split-qkv", "--muon-no-split-qkv is refused"),
-        ("--step-batch-size-schedule 5:8", "TOKENS:SIZE pairs are needed, the first from 0"),
+        ("--step-batch-size-schedule 5K:8", "TOKENS:SIZE pairs are needed, the first from 0"),
         ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4, contradict"),
         ("--data-path a", "--data-path and --mock-data contradict"),
         ("--wandb-project p", "needs --wandb-exp-name"),
@@ -450,6 +466,10 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
     [
         ("--seed -3", "--seed is -3: input should be greater than or equal to 0"),
         ("--save-interval 0", "--save-interval is 0:"),
+        (
+            "--softmax-type learnable --attention-dropout 0.1",
+            "--softmax-type learnable is put together with attention's own kernels",
+        ),
         (
             "--tensor-model-parallel-size 0",
             "--tensor-model-parallel-size is 0: input should be greater than 0",
@@ -537,7 +557,7 @@ def test_the_flags_without_effect_stand_in_one_note():
 def test_the_command_lists_every_flag_with_its_kind(capsys):
     assert main(["megatron", "flags", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    assert table.keys() == FLAGS.keys()
+    assert table.keys() == FLAGS.keys() | MODELOPT.keys()
     assert {row["kind"] for row in table.values()} == {"sets", "derives", "no effect", "refused"}
     assert table["--lr"] == {"kind": "sets", "means": "optim.lr"}
     assert main(["megatron", "flags"]) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
@@ -22,6 +23,7 @@ from megalith.dialects.megatron.door import FILES, install, run_command, run_scr
 from megalith.dialects.megatron.translate import translate
 from megalith.errors import ConfigError
 from megalith.parity.job import start
+from megalith.report.metrics import read_records
 from megalith.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +46,8 @@ SCRIPTS = {
 LINE = re.compile(
     r"^ \[[\d-]+ [\d:.]+\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| "
     r"elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \| "
-    r"global batch size: +\d+ \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| "
+    r"global batch size: +\d+ \| lm loss: \d\.\d{6}E[+-]\d\d \| "
+    r"(?:[a-z_]+: \d\.\d{6}E[+-]\d\d \| )*loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| "
     r"number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \|$",
     re.MULTILINE,
 )
@@ -202,6 +205,30 @@ def test_a_run_in_one_process_logs_megatrons_lines_and_goes_on_from_its_folder(t
     assert [line.split("|")[0].split()[-1] for line in LINE.findall(capfd.readouterr().out)] == ["3"]
 
 
+def test_losses_of_experts_and_further_tokens_stand_in_the_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        f"{SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --log-interval 2 --position-embedding-type rope "
+        "--mtp-num-layers 1 --num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+        "--moe-z-loss-coeff 0.001 --tensorboard-dir tb"
+    )
+    assert run_command(shlex.split(flags)) == 0
+    records = read_records(tmp_path / "output" / "metrics.jsonl")
+    means = {
+        name: sum(record[key] for record in records) / 2
+        for name, key in (
+            ("lm loss", "loss"),
+            ("seq_load_balancing_loss", "moe_aux_loss"),
+            ("z_loss", "moe_z_loss"),
+            ("mtp_1 loss", "mtp_1_loss"),
+        )
+    }
+    fields = " | ".join(f"{name}: {value:.6E}" for name, value in means.items())
+    assert f" | {fields} | loss scale: " in capfd.readouterr().out
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert {*means, "lm loss vs samples"} <= {*events.Tags()["scalars"]}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_script_runs_as_it_is(tmp_path, monkeypatch, capfd, processes):
@@ -218,6 +245,62 @@ def test_a_script_runs_as_it_is(tmp_path, monkeypatch, capfd, processes):
     out = capfd.readouterr().out
     assert len(LINE.findall(out)) == 2 and ("tensor 2" in out) == (processes == "2")
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "output" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "uv run --no-sync --extra mlm env A=1 python -m torch.distributed.run",
+        "uv --directory . run -p 3.12 torchrun",
+        "uv run -m torch.distributed.run",
+        "uv run --",
+        "uv run",
+    ],
+)
+def test_uv_run_starts_our_programs_and_uv_itself_all_others(command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "uv").write_text('#!/bin/bash\necho "uv itself: $@"\n')
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = "" if command.endswith(("run", "--")) and "torch" not in command else "--nproc_per_node 1 "
+    (tmp_path / "train.sh").write_text(
+        "uv run python other.py\nuv pip list\n"
+        f"{command} {run}a/b/pretrain_gpt.py --mock-data --vocab-size 60 --lr 1e-3\n"
+    )
+    assert run_script("train.sh", [], override=f"{SHRUNK} --emit run.yaml") == 0
+    assert capfd.readouterr().out == "uv itself: run python other.py\nuv itself: pip list\n"
+    assert RunConfig.load(tmp_path / "run.yaml").model.hidden_size == 64
+
+
+def test_a_restarted_script_finds_megatrons_tracker_and_a_finetuning_one_is_told_the_way(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    flags = f"{SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --save-interval 1 --save out"
+    assert run_command([*shlex.split(flags), "--exit-interval", "1"]) == 0
+    tracker = tmp_path / "out" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "1"
+    for load in ("out", "other"):
+        shutil.copytree("out", "other", dirs_exist_ok=True)
+        with pytest.raises(ConfigError, match=re.escape(
+            f"and --finetune --load {load} begins a new run at step 0; to go on with that run leave --finetune out and "
+            "set --load to out, to start a new one set --save to another folder"
+        )):  # fmt: skip
+            run_command([*shlex.split(flags), "--finetune", "--load", load])
+    without = flags.replace("--seq-length 32 ", "").replace("--hidden-size 64 ", "")
+    assert run_command([*shlex.split(without), "--load", "out", "--use-checkpoint-args"]) == 0
+    assert tracker.read_text() == "2"
+    config = RunConfig.load(tmp_path / "out" / "config.yaml")
+    assert (config.data.seq_length, config.model.hidden_size) == (32, 64)
+
+
+def test_without_a_checkpoint_use_checkpoint_args_takes_the_models_flags(tmp_path):
+    flags = (
+        SHRUNK.replace("--seq-length 32 ", "")
+        + " --mock-data --vocab-size 60 --lr 1e-3 --use-checkpoint-args"
+    )
+    with pytest.raises(ConfigError, match="--seq-length is missing"):
+        translate([*shlex.split(flags), "--load", str(tmp_path / "nothing")])
 
 
 def test_a_script_that_looks_for_the_file_itself_is_told_of_install(tmp_path, monkeypatch, capfd):

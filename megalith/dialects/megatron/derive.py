@@ -93,6 +93,19 @@ OF_ENCODERS = {
 }  # and which programs read them
 
 
+def sink(given: Given) -> None:
+    """model.softmax_type; any but vanilla without attention dropout, which is on in Megatron where its flag is left
+    out."""
+    if "--softmax-type" in given:
+        given.set("model.softmax_type", given["--softmax-type"])
+    if given["--softmax-type"] != "vanilla" and "--attention-dropout" not in given:
+        given.set("model.attention_dropout", 0.0)
+        given.notes.append(
+            f"--softmax-type {given['--softmax-type']} has no attention dropout here: it is off, where without "
+            "--attention-dropout Megatron's is 0.1; give --attention-dropout 0 to both for the same training"
+        )
+
+
 def heads(given: Given) -> None:
     """model.num_query_groups, which counts only with --group-query-attention."""
     if given["--multi-latent-attention"]:
@@ -332,7 +345,8 @@ def lengths(given: Given) -> None:
 
 def batch(given: Given) -> None:
     """train.global_batch_size: without it one micro-batch on each model replica; or the last of
-    train.step_batch_size_schedule, whose thresholds are tokens in the flag and samples here."""
+    train.step_batch_size_schedule, whose thresholds are tokens in the flag and samples here, with
+    optim.schedule_unit samples; --rampup-batch-size is ignored, as by core 0.20."""
     size = given["--global-batch-size"]
     if given["--step-batch-size-schedule"] is not None:
         steps = _batch_steps(given, given["--step-batch-size-schedule"])
@@ -341,12 +355,10 @@ def batch(given: Given) -> None:
                 f"--global-batch-size {size} and --step-batch-size-schedule, which ends with {steps[-1][1]}, "
                 "contradict each other; leave the first out"
             )
-        if steps and given["--rampup-batch-size"] is not None:
-            given.problems.append(
-                "--rampup-batch-size and --step-batch-size-schedule contradict each other; leave one"
-            )
         given.set("train.step_batch_size_schedule", steps)
         size = steps[-1][1] if steps else 1
+        if steps and given["--train-samples"] is None:
+            _schedules_by_samples(given, size)
     if size is None and given["--micro-batch-size"] is not None:
         devices = math.prod(given[f"--{name}-size"] for name in ("tensor-model-parallel", "pipeline-model-parallel",
                                                                  "context-parallel"))  # fmt: skip
@@ -354,22 +366,45 @@ def batch(given: Given) -> None:
         given.notes.append(f"without --global-batch-size it is {size}: a micro-batch on each model replica")
     if size is not None:
         given.set("train.global_batch_size", size)
+    if (ramp := given["--rampup-batch-size"]) is not None:
+        given.notes.append(
+            f"--rampup-batch-size {' '.join(map(str, ramp))} is ignored, as by core 0.20, which replaced it by "
+            "--step-batch-size-schedule: every step has the whole batch. For the ramp of earlier versions set "
+            f"train.rampup_batch_size: {ramp} in a run file (--emit)"
+        )
+
+
+def _schedules_by_samples(given: Given, size: int) -> None:
+    given.set("optim.schedule_unit", "samples")
+    given.notes.append(
+        "with --step-batch-size-schedule learning rate and weight decay move on by samples, as in Megatron; lengths in "
+        f"iterations count {size} samples each, the schedule's last batch. Core 0.20 counts --micro-batch-size × model "
+        "replicas: give --train-samples, --lr-decay-samples and --lr-warmup-samples where the rates must be equal"
+    )
 
 
 def _batch_steps(given: Given, text: str) -> list[list[int]]:
     """`0:768 250B:1536`, tokens and sizes → [samples, size] each."""
     length = given["--seq-length"] or given["--encoder-seq-length"] or 1
-    found = [
-        re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", step) for step in re.split(r"[\s,]+", text.strip())
-    ]
-    if not all(found) or float(found[0][1]) != 0:
+    try:
+        pairs = [step.split(":") for step in text.replace(",", " ").split()]
+        steps = sorted([_count(tokens) // length, _count(size)] for tokens, size in pairs)
+    except (ValueError, OverflowError):
+        steps = []
+    if not steps or steps[0][0] != 0:
         given.problems.append(
             f"--step-batch-size-schedule is {text!r}: TOKENS:SIZE pairs are needed, the first from 0, like "
             "'0:768 250B:1536'"
         )
         return []
-    factors = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    return [[int(float(step[1]) * factors[step[2]]) // length, int(step[3])] for step in found]
+    return steps
+
+
+def _count(text: str) -> int:
+    """`250B` → 250,000,000,000, as Megatron-LM reads it."""
+    text = text.strip().upper()
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:], 1)
+    return int(float(text if factor == 1 else text[:-1]) * factor)
 
 
 def datasets(given: Given) -> None:
@@ -432,8 +467,8 @@ def evaluation(given: Given) -> None:
 
 
 def saving(given: Given) -> None:
-    """train.output_dir, which is the folder of --save, and what is saved there: without --save nothing; at a signal
-    only with --exit-signal-handler."""
+    """train.output_dir, which is the folder of --save, and what is saved there, with latest_checkpointed_iteration.txt:
+    without --save nothing; at a signal only with --exit-signal-handler."""
     folder = given["--save"]
     given.set("train.output_dir", folder or _free_folder("output"))
     if folder is None:
@@ -442,6 +477,8 @@ def saving(given: Given) -> None:
         given.notes.append(
             f"without --save no checkpoint is written; figures and logs go to {given.tree['train']['output_dir']}"
         )
+    else:
+        given.set("checkpoint.megatron_tracker", True)
     if folder is None:
         given.set("checkpoint.save_when_stopped", "never")
     elif not given["--exit-signal-handler"]:
@@ -463,12 +500,12 @@ def loading(given: Given) -> None:
     """checkpoint.load; with --finetune, and of --pretrained-checkpoint, model.init_from: the weights alone, at step 0.
     A folder without a checkpoint is passed over, but with --exit-on-missing-checkpoint refused."""
     load, step = given["--load"], given["--ckpt-step"]
-    if load is not None and step is not None and not _is_empty(Path(load)):
+    if load is not None and step is not None and not is_empty(Path(load)):
         load = _at_step(load, step)
     if load is None and given["--exit-on-missing-checkpoint"]:
         given.problems.append("--exit-on-missing-checkpoint needs --load; give it, or leave it out")
     exact = given["--exit-on-missing-checkpoint"] or load != given["--load"]
-    if load is not None and _is_empty(Path(load)) and not exact:
+    if load is not None and is_empty(Path(load)) and not exact:
         if given["--save"] is None or Path(load).resolve() != Path(given["--save"]).resolve():
             given.notes.append(
                 f"--load {load} holds no checkpoint: training begins at step 0, as in Megatron"
@@ -482,10 +519,17 @@ def loading(given: Given) -> None:
         given.set("checkpoint.load", load)
     if given["--pretrained-checkpoint"] and not (given["--finetune"] and load):
         given.set("model.init_from", given["--pretrained-checkpoint"])
-    if load is None or _is_empty(Path(load)):
+    if load is None or is_empty(Path(load)):
         return
     if given["--use-checkpoint-args"]:
         _take_stored(given, load, "model", ModelConfig.deciding(Decides.FUNCTION))
+        if given["--seq-length"] is given["--encoder-seq-length"] is None:
+            _take_stored(given, load, "data", ("seq_length",))
+            if "seq_length" not in given.tree.get("data", {}):
+                given.problems.append(
+                    f"--seq-length is missing, and --load {load} is no run of ours, whose length --use-checkpoint-args "
+                    "would take; give it"
+                )
     if given["--use-checkpoint-opt_param-scheduler"] or given["--use-checkpoint-opt-param-scheduler"]:
         _take_stored(given, load, "optim", SCHEDULE_OF_CHECKPOINT)
 
@@ -497,7 +541,7 @@ SCHEDULE_OF_CHECKPOINT = (
 )  # fmt: skip
 
 
-def _is_empty(folder: Path) -> bool:
+def is_empty(folder: Path) -> bool:
     """Whether a folder is absent or holds nothing yet, or a run of ours without a checkpoint."""
     if not folder.is_dir():
         return True
@@ -684,7 +728,9 @@ def context(given: Given) -> None:
 
 
 def trackers(given: Given) -> None:
-    """log.tensorboard and log.tensorboard_dir; log.wandb, log.wandb_project and log.wandb_name."""
+    """log.tensorboard and log.tensorboard_dir; log.wandb, log.wandb_project and log.wandb_name; log.tracker_names."""
+    if given["--tensorboard-dir"] or given["--wandb-project"]:
+        given.set("log.tracker_names", "megatron")
     if given["--tensorboard-dir"]:
         given.set("log.tensorboard", True)
         given.set("log.tensorboard_dir", given["--tensorboard-dir"])

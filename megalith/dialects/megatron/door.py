@@ -7,9 +7,9 @@
     flags [--json]
 
 A script of Megatron-LM's ends in `torchrun … ../../pretrain_gpt.py FLAGS`. Where it names a file of FILES, by whatever
-path, `run` puts ours in its place, by wrappers of `torchrun` and `python` that stand first on PATH; `install` writes
-these files, a few lines each, where a script's own path finds them. PyTorch is imported when a run starts, after all
-that is wrong with the flags has been told.
+path, `run` puts ours in its place, by wrappers of `torchrun`, `python` and `uv` that stand first on PATH; `install`
+writes these files, a few lines each, where a script's own path finds them. PyTorch is imported when a run starts, after
+all that is wrong with the flags has been told.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ FILES = {  # the file in Megatron-LM's checkout → the command that answers for
 OURS = ("convert",)  # commands of `megalith` itself
 REACHED = "reached"  # beside the wrappers: made when one of them hands over to us
 WRAPPERS = {"torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
+UV_VALUES = (  # options of uv and of `uv run` with a value
+    "--allow-insecure-host|--cache-dir|--color|--config-file|--config-setting|-C|--default-index|--directory|--env-file|"
+    "--exclude-newer|--extra|--extra-index-url|--find-links|-f|--group|--index|--index-strategy|--index-url|-i|"
+    "--keyring-provider|--link-mode|--no-binary-package|--no-build-isolation-package|--no-build-package|--no-extra|"
+    "--no-group|--only-group|--package|--prerelease|--project|--python|-p|--python-platform|--python-preference|"
+    "--refresh-package|--reinstall-package|--resolution|--upgrade-package|-P|--with|-w|--with-editable|"
+    "--with-requirements"
+)
 
 
 class OwnOptions(argparse.ArgumentParser):
@@ -215,6 +223,8 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
         for name, module in WRAPPERS.items():
             (wrappers / name).write_text(_wrapper(folder, module, override), encoding="utf-8")
             (wrappers / name).chmod(0o755)
+        (wrappers / "uv").write_text(_uv_wrapper(wrappers), encoding="utf-8")
+        (wrappers / "uv").chmod(0o755)
         environment = {**os.environ, "PATH": f"{wrappers}{os.pathsep}{os.environ.get('PATH', '')}"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
         code = subprocess.run(["bash", script, *arguments], env=environment, check=False).returncode
@@ -253,6 +263,36 @@ done
 case "$found" in pretrain-*) words+=({more}) ;; esac
 [ -z "$found" ] || : > {shlex.quote(f"{folder}/bin/{REACHED}")}
 exec {shlex.quote(sys.executable)} {module} "${{words[@]}}"
+"""
+
+
+def _uv_wrapper(wrappers: Path) -> str:
+    """A shell script for `uv run [OPTIONS] COMMAND`: without uv where COMMAND names one of FILES, so that it finds the
+    other wrappers on PATH; uv itself for all else."""
+    ours = " | ".join(f"{name} | */{name}" for name in FILES)
+    return f"""#!/bin/bash
+found= is_run=
+for word in "$@"; do
+  case "$word" in
+    {ours}) found=1 ;;
+    run) is_run=1 ;;
+  esac
+done
+if [ -z "$found" ] || [ -z "$is_run" ]; then
+  PATH=${{PATH#{shlex.quote(f"{wrappers}:")}}} exec uv "$@"
+fi
+is_run=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -m | --module) shift; exec python -m "$@" ;;
+    --) shift; break ;;
+    {UV_VALUES.replace("|", " | ")}) shift 2 ;;
+    -*) shift ;;
+    *) [ -z "$is_run" ] || break; is_run=1; shift ;;
+  esac
+done
+case "$1" in *.py) exec python "$@" ;; esac
+exec "$@"
 """
 
 

@@ -66,11 +66,13 @@ SPEC = (
 FORMULA = "it changes the model's or the optimizer's formula, and this version does not have it; leave it out"
 INIT = "weights begin as N(0, --init-method-std); leave it out, or load weights with --load and --finetune"
 DECAY = "matrices alone have weight decay; leave it out"
-BATCH_SCHEDULE = (
-    "the batch grows by --rampup-batch-size or --step-batch-size-schedule alone; use these, or leave it out"
-)
+BATCH_SCHEDULE = "the batch grows by --step-batch-size-schedule alone; use this, or leave it out"
 DATA = "samples are Megatron's GPTDataset's, without this change of them; leave it out"
 SFT = "it trains on conversations; this command trains on indexed datasets"
+SFT_FILE = "this command trains on indexed datasets; leave it out, and use megalith sft"
+BITS = (
+    "kernels here do not give the same bits for every batch size; leave it out: runs are the same otherwise"
+)
 EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps of a run; leave it out"
 PACKED = "sequences are all cut alike over the context-parallel ranks; leave it out"
 DISTILL = (
@@ -113,7 +115,6 @@ FLAGS: dict[str, Flag] = {
     "--apply-layernorm-1p":                  Sets("switch", "model.layernorm_zero_centered_gamma"),
     "--untie-embeddings-and-output-weights": Sets("switch", "model.untie_embeddings_and_output_weights"),
     "--attention-output-gate":               Sets("switch", "model.attention_output_gate"),
-    "--softmax-type":                        Sets("vanilla|off-by-one|learnable", "model.softmax_type", default="vanilla"),
     "--activation-func-clamp-value":         Sets("float", "model.activation_func_clamp_value"),
     "--glu-linear-offset":                   Sets("float", "model.glu_linear_offset", default=0.0),
     "--disable-bias-linear":                 Sets("switch", "model.add_bias_linear", values=NOT),
@@ -227,7 +228,6 @@ FLAGS: dict[str, Flag] = {
     "--train-iters":           Sets("int", "train.train_iters"),
     "--train-samples":         Sets("int", "train.train_samples"),
     "--micro-batch-size":      Sets("int", "train.micro_batch_size"),
-    "--rampup-batch-size":     Sets("int{3}", "train.rampup_batch_size"),
     "--seed":                  Sets("int", "train.seed", default=1234),
     "--deterministic-mode":    Sets("switch", "train.deterministic"),
     "--skip-train":            Sets("switch", "train.skip_train"),
@@ -317,6 +317,7 @@ FLAGS: dict[str, Flag] = {
     "--encoder-num-layers":                    Derives("int", derive.lengths),
     "--global-batch-size":                     Derives("int", derive.batch),
     "--step-batch-size-schedule":              Derives("text", derive.batch),
+    "--rampup-batch-size":                     Derives("int{3}", derive.batch),
     "--data-path":                             Derives("text*", derive.datasets),
     "--split":                                 Derives("text", derive.datasets),
     "--data-args-path":                        Derives("text", derive.datasets),
@@ -329,6 +330,7 @@ FLAGS: dict[str, Flag] = {
     "--load":                                  Derives("text", derive.loading),
     "--finetune":                              Derives("switch", derive.loading),
     "--pretrained-checkpoint":                 Derives("text", derive.loading),
+    "--softmax-type":                          Derives("vanilla|off-by-one|learnable", derive.sink, default="vanilla"),
     "--ckpt-step":                             Derives("int", derive.loading),
     "--exit-on-missing-checkpoint":            Derives("switch", derive.loading),
     "--use-checkpoint-args":                   Derives("switch", derive.loading),
@@ -452,7 +454,6 @@ FLAGS: dict[str, Flag] = {
     "--disable-bf16-reduced-precision-matmul":     NoEffect("switch", KERNELS),
     "--use-transformer-engine-op-fuser":           NoEffect("switch", KERNELS),
     "--batch-invariant-backend":                   NoEffect("te_native|deepgemm|triton", KERNELS),
-    "--batch-invariant-mode":                      NoEffect("switch", KERNELS),
     "--disable-clone-scatter-output-in-embedding": NoEffect("switch", KERNELS),
     "--disable-jit-fuser":                         NoEffect("switch", KERNELS),
     "--flash-attention-version":                   NoEffect("int", KERNELS),
@@ -974,6 +975,7 @@ FLAGS: dict[str, Flag] = {
     "--qk-clip":                                  Refused("switch", FORMULA),
     "--decrease-batch-size-if-needed":            Refused("switch", BATCH_SCHEDULE),
     "--phase-transition-iterations":              Refused("text", BATCH_SCHEDULE),
+    "--batch-invariant-mode":                     Refused("switch", BITS),
     "--error-injection-rate":                     Refused("int", INJECTION, default=0, harmless=True),
     "--fault-injector-fault-probabilities":       Refused("text", INJECTION, harmless=True),
     "--fault-injector-mtti-seconds":              Refused("float", INJECTION, harmless=True),
@@ -1057,5 +1059,36 @@ OLDER: dict[str, Flag] = {
     "--cpu-offload-optimizer":                   Sets("switch", "optim.optimizer_cpu_offload"),
     "--enable-straggler-detection":              Sets("switch", "runtime.enable_straggler_detection"),
     "--dp-comm-overlap-bucket-size":             NoEffect("int", OVERLAP),
+}
+
+# ModelOpt's (megatron/post_training/arguments.py), which Megatron-LM's programs take where it is installed. They are read
+# for a ModelOpt checkpoint or a teacher alone.
+MODELOPT_ALONE = "Megatron-LM reads it only for a ModelOpt checkpoint"
+MODELOPT_MODEL = "there are no ModelOpt models; leave it out: without one Megatron-LM does not read it either"
+QUANTIZED = "models are quantized by ModelOpt alone; leave it out, and quantize what export-hf writes"
+TEACHER = "this command has no teacher; leave it out, and use megalith distill"
+MODELOPT: dict[str, Flag] = {
+    "--enable-gpt-oss":                NoEffect("switch", f"{MODELOPT_ALONE}; YaRN is --position-embedding-type yarn"),
+    "--export-force-local-attention":  NoEffect("switch", KERNELS),
+    "--export-legacy-megatron":        NoEffect("switch", MODELOPT_ALONE),
+    "--export-te-mcore-model":         NoEffect("switch", MODELOPT_ALONE),
+    "--export-default-te-spec":        NoEffect("switch", KERNELS),
+    "--export-model-type":             Refused("GPTModel|HybridModel|MambaModel", HYBRID, default="GPTModel"),
+    "--export-kv-cache-quant":         Refused("text", QUANTIZED, default="none"),
+    "--export-real-quant-cfg":         Refused("text", QUANTIZED, default="None"),
+    "--export-quant-cfg":              Refused("text", QUANTIZED),
+    "--export-kd-teacher-load":        Refused("text", TEACHER),
+    "--export-kd-teacher-model-config": Refused("text", TEACHER),
+    "--export-kd-teacher-ckpt-format": Refused("torch|torch_dist|torch_dcp", TEACHER),
+    "--export-kd-cfg":                 Refused("text", TEACHER),
+    "--finetune-hf-dataset":           Refused("text", SFT_FILE),
+    "--finetune-data-split":           Refused("text", SFT_FILE, default="train"),
+    "--finetune-data-files":           Refused("text+", SFT_FILE),
+    "--qad-train-target":              Refused("base|mtp|both", MODELOPT_MODEL),
+    "--freeze-base-for-mtp":           Refused("switch", MODELOPT_MODEL),
+    "--export-qk-l2-norm":             Refused("switch", "it is of ModelOpt's models; give --qk-l2-norm"),
+    "--export-moe-apply-probs-on-input": Refused("switch", FORMULA),
+    "--export-offline-model":          Refused("switch", MODELOPT_MODEL),
+    "--modelopt-enabled":              Refused("switch", MODELOPT_MODEL),
 }
 # fmt: on

@@ -10,22 +10,24 @@ import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megalith.config import RunConfig
+from megalith.dialects.megatron.derive import is_empty
 from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS, NOT, OLDER
+from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, NOT, OLDER
 from megalith.errors import ConfigError, MegalithError
 
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
             "--micro-batch-size", "--lr")  # fmt: skip
-OF_THE_MODEL = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+OF_CHECKPOINT = REQUIRED[:5]  # with --use-checkpoint-args
 STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
 OTHER_NAMES = {  # settings whose flag neither has their name nor a row that sets them
     "train.output_dir": "--save",
-    "model.init_from": "--load",
+    "model.init_from": "--finetune --load",
     "checkpoint.keep_every": "--save-retain-interval",
     "train.precision": "the precision",
     "log.wandb": "--wandb-project",
@@ -79,6 +81,10 @@ NAME = re.compile(r"(?<![\w./-])[a-z][a-z0-9]*(?:\.[a-z][a-z0-9_]*|(?:_[a-z0-9]+
 def said_in_flags(text: str) -> str:
     """`text` with flags in the place of the settings that they set, with their section or, of two words, without."""
     names = _flag_of_settings()
+    if "model.init_from" in text:
+        text = text.replace(
+            "that run set checkpoint.load", "that run leave --finetune out and set checkpoint.load"
+        )
     told = NAME.sub(lambda found: names.get(found[0], found[0]), text)
     return re.sub(r"(--[\w-]+) or \1\b", r"\1", told)
 
@@ -162,7 +168,7 @@ def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
     """The flags of a command line with their values; what cannot be read is a problem of the result."""
-    given, index = Given(FLAGS | OLDER), 0
+    given, index = Given(FLAGS | OLDER | MODELOPT), 0
     while index < len(words):
         word = words[index]
         index += 1
@@ -256,10 +262,12 @@ def _one_value(one: str, text: str) -> Any:
 
 
 def _check(given: Given) -> None:
-    stored = given["--use-checkpoint-args"] and given["--load"] is not None
+    stored = (
+        given["--use-checkpoint-args"] and given["--load"] is not None and not is_empty(Path(given["--load"]))
+    )
     known = {*given.values, *given.misread}
     missing = [flag for flag in REQUIRED if not {flag, STAND_INS.get(flag)} & known]
-    if missing := [flag for flag in missing if not (stored and flag in OF_THE_MODEL)]:
+    if missing := [flag for flag in missing if not (stored and flag in OF_CHECKPOINT)]:
         given.problems.append(
             f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; give "
             f"{'them' if missing[1:] else 'it'}"
@@ -338,4 +346,4 @@ def _idle(given: Given) -> str:
 
 def listing() -> dict[str, dict[str, str]]:
     """Every flag with its kind and its meaning."""
-    return {flag: {"kind": row.kind, "means": row.means} for flag, row in sorted(FLAGS.items())}
+    return {flag: {"kind": row.kind, "means": row.means} for flag, row in sorted((FLAGS | MODELOPT).items())}
