@@ -1,15 +1,14 @@
-"""The comparisons at the head of RESULTS.md, as a table and as a picture: `python -m benchmarks.headlines`.
+"""Write the comparisons at the head of RESULTS.md, as a table and as a picture: `python -m benchmarks.headlines`.
 
-No figure stands here: each is read out of a table of RESULTS.md, by its section, its row and its column. The table is
-written between two marks in RESULTS.md, the picture to docs/images/benchmarks.svg; tests/test_words.py holds both to
-what this would write.
+This file contains no figures: each is read from a table of RESULTS.md by its section, row and column. The table is
+written between two marks in RESULTS.md, the picture to docs/images/benchmarks.svg. tests/test_words.py checks both.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +22,7 @@ NUMBER = re.compile(r"[\d,]+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure: what it is of, and where it stands."""
+    """A figure's name and its cell in RESULTS.md."""
 
     name: str
     section: str  # what the heading begins with
@@ -33,7 +32,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One piece of work, by us and by others."""
+    """One workload, run by Megalith and by peers."""
 
     work: str
     unit: str  # "ms" is better where it is less; all others where they are more
@@ -43,24 +42,44 @@ class Comparison:
     command: str
 
 
-LLAMA, TUNED = "Both sequences in one micro-batch", "Fine-tuning"
+EQUAL, TUNED = "Against peers with equal freedom", "Fine-tuning"
 OTHERS, DROPOUT = "Against other code", "fp16 with dropout 0.1"
 ENCODERS = "BERT-large and T5-3B"
-PER_GPU = "tokens/s/GPU"
+PER_GPU, MEMORY = "tokens/s/GPU", "memory, GB"
 
 COMPARISONS = (
+    *(
+        Comparison(
+            f"Llama-3-8B, bf16, {count} GPUs, FSDP2",
+            PER_GPU,
+            Bar("Megalith", EQUAL, f"Megalith, defaults, {word} GPUs", PER_GPU),
+            tuple(
+                Bar(f"{name}, {how}", EQUAL, f"{name}, {how}, {word} GPUs", PER_GPU) for name, how in peers
+            ),
+            "two calls on one machine",
+            f"megalith bench llama3-8b --layout dp={count},data_parallel_sharding_strategy=optim_grads_params "
+            f"--batch {2 * count} --steps 14 --warmup 5 --peer best",
+        )
+        for count, word, peers in (
+            (
+                4,
+                "four",
+                (
+                    ("torchtitan", "micro-batch 2, never resharded"),
+                    ("liger-kernel", "micro-batch 2, never resharded"),
+                ),
+            ),
+            (2, "two", (("liger-kernel", "micro-batch 2"), ("torchtitan", "micro-batch 1"))),
+        )
+    ),
     Comparison(
-        "Llama-3-8B, bf16, 2 GPUs, `optim_grads_params`",
+        "Qwen3-30B-A3B, 12 layers, EP4, balanced",
         PER_GPU,
-        Bar("Megalith", LLAMA, "both in one micro-batch", PER_GPU),
-        (
-            Bar("liger-kernel, a sequence at a time", LLAMA, "transformers with liger-kernel", PER_GPU),
-            Bar("compiled FSDP2, a sequence at a time", LLAMA, "transformers, layers compiled", PER_GPU),
-        ),
-        "two calls, one after the other",
-        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 15 --warmup 5; "
-        "megalith bench llama3-8b --layout dp2-full --batch 4 --steps 15 --warmup 5 --set train.micro_batch_size=1 "
-        "--peer liger fsdp2",
+        Bar("Megalith", EQUAL, "Megalith, EP4, balanced", PER_GPU),
+        (Bar("torchtitan", EQUAL, "torchtitan, EP4, balanced", PER_GPU),),
+        "two calls on one machine",
+        "megalith bench qwen3-30b-a3b --layout dp=4,ep=4,data_parallel_sharding_strategy=optim --batch 8 --steps 14 "
+        "--warmup 5 --set model.num_layers=12 --peer torchtitan:never",
     ),
     Comparison(
         "LoRA of Llama-3-8B, 1 GPU",
@@ -117,7 +136,11 @@ COMPARISONS = (
 
 
 def figure(bar: Bar, text: str) -> float:
-    """The number in RESULTS.md that a bar names. ValueError where there is no such section, row or column."""
+    """Return the number in RESULTS.md that a bar names.
+
+    Raises:
+        ValueError: no such section, row or column.
+    """
     parts = re.split(r"^#+ ", text, flags=re.MULTILINE)
     section = next((part for part in parts if part.startswith(bar.section)), None)
     if section is None:
@@ -137,22 +160,30 @@ def figure(bar: Bar, text: str) -> float:
 
 
 def speed(comparison: Comparison, peer: Bar, text: str) -> float:
-    """How many times as fast we are."""
+    """Return how many times as fast as the peer Megalith is."""
     ours, theirs = figure(comparison.ours, text), figure(peer, text)
     return theirs / ours if comparison.unit == "ms" else ours / theirs
 
 
+def memory(bar: Bar, text: str) -> str:
+    """Return ", N GB" where the row has a column of memory, else nothing."""
+    try:
+        return f", {_shown(figure(replace(bar, column=MEMORY), text))} GB"
+    except ValueError:
+        return ""
+
+
 def table(text: str) -> str:
-    """The comparisons in Markdown."""
-    lines = ["| work | Megalith | beside | | run in | command |", "|---|---|---|---|---|---|"]
+    """Return the comparisons as a Markdown table."""
+    lines = ["| work | Megalith | peer | ratio | run in | command |", "|---|---|---|---|---|---|"]
     for each in COMPARISONS:
-        ours = f"**{_shown(figure(each.ours, text))}** {each.unit}"
+        ours = f"**{_shown(figure(each.ours, text))}** {each.unit}{memory(each.ours, text)}"
         for number, peer in enumerate(each.peers):
             first = number == 0
             cells = (
                 each.work if first else "",
                 ours if first else "",
-                f"{peer.name}: {_shown(figure(peer, text))}",
+                f"{peer.name}: {_shown(figure(peer, text))}{memory(peer, text)}",
                 f"{speed(each, peer, text):.2f} ×",
                 each.where if first else "",
                 f"`{each.command}`" if first else "",
@@ -166,7 +197,7 @@ def _shown(value: float) -> str:
 
 
 def picture(text: str) -> str:
-    """An SVG: for each peer how many times as fast we are."""
+    """Return an SVG bar chart of the speed relative to each peer."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -186,10 +217,10 @@ def picture(text: str) -> str:
             [1] * len(rows), *([place + side for place in places] for side in (-0.25, 0.25)), color=PEER
         )
         for place, (work, peer, times) in zip(places, rows):
-            axes.text(0.02, place - 0.42, f"{work}, beside {peer}", color=INK, va="center", fontsize=8)
+            axes.text(0.02, place - 0.42, f"{work}; {peer}", color=INK, va="center", fontsize=8)
             axes.text(times + 0.01, place, f"{times:.2f} ×", color=INK, va="center")
         axes.set(xlim=(0, 1.15 * max(times for *_, times in rows)), yticks=[], ylim=(len(rows) - 0.5, -0.75))
-        axes.set_xlabel("times as fast as the other; the line is as fast", color=INK)
+        axes.set_xlabel("Speed relative to the peer; the line marks equal speed", color=INK)
         axes.tick_params(colors=INK)
         for side, spine in axes.spines.items():
             spine.set_visible(side == "bottom")
