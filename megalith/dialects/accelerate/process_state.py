@@ -1,12 +1,19 @@
 """Accelerate's state of a process: as if Megatron were installed, on GPUs and without, over process groups of ours; and
-what is gathered over the data-parallel replicas that it knows of."""
+what is gathered over the data-parallel replicas that it knows of.
+
+The main process under Megatron-LM is the last rank, and transformers 5 saves on rank 0 alone: a script's
+`model.save_pretrained(folder, is_main_process=accelerator.is_main_process)` would leave an empty folder. Here both
+ranks write where the script calls for it, one after the other, because a script may also save on rank 0 or on all.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 
 import accelerate.accelerator as stock
@@ -175,3 +182,49 @@ def barrier() -> None:
     """Waits for all processes."""
     if dist.is_initialized():
         dist.barrier()
+
+
+@cache
+def let_main_process_save() -> None:
+    """Patch transformers' PreTrainedModel. Without Megatron's plugin it saves as before."""
+    from transformers import PreTrainedModel
+
+    save, decide = PreTrainedModel.save_pretrained, getattr(PreTrainedModel, "should_save_on_this_rank", None)
+
+    @wraps(save)
+    def save_pretrained(self: Any, save_directory: str | os.PathLike, *args: Any, **options: Any) -> Any:
+        with _alone_in(save_directory):
+            return save(self, save_directory, *args, **options)
+
+    PreTrainedModel.save_pretrained = save_pretrained
+    if decide is None:  # transformers 4 writes on each rank that says it is the main process
+        return
+
+    @wraps(decide)
+    def should_save_on_this_rank(self: Any, is_main_process: bool) -> bool:
+        if not _trains_here():
+            return decide(self, is_main_process)
+        return bool(is_main_process) and dist.get_rank() in (0, dist.get_world_size() - 1)
+
+    PreTrainedModel.should_save_on_this_rank = should_save_on_this_rank
+
+
+def _trains_here() -> bool:
+    kind = PartialState._shared_state.get("distributed_type")
+    return kind == DistributedType.MEGATRON_LM and dist.is_initialized()
+
+
+@contextmanager
+def _alone_in(folder: str | os.PathLike) -> Iterator[None]:
+    """Keep the other ranks of this machine out of the folder, which is created."""
+    if not _trains_here() or os.path.isfile(folder):  # transformers reports a file
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -114,11 +114,25 @@ class GatheredParameter(nn.Parameter):
     """A parameter of the script's own model with the whole values of now, which has no part in the training.
 
     While the prepared model has gradients of a step, `grad` raises ConfigError and not None: torch's clip_grad_norm_
-    would clip nothing, and say 0.
+    would clip nothing, and say 0. Once the training has gone on, `detach` raises it too, by which a state_dict is made:
+    a script would save weights without their last steps.
     """
 
     sharded: ShardedParameter
     has_gradients: Callable[[], bool]
+    is_outdated: Callable[[], bool]
+
+    def detach(self) -> Tensor:
+        if self.is_outdated():
+            raise ConfigError(
+                "the weights of unwrap_model(model) are from before the last optimizer step or load_state; call "
+                "accelerator.unwrap_model(model) again, on every rank, before you save or copy them"
+            )
+        return super().detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter, so that torch.save of the whole module needs nothing of the training."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
     @property
     def grad(self) -> Tensor | None:
@@ -228,16 +242,18 @@ def gather_state(
 
 
 def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
-                sharded: Mapping[str, ShardedParameter], has_gradients: Callable[[], bool]) -> None:  # fmt: skip
+                sharded: Mapping[str, ShardedParameter], has_gradients: Callable[[], bool],
+                is_outdated: Callable[[], bool]) -> None:  # fmt: skip
     """Gives a module, which may be on the meta device, the tensors of published names. `sharded`: by its names, what
-    trains in their place; `has_gradients`: whether that has gradients of a step."""
+    trains in their place; `has_gradients`: whether that has gradients of a step; `is_outdated`: whether it has changed
+    since."""
     with without_bars():
         fresh = type(module).from_pretrained(None, config=module.config, state_dict=state).to(dtype)
     filled, gathered = fresh.state_dict(), {}
     for name, parameter in fresh.named_parameters(remove_duplicate=False):
         if id(parameter) not in gathered:
             one = gathered[id(parameter)] = GatheredParameter(parameter.data, sharded[name].requires_grad)
-            one.sharded, one.has_gradients = sharded[name], has_gradients
+            one.sharded, one.has_gradients, one.is_outdated = sharded[name], has_gradients, is_outdated
         filled[name] = gathered[id(parameter)]
     module.load_state_dict(filled, assign=True)
     buffers = dict(fresh.named_buffers())

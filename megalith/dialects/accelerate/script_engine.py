@@ -29,6 +29,7 @@ from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
+from megalith.dialects.accelerate.process_state import let_main_process_save
 from megalith.dialects.accelerate.published_weights import (
     GatheredParameter,
     family_of_module,
@@ -118,6 +119,7 @@ class MegatronEngine(nn.Module):
         self.notes += chosen
         self.mesh = self._mesh(self.run, processes)
         self.model = build_model(self.run, self.mesh, device)
+        let_main_process_save()
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         free_gathered(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
@@ -138,7 +140,7 @@ class MegatronEngine(nn.Module):
         self.consumed_samples = 0
         self.loaded_from: str | Path | None = None
         """The folder of the last `load_checkpoint`."""
-        self._loaded_step = 0
+        self._loaded_step = self._loads = 0
         self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -318,9 +320,17 @@ class MegatronEngine(nn.Module):
 
     def hugging_face_module(self) -> nn.Module:
         """The script's model with the weights of now, on the CPU, in its type. Every rank calls it."""
-        module = self._module[0]
-        fill_module(module, self.published_state(), self._dtype, self._sharded, self._has_gradients)
+        module, state, version = self._module[0], self.published_state(), self._weights_version
+
+        def is_outdated() -> bool:
+            return self._weights_version != version
+
+        fill_module(module, state, self._dtype, self._sharded, self._has_gradients, is_outdated)
         return module.train(self.training)
+
+    @property
+    def _weights_version(self) -> tuple[int, int]:
+        return self._loads, 0 if self.optimizer is None else self.optimizer.steps
 
     def _has_gradients(self) -> bool:
         step = () if self.optimizer is None else self.optimizer.gradients.sums
@@ -388,7 +398,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.zero_grad()
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
-        self.loaded_from = input_dir
+        self.loaded_from, self._loads = input_dir, self._loads + 1
 
 
 class _NoGradient(torch.autograd.Function):
