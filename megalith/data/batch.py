@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -39,7 +39,7 @@ class Batch:
     What else a model or a loss reads are the fields of a subclass.
     """
 
-    of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids")
+    of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids", "padding")
     """Those with a value for each token, [batch, seq]: what context parallelism cuts."""
     of_encoder_tokens: ClassVar[Sequence[str]] = ()
     """The same of another sequence, which an encoder reads; then there is a field `encoder_places`."""
@@ -52,6 +52,9 @@ class Batch:
         Tensor | None
     )  # int32 [batch, documents], as ops/documents.py has them; None: one document, or no matter
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
+    padding: Tensor | None = field(default=None, kw_only=True)
+    """bool [batch, seq], True for tokens that no token sees, though they may predict a label. With document_ends they
+    are documents of their own; without, they see the tokens before them. None: there are none."""
 
     def __getitem__(self, name: str) -> Tensor | None:
         return getattr(self, name)
@@ -65,7 +68,7 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> Batch:
-        values = {field.name: self[field.name] for field in fields(self)}
+        values = {item.name: self[item.name] for item in fields(self)}
         return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
 
 

@@ -53,6 +53,7 @@ class Context:
     documents: Tensor | None = (
         None  # int32 [batch, documents] (ops/documents.py), of whole sequences everywhere
     )
+    padding: Tensor | None = None  # bool [batch, seq] of the tokens here, as a Batch has it
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
@@ -64,6 +65,11 @@ class Context:
     labelled: int | None = None  # tokens here with a label that counts, at most; None: that is not known
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
     encoded: Encoded | None = None  # the other sequence that cross-attention attends to
+
+    def without_padding(self, value: Tensor) -> Tensor:
+        """Return attention's values [batch, seq, heads, head_dim] with zeros for tokens of padding: what sees those
+        alone gets zeros."""
+        return value if self.padding is None else value.masked_fill(self.padding[:, :, None, None], 0.0)
 
     def at_layer(self, number: int) -> Context:
         """This context with a layer's cache, and its number in the dropout keys: a tensor, so that layers share

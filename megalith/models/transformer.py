@@ -33,7 +33,7 @@ from megalith.models.norm import Norm, normed, normed_after
 from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
-from megalith.ops.documents import document_ids, mask_of_ids, prepared
+from megalith.ops.documents import document_ids, mask_of_ids, mask_of_padding, prepared
 from megalith.ops.dropout import (
     ATTENTION_OUTPUT,
     CROSS_ATTENTION_OUTPUT,
@@ -215,6 +215,7 @@ class Stack(nn.Module):
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor
         | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
+        padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
     ) -> Context:
         """What the layers need to know of these tokens.
@@ -247,6 +248,9 @@ class Stack(nn.Module):
             context.mask = mask_of_ids(numbers, numbers, self.causal)
         elif document_ends is not None:
             context.documents = prepared(document_ends)
+        elif padding is not None:
+            context.mask = mask_of_padding(padding)
+        context.padding = padding
         if self.training and self.draws_dropout:
             self._key_dropout(context, sample_numbers, places)
         return context
@@ -347,6 +351,7 @@ class Transformer(Stack):
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor
         | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
+        padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
         balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none
@@ -366,6 +371,7 @@ class Transformer(Stack):
             places=places,
             document_ends=document_ends,
             padding_mask=padding_mask,
+            padding=padding,
             sample_numbers=sample_numbers,
         )
         context.balance_scale, context.encoded, context.labelled = balance_scale, encoded, labelled

@@ -50,6 +50,15 @@ def mask_of_ids(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
     return (same.tril() if causal else same)[:, None]
 
 
+def mask_of_padding(padding: Tensor) -> Tensor:
+    """Causal attention to all but padding, bool [batch, 1, queries, keys] from bool [batch, seq]. A token that has
+    nothing else to see sees itself, for kernels differ in what they give without any key."""
+    seen = ~padding[:, None, :].expand(-1, padding.shape[1], -1)
+    seen = seen.tril()
+    itself = torch.eye(padding.shape[1], dtype=torch.bool, device=padding.device)
+    return (seen | itself & ~seen.any(-1, keepdim=True))[:, None]
+
+
 def window_mask(queries: int, keys: int, window: int, device: torch.device, ahead: int = 0) -> Tensor:
     """Causal attention over the last `window` keys, the last query being `ahead` places behind the last key: bool [1,
     1, queries, keys]."""

@@ -214,6 +214,7 @@ class TransformerSpec(ModelSpec):
             position_ids=batch.position_ids,
             places=part.places,
             document_ends=batch.document_ends,
+            padding=batch.padding,
             sample_numbers=batch.sample_numbers,
             balance_scale=part.balance_scale,
             future=part.future,

@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -55,6 +57,16 @@ BERT = dict(
     attention_probs_dropout_prob=0.0,
     pad_token_id=None,  # of which transformers leaves the gradient out
 )
+OPT = dict(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    ffn_dim=64,
+    word_embed_proj_dim=WIDTH,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    dropout=0.0,
+)
 T5 = dict(
     vocab_size=VOCAB,
     d_model=WIDTH,
@@ -73,6 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "bert": lambda: BertForPreTraining(BertConfig(**BERT)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
 }
 RATE = 1e4

@@ -3,6 +3,7 @@
 import copy
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,21 +33,31 @@ from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader
 
+from megalith.dialects.accelerate.train_steps import mean_loss
 from megalith.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate" / "train.py"
 MERGES = EXAMPLE.with_name("merge_megatron_checkpoint.py")
 
 
-def padded(side):
-    batch = stacked(samples(BATCH))
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+def padded(where, first=0):
+    """Samples whose first tokens count, with padding at sides, in the middle ("holes"), or of labels that count too."""
+    ids = stacked(samples(first + BATCH))["input_ids"][first:]
+    mask = torch.ones_like(ids)
     for row in range(BATCH):
-        where = slice(0, row % 5) if side == "left" else slice(16 - row % 5, 16)
-        batch["attention_mask"][row, where] = 0
-        batch["labels"][row, where] = -100
-        batch["labels"][row, row % 5] = -100  # transformers has padding predict it
-    return batch
+        count = (first + row) % 5
+        if where in ("left", "both"):
+            mask[row, :count] = 0
+        if where in ("right", "both", "counted"):
+            mask[row, 16 - (4 - count) :] = 0
+        if where == "holes":
+            mask[row, 3 + count : 5 + count] = 0
+            mask[row, : row % 2] = 0
+    labels = ids.clone() if where == "counted" else ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+WHERE = ("left", "right", "both", "holes", "counted")
 
 
 def packed():
@@ -57,7 +68,7 @@ def packed():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("make", [lambda: padded("left"), lambda: padded("right"), packed])
+@pytest.mark.parametrize("make", [*(partial(padded, where) for where in WHERE), packed])
 def test_masks_and_positions_mean_what_they_mean_to_transformers(kind, make):
     batch, plain = make(), model_of(kind)
     _, model, _, _ = one_step(kind, num_micro_batches=2, return_logits=True)
@@ -67,6 +78,72 @@ def test_masks_and_positions_mean_what_they_mean_to_transformers(kind, make):
     close(found.loss, wanted.loss)
     seen = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones(BATCH, 16, dtype=bool)
     close(found.logits[seen], wanted.logits[seen])
+
+
+def padded_gradient(kind, where, layout, wanted):
+    """Of half the batch a replica, by num_items_in_batch as the Trainer gives it."""
+    accelerator, model, _, _ = one_step(kind, **layout)
+    replica, replicas = accelerator._replica
+    mine = {name: part.chunk(replicas)[replica] for name, part in padded(where).items()}
+    loss = model(**mine, num_items_in_batch=torch.tensor(50)).loss
+    accelerator.backward(loss)
+    close(loss.detach(), wanted[0])
+    close(accelerator.clip_grad_norm_(model.parameters(), 1e9), wanted[1])
+
+
+def of_transformers(kind, where):
+    plain = model_of(kind)
+    loss = plain(**padded(where), num_items_in_batch=torch.tensor(50)).loss
+    loss.backward()
+    return loss.detach(), nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "opt"])
+def test_padding_has_transformers_loss_and_gradient(kind, where):
+    padded_gradient(kind, where, dict(num_micro_batches=2), of_transformers(kind, where))
+
+
+PADDED_LAYOUTS = {
+    "TP2 + SP": dict(tp_degree=2, sequence_parallelism=True),
+    "PP2": dict(pp_degree=2, num_micro_batches=2),
+    "DP2": {},
+    "CP2": dict(context_parallel_size=2),
+    "CP2, all-to-all": dict(context_parallel_size=2, other_megatron_args={"cp_comm_type": "a2a"}),
+}
+
+
+def test_padding_has_transformers_loss_and_gradient_in_two_processes(pool):
+    cases = {
+        (name, where): ("llama", where, layout, of_transformers("llama", where))
+        for name, layout in PADDED_LAYOUTS.items()
+        for where in WHERE
+        if "CP2" not in name or where not in ("holes", "counted")
+    }
+    pool.run_cases(padded_gradient, cases, size=2)
+
+
+def holes_are_refused():
+    _, model, _, _ = one_step(context_parallel_size=2)
+    for where in ("holes", "counted"):
+        with pytest.raises(ConfigError, match=r"zeros between.*context_parallel_size is 2.*labels of −100"):
+            model(**padded(where))
+
+
+def test_holes_in_a_mask_are_refused_under_context_parallelism(pool):
+    pool.run(holes_are_refused, size=2)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_padding_in_a_train_step_of_the_scripts_own_has_transformers_loss(where):
+    _, model, _, _ = one_step(custom_loss_function=mean_loss)
+    if where in ("holes", "counted"):
+        with pytest.raises(
+            ConfigError, match=r"zeros between .*train step of the script's own.*labels of −100"
+        ):
+            model(**padded(where))
+    else:
+        close(model(**padded(where)).loss.detach(), model_of("llama")(**padded(where)).loss.detach())
 
 
 def test_what_a_script_makes_of_the_loss_is_its_gradient():

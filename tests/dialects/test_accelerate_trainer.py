@@ -40,17 +40,26 @@ def losses_of(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def plain(folder):
+def plain(folder, data=None):
     reset()
-    trainer = Trainer(model_of("llama"), arguments(folder, 4), train_dataset=samples(24))
+    trainer = Trainer(model_of("llama"), arguments(folder, 4), train_dataset=data or samples(24))
     trainer.train()
     return losses_of(trainer), trainer.model.state_dict(), trainer.evaluate(samples(6))["eval_loss"]
 
 
-def ours(folder, wanted, batch, plugin):
+def left_padded():
+    """Samples whose first tokens count: padding predicts them, and num_items_in_batch has them."""
+    data = samples(24)
+    for number, sample in enumerate(data):
+        sample["attention_mask"] = (torch.arange(16) >= number % 7).long()
+        sample["labels"] = sample["input_ids"].masked_fill(sample["attention_mask"] == 0, -100)
+    return data
+
+
+def ours(folder, wanted, batch, plugin, data=None):
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))  # as torchrun says it
     reset()
-    options = dict(train_dataset=samples(24), megatron_lm_plugin=MegatronLMPlugin(**plugin))
+    options = dict(train_dataset=data or samples(24), megatron_lm_plugin=MegatronLMPlugin(**plugin))
     trainer = MegalithTrainer(model_of("llama"), arguments(folder, batch), **options)
     trainer.train()
     assert (
@@ -69,6 +78,11 @@ def test_the_trainer_gives_its_own_losses_and_weights(tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
     wanted = plain(tmp_path)
     ours(tmp_path, wanted, 4, {})
+
+
+def test_left_padded_samples_have_the_trainers_losses_and_weights(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    ours(tmp_path, plain(tmp_path, left_padded()), 4, {}, left_padded())
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import GradScalerKwargs
+from torch import Tensor
+from torch.nn.functional import pad
 
 from megalith.bridge.family import Family
 from megalith.config import ModelConfig, RunConfig
@@ -111,6 +113,24 @@ def token_multiple(plugin: MegatronLMPlugin) -> int:
     """What the length of a sequence has to be a multiple of, for its tokens to be sharded."""
     tokens = plugin.tp_degree if plugin.sequence_parallelism and plugin.tp_degree > 1 else 1
     return tokens * (2 * plugin.context_parallel_size if plugin.context_parallel_size > 1 else 1)
+
+
+def require_dense_masks(config: RunConfig, padding: Tensor) -> None:
+    """Raise ConfigError where attention cannot leave out single tokens: padding, bool [batch, seq]."""
+    model, size = config.model, config.parallel.context_parallel_size
+    runs = (pad((~padding).int(), (1, 0)).diff(dim=1) > 0).sum(1)  # of tokens in each sample
+    reason = None
+    if size > 1:
+        reason = f"context_parallel_size is {size}, which cuts sequences into parts without such masks"
+    elif model.linear_attention_layers:
+        reason = "the model has linear attention, which goes through all tokens before"
+    elif model.position_embedding_type == "alibi" and bool((runs > 1).any()):
+        reason = "the model has ALiBi, which counts the tokens between two others"
+    if reason is not None:
+        raise ConfigError(
+            "attention_mask has zeros between the tokens of a sample, or labels other than −100 on the padding at its "
+            f"end, and {reason}; pad at the beginning or the end, with labels of −100"
+        )
 
 
 def _dropout(plugin: MegatronLMPlugin) -> dict[str, float]:

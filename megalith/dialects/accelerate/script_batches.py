@@ -59,10 +59,11 @@ def require_loss_and_logits_alone(asked: Mapping[str, Any]) -> None:
 
 
 def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
-    """A batch of transformers as one of ours: what stands at a place predicts the label of the next one.
+    """Return a batch of transformers as one of ours: each token predicts the next one's label.
 
-    Labels of −100, the last `masked_rows` samples and padding (attention_mask 0) do not count. Padding, and samples
-    that position_ids tell apart where there is no mask, are documents of their own.
+    Labels of −100 and the last `masked_rows` samples do not count. No token sees padding (attention_mask 0); a label
+    that padding predicts counts, as in transformers. Samples that position_ids tell apart where there is no mask are
+    documents of their own.
     """
     if others := [name for name in OF_ENCODERS if name in batch]:
         raise ConfigError(_not_taken(others))
@@ -72,11 +73,7 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
         labels.copy_(batch["shift_labels"])
     elif batch.get("labels") is not None:
         labels[:, :-1] = batch["labels"][:, 1:]
-    documents = None
-    if mask is not None and not bool(mask.all()):
-        labels = labels.masked_fill(mask == 0, IGNORED)
-        documents = (mask != 0).to(torch.int32)
-        _require_one_run(documents)
+    documents = padding = None
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if positions is None:
         positions = places
@@ -91,6 +88,8 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
     if eod is not None:
         labels = labels.masked_fill(torch.isin(tokens, torch.as_tensor(eod, device=tokens.device)), IGNORED)
     counts = labels != IGNORED
+    if mask is not None and not bool(mask.all()):
+        documents, padding = _hidden(mask == 0, counts)
     return Batch(
         input_ids=tokens,
         labels=labels.masked_fill(~counts, 0),
@@ -98,21 +97,27 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
         position_ids=positions.contiguous(),
         document_ends=None if documents is None else ends_of(documents),
         sample_numbers=torch.arange(len(tokens)),
+        padding=padding,
     )
+
+
+def _hidden(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the documents, int [batch, seq], and the padding as a Batch has it, of bool [batch, seq]: where attention
+    does not look, and which tokens predict a label that counts.
+
+    Padding is a document of its own, unless tokens stand before it and it predicts or tokens stand behind it.
+    """
+    leading = padding.cumprod(1).bool()
+    trailing = padding.flip(1).cumprod(1).flip(1).bool()
+    inner = padding & ~leading & ~(trailing & ~counts)
+    if bool(inner.any()):
+        return None, padding
+    return (~padding).to(torch.int32), padding if bool((counts & padding).any()) else None
 
 
 def ends_of(documents: Tensor) -> Tensor | None:
     """The documents' ends, as a Batch has them, from int [batch, seq], another number where another begins."""
     return document_ends(nn.functional.pad(documents.diff(dim=1) != 0, (1, 0)).cpu().numpy())
-
-
-def _require_one_run(mask: Tensor) -> None:
-    runs = (nn.functional.pad(mask, (1, 0)).diff(dim=1) > 0).sum(1)  # of 1s in each sample
-    if bool((runs > 1).any()):
-        raise ConfigError(
-            f"attention_mask of sample {int(runs.argmax())} has zeros between its tokens; there is no such mask here: "
-            "pad at the beginning or the end"
-        )
 
 
 def filled_up(batch: Batch, multiple: int) -> Batch:

@@ -28,7 +28,12 @@ from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
-from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
+from megalith.dialects.accelerate.plugin_settings import (
+    PRECISIONS,
+    require_dense_masks,
+    run_config,
+    token_multiple,
+)
 from megalith.dialects.accelerate.process_state import let_main_process_save
 from megalith.dialects.accelerate.published_weights import (
     GatheredParameter,
@@ -220,6 +225,8 @@ class MegatronEngine(nn.Module):
         if input_ids is not None:
             batch["input_ids"] = input_ids
         asked = {name: self._placed(value) for name, value in checked_batch(batch).items()}
+        if asked["position_ids"] is None:
+            asked["position_ids"] = self._positions(asked["attention_mask"])
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
@@ -276,7 +283,7 @@ class MegatronEngine(nn.Module):
         if self.custom is not None:
             parts, objective = self.custom.micro_batches(batch, count)
         else:
-            parts, objective = [next_tokens(batch, self._masked_rows(rows), self._eod)], None
+            parts, objective = [self._next_tokens(batch, self._masked_rows(rows), self._eod)], None
         whole = [filled_up(part, token_multiple(self.plugin)) for part in parts]
         if self.custom is None:
             whole = split_rows(whole[0], count, 2 if self.run.parallel.overlaps else 1)
@@ -285,6 +292,22 @@ class MegatronEngine(nn.Module):
             part.sample_numbers = torch.arange(first, first + len(part.input_ids))
             first += len(part.input_ids)
         return whole, objective
+
+    def _next_tokens(self, batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
+        """Raises ConfigError for a mask that this model or layout does not have."""
+        part = next_tokens(batch, masked_rows, eod)
+        if part.padding is not None and part.document_ends is None:
+            require_dense_masks(self.run, part.padding)
+        return part
+
+    def _positions(self, mask: Tensor | None) -> Tensor | None:
+        """Return the positions that the model derives from a mask in transformers; None: it counts all tokens."""
+        if mask is None or self.config.model_type != "opt":
+            return None
+        of_padding = (
+            self.run.model.max_position_embeddings - 1
+        )  # row −1 + 2 of its table, which stands last in ours
+        return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, of_padding)
 
     def _masked_rows(self, rows: int) -> int:
         """How many samples at the end only fill up the batch of the dataloader that the script loops over."""
@@ -296,8 +319,8 @@ class MegatronEngine(nn.Module):
 
     @torch.no_grad()
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
-        whole = next_tokens(batch, 0, None)
-        apart = whole.document_ends is not None
+        whole = self._next_tokens(batch, 0, None)
+        apart = whole.document_ends is not None or whole.padding is not None
         seq = whole.input_ids.shape[1]
         counted = bool((whole.position_ids == torch.arange(seq, device=whole.position_ids.device)).all())
         ends_padded = is_right_padded(batch.get("attention_mask"))
@@ -311,7 +334,12 @@ class MegatronEngine(nn.Module):
             )
         part = whole.to(self.device)
         chunk = self.model.chunks[0]
-        return chunk(part.input_ids, position_ids=part.position_ids, document_ends=part.document_ends)
+        return chunk(
+            part.input_ids,
+            position_ids=part.position_ids,
+            document_ends=part.document_ends,
+            padding=part.padding,
+        )
 
     def published_state(self) -> dict[str, Tensor]:
         """The whole model's tensors under the names of Hugging Face's files, float32, on every rank's CPU."""

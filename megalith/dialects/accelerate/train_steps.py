@@ -26,6 +26,7 @@ from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.encoders.bert import BertMicroBatchMean, order_loss
 from megalith.models.loss import Loss, MicroBatchMean
+from megalith.models.transformer import PADDING
 from megalith.ops.cross_entropy import NO_LABEL
 from megalith.ops.documents import document_ids
 
@@ -73,9 +74,7 @@ class GPTTrainStep(AbstractTrainStep):
 
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
             batch = next_tokens(next(data_iterator), 0, None)
-            ends = batch.document_ends
-            documents = None if ends is None else document_ids(ends, batch.input_ids.shape[1])
-            return batch.input_ids, batch.labels, batch.loss_mask, documents, batch.position_ids
+            return batch.input_ids, batch.labels, batch.loss_mask, documents_in(batch), batch.position_ids
 
         return get_batch
 
@@ -378,8 +377,32 @@ class _RecordedCall:
             position_ids=(places if self._position_ids is None else self._position_ids).contiguous(),
             document_ends=documents_of(self._mask, tokens),
             sample_numbers=torch.arange(len(tokens)),
+            padding=padding_of(self._mask),
             number=torch.tensor([number]),
         )
+
+
+def documents_in(batch: Batch) -> Tensor | None:
+    """Return the number of each token's document, int32 [batch, seq], negative for padding that predicts; None where
+    all is one document. Raises ConfigError for padding between tokens."""
+    ends, padding = batch.document_ends, batch.padding
+    if ends is None and padding is not None:
+        raise ConfigError(
+            "attention_mask has zeros between the tokens of a sample, or labels other than −100 on the padding at its "
+            "end, which a train step of the script's own does not have; pad at the beginning or the end, with labels "
+            "of −100"
+        )
+    if ends is None:
+        return None
+    numbers = document_ids(ends, batch.input_ids.shape[1])
+    return numbers if padding is None else numbers.masked_fill(padding, PADDING)
+
+
+def padding_of(mask: Tensor | None) -> Tensor | None:
+    """Return the padding of a mask as `documents_in` makes it."""
+    if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
+        return None
+    return mask < 0
 
 
 def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:

@@ -61,7 +61,10 @@ class Attention(Runnable):
         """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
         [batch, seq, heads, head_dim]."""
         drops = self.dropout > 0 and context.dropout is not None
-        core = attention if context.layout.whole_sequences else self.core
+        core, value = (
+            attention if context.layout.whole_sequences else self.core,
+            context.without_padding(value),
+        )
         if context.cache is not None:
             core = partial(context.cache.attend, core)
         if context.bias is not None:
@@ -163,6 +166,7 @@ class CrossAttention(Attention):
             mask=mask,
             bias=None,
             documents=encoded.documents,
+            padding=None,
             dropout=dropout,
             cache=None,
         )

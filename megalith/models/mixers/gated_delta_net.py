@@ -60,6 +60,7 @@ class GatedDeltaNet(Runnable):
         mixed = silu(convolve(mixed.flatten(2), local(self.conv.weight))).unflatten(2, (heads, -1))
         query, key, value = mixed.split([key_size, key_size, self.sharing * value_size], dim=-1)
         value, gate = (z.unflatten(-1, (self.sharing, value_size)).flatten(2, 3) for z in (value, gate))
+        value = context.without_padding(value)
         of_tokens = self.linear_gates(x, context)
         of_tokens = of_tokens.view(context.batch, -1, heads, 2, self.sharing)
         share, step = of_tokens[..., 0, :].flatten(2).sigmoid(), of_tokens[..., 1, :].flatten(2)

@@ -186,7 +186,7 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     if axis.size == 1:
         return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
     places = _places(batch.input_ids, axis)
-    cut = {name: batch[name][:, places] for name in batch.of_tokens}
+    cut = {name: batch[name][:, places] for name in batch.of_tokens if batch[name] is not None}
     for name in batch.of_encoder_tokens:
         cut["encoder_places"] = _places(batch[name], axis)
         cut[name] = batch[name][:, cut["encoder_places"]]

@@ -118,6 +118,7 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         rotary_local=tables(context.rotary_local),
         mask=own(context.mask),
         documents=own(context.documents),
+        padding=own(context.padding),
         dropout=dropout,
         output_rows=rows,
         upcoming=own(context.upcoming, stream),
