@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
@@ -40,6 +41,22 @@ def test_the_loop_by_hand_trains_saves_and_goes_on_under_torchrun(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 20 and losses[-1] < losses[9] < losses[0] - 0.5
     assert (tmp_path / "saved" / "step_00000010" / "manifest.json").exists()
+
+
+@pytest.mark.processes
+def test_the_accelerate_example_runs_by_the_commands_that_it_names(tmp_path):
+    lines = (EXAMPLES / "accelerate" / "train.py").read_text().splitlines()
+    commands = [line.partition("#")[0].split() for line in lines if "examples/accelerate/train.py" in line]
+    assert [command[0] for command in commands] == ["python", "megalith"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+    port = ["--main_process_port", str(forked.free_port())]
+    for words in (commands[0][1:], ["-m", *commands[1][:3], *port, *commands[1][3:]]):
+        words = [str(EXAMPLES.parent / word) if word.startswith("examples/") else word for word in words]
+        done = forked.run(words, clean)
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, last = map(float, re.findall(r"loss (\d+\.\d+) → (\d+\.\d+) in 60 steps", done.stdout)[0])
+        assert last < first - 2
 
 
 def policy_losses(**parallel) -> list[float]:

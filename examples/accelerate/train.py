@@ -1,7 +1,7 @@
 """A script for Accelerate, with its own model, optimizer, scheduler and loop: here transformers' GPT-2 learns to count.
 
-python examples/accelerate/train.py                                                                    # one process
-megalith accelerate launch --multi_gpu --cpu --num_processes 2 examples/accelerate/train.py --tp 2     # two, by TP
+python examples/accelerate/train.py                                                              # one process
+megalith accelerate launch --multi_gpu --num_processes 2 examples/accelerate/train.py --tp 2     # two, by TP
 """
 
 import argparse
