@@ -183,6 +183,30 @@ def test_what_the_script_says_of_the_loss_scale_and_the_processes_holds(monkeypa
     assert asked == [timedelta(hours=2), TIMEOUT]
 
 
+def test_the_loss_scale_starts_where_accelerates_does_and_no_step_is_skipped():
+    """Megatron's 2³² would skip the first ten or fifteen steps of a script."""
+    accelerator = fresh_accelerator(precision="fp16")
+    model, own, _, schedule = prepared(accelerator, "llama", samples(8))
+    scale = own.optimizer.loss_scale
+    assert (scale.scale, scale.growth_interval, scale.hysteresis) == (GradScalerKwargs().init_scale, 2000, 1)
+    model.train()
+    accelerator.backward(model(**stacked(samples(8))).loss)
+    own.step()
+    schedule.step()
+    assert not accelerator.optimizer_step_was_skipped and schedule.scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize("given, wanted", [
+    (dict(kwargs_handlers=[GradScalerKwargs(init_scale=0.25)]), 0.25),  # torch's has no least one
+    (dict(kwargs_handlers=[GradScalerKwargs(enabled=False)]), 1.0),
+    (dict(other_megatron_args={"initial_loss_scale": 2.0**20}), 2.0**20),
+    (dict(other_megatron_args={"loss_scale": 8.0}), 8.0),
+])  # fmt: skip
+def test_a_loss_scale_that_the_script_gives_is_where_it_starts(given, wanted):
+    accelerator = fresh_accelerator(precision="fp16", **given)
+    assert prepared(accelerator, "llama", samples(8))[1].optimizer.loss_scale.scale == wanted
+
+
 def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypatch):
     seen, asked = [], torch.cuda.is_available
     monkeypatch.setattr(

@@ -25,6 +25,7 @@ from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+SMALLEST_SCALE = 2.0**-126  # of fp32's normal numbers
 ENCODERS = ("pipeline_model_parallel_split_rank", "encoder_seq_length")
 IDLE = {
     "attention_backend": "attention's kernel is chosen by the device",
@@ -87,7 +88,7 @@ def run_config(
         **_dropout(plugin),
         **_parallel(plugin, model, notes),
         **_recompute(plugin, notes, checkpoints),
-        **(_loss_scale(scaler) if scaler is not None and precision == "fp16" else {}),
+        **(_loss_scale(scaler or GradScalerKwargs()) if precision == "fp16" else {}),
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
@@ -205,7 +206,7 @@ def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) ->
 
 
 def _loss_scale(given: GradScalerKwargs) -> dict[str, Any]:
-    """torch's GradScaler halves at each overflow, which is a hysteresis of 1."""
+    """Return the settings of torch's GradScaler: it halves at each overflow, and has no least scale."""
     if (given.growth_factor, given.backoff_factor) != (2.0, 0.5):
         raise ConfigError(
             f"GradScalerKwargs has growth_factor {given.growth_factor:g} and backoff_factor {given.backoff_factor:g}, "
@@ -217,6 +218,7 @@ def _loss_scale(given: GradScalerKwargs) -> dict[str, Any]:
         "optim.initial_loss_scale": given.init_scale,
         "optim.loss_scale_window": given.growth_interval,
         "optim.hysteresis": 1,
+        "optim.min_loss_scale": SMALLEST_SCALE,
     }
 
 
@@ -266,7 +268,8 @@ def _command_line(config: RunConfig) -> list[str]:
     }
     words = [word for flag, value in sizes.items() for word in (flag, str(value))]
     experts = ["--num-experts", str(model.num_experts)] if model.num_experts is not None else []
-    return [*words, *experts, "--mock-data"]
+    precision = [f"--{config.train.precision}"] if config.train.precision != "fp32" else []
+    return [*words, *experts, *precision, "--mock-data"]
 
 
 def _words(given: Mapping[str, Any]) -> list[str]:
