@@ -146,6 +146,20 @@ def test_padding_in_a_train_step_of_the_scripts_own_has_transformers_loss(where)
         close(model(**padded(where)).loss.detach(), model_of("llama")(**padded(where)).loss.detach())
 
 
+@pytest.mark.parametrize("loss_function", [None, mean_loss])
+def test_token_types_that_are_all_0_are_ignored_where_the_model_has_none(capsys, loss_function):
+    _, model, _, batch = one_step(custom_loss_function=loss_function)
+    wanted = model(**batch).loss
+    for _ in range(2):
+        assert torch.equal(model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"])).loss, wanted)
+    assert capsys.readouterr().out.count("note: the batch has token_type_ids, all 0") == 1
+    with pytest.raises(ConfigError, match=r"not all 0.*model_input_names=\["):
+        model(**batch, token_type_ids=torch.ones_like(batch["input_ids"]))
+    _, model, _, batch = one_step("gpt2")
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel adds the embeddings .*model_input_names=\["):
+        model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]))
+
+
 def test_what_a_script_makes_of_the_loss_is_its_gradient():
     """loss · 0.5 and the sum of two calls; a loss without a backward pass does not count."""
     accelerator, model, own, batch = one_step()

@@ -202,10 +202,14 @@ def test_what_an_encoders_step_does_not_have_is_refused():
     ):
         prepared(accelerator, "bert", masked_samples())
     model, _, loader, _ = prepared(fresh_accelerator(), "llama", masked_samples())
+    batch = next(iter(loader))
     with pytest.raises(
-        ConfigError, match="called with token_type_ids, next_sentence_label, which decoder-only"
+        ConfigError, match="token_type_ids that are not all 0, but LlamaForCausalLM has no segments"
     ):
-        model(**next(iter(loader)))
+        model(**batch)
+    del batch["token_type_ids"]
+    with pytest.raises(ConfigError, match="called with next_sentence_label, which decoder-only"):
+        model(**batch)
 
 
 def test_a_dummy_schedule_is_megatrons_curve_over_the_scripts_steps():

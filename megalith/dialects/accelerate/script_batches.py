@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,10 @@ from megalith.errors import ConfigError
 LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
 TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
 OF_ENCODERS = ("token_type_ids", "next_sentence_label", "decoder_input_ids")
+TYPES_IGNORED = (
+    "the batch has token_type_ids, all 0, which this model does not have: they are ignored; model_input_names of the "
+    "tokenizer leaves them out"
+)
 WITHOUT_EFFECT = ("use_cache", "return_dict")
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -46,6 +51,24 @@ def _not_taken(names: Sequence[str]) -> str:
         f"the model was called with {', '.join(names)}, which decoder-only models here do not take; they take "
         f"{', '.join(TAKEN)}: leave it out of the batch"
     )
+
+
+def require_no_token_types(types: Tensor, module: nn.Module) -> None:
+    """Raise ConfigError for token_type_ids, on the host, that change what a decoder-only model computes in transformers
+    or would if it had them."""
+    name = type(module).__name__
+    way = (
+        'give the tokenizer model_input_names=["input_ids", "attention_mask"], or leave them out of the batch'
+    )
+    if "token_type_ids" in inspect.signature(type(module).forward).parameters:
+        raise ConfigError(
+            f"the model was called with token_type_ids, for which transformers' {name} adds embeddings; they are "
+            f"not supported: {way}"
+        )
+    if bool(types.any()):
+        raise ConfigError(
+            f"the model was called with token_type_ids that are not all 0, but {name} has no segments; {way}"
+        )
 
 
 def require_loss_and_logits_alone(asked: Mapping[str, Any]) -> None:

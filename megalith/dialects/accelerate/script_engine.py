@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import GradientState
+from accelerate.state import GradientState, PartialState
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
@@ -47,11 +47,13 @@ from megalith.dialects.accelerate.published_weights import (
 from megalith.dialects.accelerate.replica_loader import filled_up_rows, host_copy
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
+    TYPES_IGNORED,
     checked_batch,
     filled_up,
     is_right_padded,
     next_tokens,
     require_loss_and_logits_alone,
+    require_no_token_types,
     split_rows,
 )
 from megalith.dialects.accelerate.script_optimizer import EngineOptimizer, Pass, PassLoss
@@ -224,7 +226,10 @@ class MegatronEngine(nn.Module):
             )
         if input_ids is not None:
             batch["input_ids"] = input_ids
-        asked = {name: self._placed(value) for name, value in checked_batch(batch).items()}
+        asked = checked_batch(batch)
+        if self.run.model.causal and asked.get("token_type_ids") is not None:
+            self._drop_token_types(asked.pop("token_type_ids"))
+        asked = {name: self._placed(value) for name, value in asked.items()}
         if asked["position_ids"] is None:
             asked["position_ids"] = self._positions(asked["attention_mask"])
         trains = self.training and torch.is_grad_enabled()
@@ -240,12 +245,19 @@ class MegatronEngine(nn.Module):
             logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
         return self._outputs(loss, logits, batch.get("return_dict"))
 
+    def _drop_token_types(self, types: Tensor) -> None:
+        require_no_token_types(self._on_host(types), self._module[0])
+        if TYPES_IGNORED not in self.notes:
+            self.notes.append(TYPES_IGNORED)
+            PartialState().print(f"note: {TYPES_IGNORED}", flush=True)
+
     def _placed(self, value: Any) -> Any:
         """What decides the passes is read on the host; a script's own functions get tensors of the device."""
         if not isinstance(value, Tensor):
             return value
-        if self.custom is not None:
-            return value.to(self.device)
+        return value.to(self.device) if self.custom is not None else self._on_host(value)
+
+    def _on_host(self, value: Tensor) -> Tensor:
         return host_copy(value, GradientState().active_dataloader, *self.sources)
 
     def _outputs(self, loss: Tensor | None, logits: Tensor | None, return_dict: bool | None) -> Any:
