@@ -36,6 +36,15 @@ degree = accelerator.state.megatron_lm_plugin.pp_degree
 kind, rank = accelerator.distributed_type.value, accelerator.process_index
 print(f"{MegatronLMPlugin.__module__} {kind} pp {degree} of rank {rank}\\n", end="", flush=True)
 """
+OWN_PLUGIN = """import sys
+from accelerate import Accelerator
+from accelerate.utils import MegatronLMPlugin
+
+given = {"megatron_lm_plugin": MegatronLMPlugin(tp_degree=2)} if sys.argv[1:] else {}
+accelerator = Accelerator(**given)
+kind = accelerator.distributed_type.value
+print(f"{type(accelerator).__module__} {kind} rank {accelerator.process_index}\\n", end="", flush=True)
+"""
 ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
 TWO_MACHINES = ["", "multi-CPU", "2", *[""] * 13]  # up to the rank of this one
 DOCUMENTED = {
@@ -151,8 +160,19 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
         assert sorted(line for line in printed.splitlines() if "pp" in line) == [
             f"{MegatronLMPlugin.__module__} MEGATRON_LM pp 2 of rank {rank}" for rank in (0, 1)
         ]
+    file.unlink()  # the plugin in the script is enough, and one without it is Accelerate's
+    told.write_text(OWN_PLUGIN)
+    launch = "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"
+    for given, kind in (["plugin"], "MEGATRON_LM"), ([], "MULTI_CPU"):
+        printed = run(*launch, "--main_process_port", "0", str(told), *given).stdout
+        assert sorted(line for line in printed.splitlines() if "rank" in line) == [
+            f"megalith.dialects.accelerate.accelerator {kind} rank {rank}" for rank in (0, 1)
+        ]
     seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
     assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
+    assert (
+        "torch" not in run("-c", seen, ACCELERATE_MIXED_PRECISION="no").stdout
+    )  # of a process that a script starts
     (packages / "a.pth").unlink()  # as after an uninstallation: Python still starts
     told = run("-c", "pass", RANK="0", ACCELERATE_USE_MEGATRON_LM="true").stderr
     assert set(told.splitlines()) == {"megalith accelerate enable has no effect: No module named 'megalith'"}

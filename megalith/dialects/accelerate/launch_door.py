@@ -3,7 +3,7 @@
     launch ARGS script.py …    Accelerate's own parser; as `accelerate launch ARGS -m megalith.accelerate script.py …`
     config [--config_file F]   the questions of Accelerate's guide, from a terminal or a pipe, and the file they make
     enable | disable           for plain `accelerate launch script.py`: a file beside the installed packages, which acts
-                               in that launcher, and where it has set ACCELERATE_USE_MEGATRON_LM to true
+                               in that launcher and in the processes that it starts, where they import accelerate
 
 A configuration file's or `--use_megatron_lm`'s choice of Megatron goes before `--multi_gpu`, which in Accelerate hides
 it. PyTorch is imported when it is needed.
@@ -12,13 +12,17 @@ it. PyTorch is imported when it is needed.
 from __future__ import annotations
 
 import argparse
+import importlib.abc
+import importlib.util
 import os
 import runpy
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megalith.errors import ConfigError, MegalithError, nearest_of
@@ -37,11 +41,15 @@ try:
     elif os.environ.get('ACCELERATE_USE_MEGATRON_LM', '').lower() == 'true' and 'RANK' in os.environ:
         from megalith.accelerate import patch
         patch()
+    elif 'ACCELERATE_MIXED_PRECISION' in os.environ:
+        from megalith.dialects.accelerate.launch_door import patch_on_import
+        patch_on_import()
 except Exception as error:
     print(f'megalith accelerate enable has no effect: {error}', file=sys.stderr)
 """
 _CONCERNED = (
-    "'ACCELERATE_USE_MEGATRON_LM' in os.environ or any('accelerate' in word for word in sys.orig_argv[:6])"
+    "'ACCELERATE_USE_MEGATRON_LM' in os.environ or 'ACCELERATE_MIXED_PRECISION' in os.environ or "
+    "any('accelerate' in word for word in sys.orig_argv[:6])"
 )
 LINE = f"import os, sys; ({_CONCERNED}) and exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"  # a .pth has single lines
 MODULE = "megalith.accelerate"
@@ -122,6 +130,34 @@ def act_in_launcher() -> None:
         return args
 
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+
+
+class _PatchingFinder(importlib.abc.MetaPathFinder):
+    """Finds accelerate once, and patches it when it has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "accelerate":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            from megalith.dialects.accelerate.patch import patch  # which imports accelerate
+
+            patch()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def patch_on_import() -> None:
+    """Put our classes in the place of Accelerate's where this process imports them: a script's own plugin is enough to
+    train by Megalith, and a process that never imports accelerate loads nothing."""
+    sys.meta_path.insert(0, _PatchingFinder())
 
 
 def choose_megatron(args: Any) -> None:
