@@ -250,13 +250,15 @@ def _config(args: Arguments, gpus: int):
     from megalith.config import RunConfig
     from megalith.config.presets import PRESETS
     from megalith.config.rules.model_rules import check_model
-    from megalith.config.run import parse_overrides
+    from megalith.config.run import nearest_file, parse_overrides
     from megalith.planner.search import preset_config, with_batch
 
     seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
     is_file = (
         Path(args.job).suffix in (".yaml", ".yml", ".json") or "/" in args.job or Path(args.job).exists()
     )
+    if args.job not in PRESETS and not is_file and (near := nearest_file(args.job)):
+        raise ConfigError(f"there is no preset and no run file {args.job}{near}")
     if args.job in PRESETS or not is_file:  # a preset's name may have a dot: qwen2.5-7b
         config = preset_config(args.job, gpus, seq, batch)
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}

@@ -402,14 +402,54 @@ OTHER_NAMES: dict[str, str] = {
     "steps_per_generation":          "rl.mini_batches × accumulation",
     "generation_batch_size":         "train.global_batch_size × rl.mini_batches",
     "overlong_buffer":               "rl.overlong_buffer_len and rl.overlong_penalty_factor",
+    # PEFT, Axolotl, LLaMA-Factory
+    "r":                             "lora.rank",
+    "lora_r":                        "lora.rank",
+    "lora_rank":                     "lora.rank",
+    "lora_alpha":                    "lora.alpha",
+    "lora_dropout":                  "lora.dropout",
+    "target_modules":                "lora.targets",
+    "lora_target_modules":           "lora.targets",
+    "lora_target":                   "lora.targets",
+    "lora_target_linear":            "lora.targets, a list of names",
+    "adapter_name_or_path":          "lora.load",
+    "use_peft":                      "lora.rank, which turns adapters on",
+    # short names
+    "batch_size":                    "train.global_batch_size, or train.micro_batch_size for one device's at a time",
+    "epochs":                        "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
+    "num_epochs":                    "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
+    "max_length":                    "data.seq_length",
+    "max_seq_length":                "data.seq_length",
+    "model_max_length":              "data.seq_length",
+    "cutoff_len":                    "data.seq_length",
+    "sequence_len":                  "data.seq_length",
+    "num_gpus":                      "--nproc, the processes of a machine",
     # Megatron-LM
     "group_query_attention":         "model.num_query_groups above 0",
 }
 # fmt: on
 
 
+PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
+NOT_HERE: dict[str, str] = {
+    "bias":                PLAIN_LORA + ", and biases stay frozen",
+    "use_dora":            PLAIN_LORA + "; DoRA is not supported",
+    "use_rslora":          PLAIN_LORA + ", scaled by lora.alpha / lora.rank; for rsLoRA set lora.alpha to alpha × √rank",
+    "modules_to_save":     PLAIN_LORA + ", and every other weight stays frozen",
+    "init_lora_weights":   PLAIN_LORA + "; A starts random and B at zero",
+    "layers_to_transform": PLAIN_LORA + ", in every layer",
+    "rank_pattern":        PLAIN_LORA + ", all of one rank",
+    "alpha_pattern":       PLAIN_LORA + ", all of one alpha",
+    "task_type":           "leave it out: the model and the command decide the task",
+    "peft_type":           PLAIN_LORA,
+}  # fmt: skip
+"""Other systems' names for what has no setting here, and why."""
+
+
 def hint_of_other_name(key: str) -> str:
     """What to add to the sentence that refuses `key`; nothing where no system that is known has it."""
+    if key in NOT_HERE:
+        return f"; {NOT_HERE[key]}"
     ours = OTHER_NAMES.get(key)
     return f"; here it is {ours}" if ours else ""
 
@@ -448,9 +488,9 @@ def by_ending(path: str | Path) -> str:
     return f"{path} {ending.format(file=path)}" if ending else ""
 
 
-def by_content(path: str | Path, content: Mapping[Any, Any]) -> str:
-    """The sentence for a file that holds another system's configuration; "" for any other."""
+def by_content(path: str | Path, content: Mapping[Any, Any], but: str | None = None) -> str:
+    """The sentence for a file that holds another system's configuration, `but` one's; "" for any other."""
     for system, keys, what_to_do in OTHER_FORMATS:
-        if content.keys() >= set(keys.split()):
+        if system != but and content.keys() >= set(keys.split()):
             return f"{path} is a configuration of {system}; {what_to_do.format(file=path)}"
     return ""

@@ -5,6 +5,7 @@ YAML without surprises: no tag builds an object, no key is given twice, and no a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import types
 import typing
@@ -187,7 +188,8 @@ def read_yaml(path: str | Path) -> Tree:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no run file {path}; give the path of a YAML file") from None
+        near = nearest_file(path)
+        raise ConfigError(f"there is no run file {path}{near or '; give the path of a YAML file'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None
     if sentence := by_ending(path):
@@ -207,6 +209,18 @@ def read_yaml(path: str | Path) -> Tree:
         return _sections_of(content or {})
     except ConfigError as error:
         raise error.within(path) from None
+
+
+def nearest_file(path: str | Path) -> str:
+    """`; did you mean base.yaml?`, of the run files in the folder where `path` is not; "" where none is near."""
+    folder = Path(path).parent
+    with contextlib.suppress(OSError):
+        files = [each.name for each in folder.iterdir() if each.suffix in (".yaml", ".yml", ".json")]
+        near = [name for name in files if Path(name).stem == Path(path).stem]
+        near = near or difflib.get_close_matches(Path(path).name, files, cutoff=0.8)
+        if near:
+            return f"; did you mean {' or '.join(str(folder / name) for name in sorted(near)[:3])}?"
+    return ""
 
 
 def _sections_of(content: dict[Any, Any]) -> Tree:
@@ -340,9 +354,11 @@ def _unfold_nested(tree: Tree) -> None:
 
 
 def _elsewhere(*keys: str) -> str:
-    homes = [
-        f"{section}.{key}" for key in keys for section in RunConfig.model_fields if key in known_keys(section)
+    sections = RunConfig.model_fields.items()
+    fields = [
+        f"{name}.{key}" for key in keys for name, each in sections if key in each.annotation.model_fields
     ]
+    homes = fields or [f"{name}.{key}" for key in keys for name, _ in sections if key in known_keys(name)]
     return f"; did you mean {' or '.join(homes)}?" if homes else ""
 
 

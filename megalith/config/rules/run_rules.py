@@ -179,6 +179,11 @@ def _check_fine_tuning(config: RunConfig) -> None:
         raise ConfigError(
             "sft.enabled and dpo.enabled are both on, and a run trains by one; leave out the other"
         )
+    if config.rl.prompts_or_rollouts:
+        raise ConfigError(
+            f"rl.{'prompts' if config.rl.prompts else 'rollouts'} is set, which `megalith grpo` trains on, but "
+            f"{chat.name}.enabled reads data.data_path; use `megalith grpo`, or leave it out"
+        )
     taken = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     if given := [name for name in taken if getattr(data, name)]:
         raise ConfigError(

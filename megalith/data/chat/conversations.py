@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.data.blend import DataPath, parse_data_path
+from megalith.data.doors import of_dataset, of_records
 from megalith.data.preprocessing.jsonl import expand_inputs, read_objects
 from megalith.errors import ConfigError, DataError
 from megalith.remote import StorePath, place
@@ -115,7 +116,9 @@ def _parsed(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], 
         if all(record.get(key) is not None for key in keys):
             return parse(record)
     forms = "; ".join(" and ".join(keys) for keys in all_forms)
-    raise ValueError(f"its keys are {', '.join(map(repr, record)) or 'none'}, and none of the forms: {forms}")
+    raise ValueError(
+        f"its keys are {', '.join(map(repr, record)) or 'none'}, and none of the forms: {forms}{of_records(record)}"
+    )
 
 
 def _tokens(record: Record) -> Tokens:
@@ -388,6 +391,8 @@ def chat_files(path: DataPath) -> list[Path | StorePath]:
         )
     files: list[Path | StorePath] = []
     for prefix in prefixes:
+        if found := of_dataset(prefix):
+            raise ConfigError(found)
         files += [Path(prefix)] if Path(prefix).is_dir() else expand_inputs([prefix])
     return files
 

@@ -152,7 +152,9 @@ def parse_block(
                 content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
                 records.append(TextRecord(number, offset, _parse_line(content, json_keys, max_line_bytes)))
             except (ValueError, RecursionError) as error:
-                bad_lines.append(BadLine(block.path, number, offset, _reason(error)))
+                bad_lines.append(
+                    BadLine(block.path, number, offset, _reason(error) + _plain_text(block.path))
+                )
         offset += len(line) + 1
     return records, bad_lines
 
@@ -181,9 +183,21 @@ def read_objects(
                     content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
                     yield number, _parse_object(content, max_line_bytes)
                 except (ValueError, RecursionError) as error:
-                    bad = BadLine(path, number, offset, _reason(error))
+                    bad = BadLine(path, number, offset, _reason(error) + _plain_text(path))
                     raise DataError(f"{bad}; correct or remove the line") from error
             offset += len(line) + 1
+
+
+PLAIN_TEXT = (".txt", ".md", ".csv", ".tsv", ".html", ".xml")
+
+
+def _plain_text(path: Path | StorePath) -> str:
+    """What to do with a file that is no JSON Lines, by the ending of its name; "" for other endings."""
+    if path.suffix.lower() not in PLAIN_TEXT:
+        return ""
+    return (
+        f' ({path.suffix} files are not read: write JSON Lines, {{"text": "…"}} on a line for each document)'
+    )
 
 
 def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
@@ -305,6 +319,11 @@ def write_dataset(
     output = Path(output_jsonl)
     if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return Path(source)
+    if Path(source).is_file() and not source.endswith(".parquet"):
+        raise DataError(
+            f"{source} is a file, and --dataset takes a dataset's name, a .parquet or a .jsonl file; write JSON Lines, "
+            '{"text": "…"} on a line for each document, and give them as --input'
+        )
     if output.exists() and not overwrite:
         raise DataError(
             f"{output} exists and is not overwritten; give it as --input, or set overwrite (--overwrite)"

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megalith.config import RunConfig
+from megalith.config.aliases import by_content, by_ending
 from megalith.config.run import parse_yaml
 from megalith.dialects.oumi import oumi_meanings, oumi_objective
 from megalith.dialects.oumi.oumi_keys import (
@@ -128,6 +129,8 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
     `--training.max_steps 2` in the place of what it says. Raises ConfigError."""
     tree: dict[str, Any] = {}
     if path is not None:
+        if sentence := by_ending(path):
+            raise ConfigError(sentence)
         try:
             tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError) as error:
@@ -139,6 +142,12 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
         if not isinstance(tree, dict):
             raise ConfigError(
                 f"the configuration {path} holds a {type(tree).__name__}; it needs sections: model, data, training"
+            )
+        if sentence := by_content(path, tree, but="Oumi"):
+            raise ConfigError(sentence)
+        if {"optim", "train", "parallel"} & tree.keys():
+            raise ConfigError(
+                f"{path} is a run file of Megalith's own; run megalith train {path}, or sft, dpo or grpo"
             )
     for key, value in read_overrides(overrides):
         _place(tree, key, value)
