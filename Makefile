@@ -44,7 +44,7 @@ data/stdlib_text_document.idx: data/stdlib.jsonl data/tokenizer.json
 	    --tokenizer-model data/tokenizer.json --append-eod --overwrite
 
 train: $(READY) data/stdlib_text_document.idx
-	rm -rf $(RUN)
+	test ! -e $(RUN) || mv $(RUN) $(RUN)-$$(date +%Y%m%d-%H%M%S)  # an earlier run is kept
 	$(BIN)/megalith train examples/quickstart.yaml
 	$(BIN)/megalith plot $(RUN) --text
 	$(BIN)/megalith plot $(RUN)

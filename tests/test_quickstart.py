@@ -43,13 +43,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 def commands_of(goal: str) -> list[list[str]]:
-    """What make would run for `goal`, in order, without its own `rm`, and as if no make ran above it."""
+    """What make would run for `goal`, in order, without what keeps an earlier run, and as if no make ran above it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     listed = subprocess.run(
         ["make", "-n", goal], capture_output=True, text=True, check=True, env=environment
     ).stdout
     lines = [shlex.split(line) for line in listed.replace("\\\n", " ").splitlines()]
-    return [words for words in lines if words[0] != "rm"]
+    return [words for words in lines if words[0] != "test"]
 
 
 def collect(checkout: Path) -> None:
@@ -83,6 +83,24 @@ def test_make_train_and_then_make_test(checkout, monkeypatch, tmp_path):
     collecting.start()
     collecting.join()
     assert collecting.exitcode == 0
+
+
+def test_make_train_keeps_an_earlier_run(checkout):
+    """With a stand-in for megalith, which notes how it is called."""
+    (checkout / "data").mkdir()
+    for name in ("stdlib.jsonl", "tokenizer.json", "stdlib_text_document.idx"):
+        (checkout / "data" / name).touch()
+    program = checkout / ".venv" / "bin" / "megalith"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nmkdir -p runs/quickstart\n")
+    program.chmod(0o755)
+    (checkout / "runs" / "quickstart").mkdir(parents=True)
+    (checkout / "runs" / "quickstart" / "loss").write_text("mine")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    subprocess.run(["make", "train"], check=True, env=environment, capture_output=True)
+    kept = list((checkout / "runs").glob("quickstart-*/loss"))
+    assert [path.read_text() for path in kept] == ["mine"]
+    assert not (checkout / "runs" / "quickstart" / "loss").exists()
 
 
 def test_the_readme_shows_what_make_train_runs(checkout):

@@ -166,10 +166,12 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = False,
+        max_failures: int | None = None,
     ):
         """`unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
         optimizer state, is not stored. `write_tokenizer` fills the folder that it is given. With `keep_last`, only
-        that many of the steps saved last stay, and those divisible by `keep_every`.
+        that many of the steps saved last stay, and those divisible by `keep_every`. After `max_failures` saves in a row
+        that have failed, `save` raises.
 
         For background saves it makes a group of the ranks, so that training's messages do not mix with theirs. Here
         and not at the first save: a rank that is lost while a group is made leaves the others waiting.
@@ -184,6 +186,7 @@ class Saver:
         self._plan: Plan | None = None
         self._thread: threading.Thread | None = None
         self._untold: list[Saved] = []
+        self._failures, self._max_failures = 0, max_failures  # the former: in a row
         self._failure: BaseException | None = None
         self.last: Saved | None = None
         """The last save that has ended."""
@@ -201,9 +204,12 @@ class Saver:
         `more` are shards of further parts, by part and name; `task_files`, the first rank's, contents by file name.
         In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
         and shards are those of the first save. Without `optimizer` the weights alone are saved.
+        Raises CheckpointError, on every rank, where too many saves in a row have failed: in the background when the
+        next one begins, because until then a save may have ended on some ranks alone.
         """
         begin = time.monotonic()
         self._join()
+        self._require_some_success()
         world = self._world
         shards = state_shards(model, optimizer, self._rows) | dict(more or {})
         if self._plan is None:
@@ -214,6 +220,7 @@ class Saver:
         if self._staging is None:
             self._write(step, record, lambda: share, files, world, begin, None)
             self._join()
+            self._require_some_success()
         else:
             staged = _staged(share, self._staging)
             work = (step, record, staged, files, world, begin, time.monotonic() - begin)
@@ -245,6 +252,13 @@ class Saver:
             failure, self._failure = self._failure, None
             raise failure
 
+    def _require_some_success(self) -> None:
+        if self._max_failures is not None and self._failures >= self._max_failures:
+            raise CheckpointError(
+                f"{self._failures} saves in a row have failed (checkpoint.max_failed_saves), the last one: "
+                f"{self.last.error}; make room or mend the storage, and go on from the last whole checkpoint"
+            )
+
     def _write(
         self,
         step: StepFolder,
@@ -267,6 +281,7 @@ class Saver:
             return
         seconds = time.monotonic() - begin
         moment = (record.step, record.consumed_samples)
+        self._failures = 0 if error is None else self._failures + 1
         self.last = Saved(step.final, moment, seconds if stalled is None else stalled, seconds, error)
         self._untold.append(self.last)
 

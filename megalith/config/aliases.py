@@ -418,7 +418,6 @@ OTHER_NAMES: dict[str, str] = {
     "batch_size":                    "train.global_batch_size, or train.micro_batch_size for one device's at a time",
     "epochs":                        "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
     "num_epochs":                    "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
-    "max_length":                    "data.seq_length",
     "max_seq_length":                "data.seq_length",
     "model_max_length":              "data.seq_length",
     "cutoff_len":                    "data.seq_length",

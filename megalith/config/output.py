@@ -46,6 +46,9 @@ class CheckpointConfig(Section):
     megatron_tracker: bool = False
     """Writes Megatron-LM's `latest_checkpointed_iteration.txt` beside `checkpoints`, for scripts that look for it."""
 
+    max_failed_saves: PositiveInt = 3
+    """Failed saves in a row after which the run ends (exit code 4), rather than train on with nothing saved."""
+
     async_save: bool = False
     """Writes checkpoints in the background: training waits for a copy in host memory only."""
 

@@ -226,6 +226,7 @@ class Run:
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
             background=config.checkpoint.async_save,
+            max_failures=config.checkpoint.max_failed_saves,
         )
         self.counters = counters(self.model.chunks)
         self.replicas = None
@@ -343,7 +344,10 @@ class Run:
         return (loss / tokens).item()
 
     def save(self) -> None:
-        """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
+        """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on.
+
+        Raises CheckpointError after `checkpoint.max_failed_saves` failures in a row.
+        """
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
         task_files = self.task.files_to_keep(self)

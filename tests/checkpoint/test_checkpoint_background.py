@@ -115,6 +115,25 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(tiny_run, tmp_path)
     assert saved.error is None and open_checkpoint(tmp_path).folder == saved.folder
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_ends_after_so_many_failed_saves_in_a_row(run, monkeypatch, in_background):
+    steps, write = [], saver.write_step
+
+    def refuses(step, record, *rest):
+        steps.append(record.step)
+        if record.step != 3:  # it mends once, and the count begins anew
+            raise CheckpointError("the disk is full")
+        return write(step, record, *rest)
+
+    monkeypatch.setattr(saver, "write_step", refuses)
+    checkpoint = {"save_interval": 1, "async_save": in_background}  # max_failed_saves is 3
+    with pytest.raises(
+        CheckpointError, match=r"3 saves in a row have failed .*max_failed_saves.*the disk is full"
+    ):
+        run(checkpoint=checkpoint, train={"train_iters": 12, "eval_iters": 0})
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
 def test_no_memory_for_the_copy_is_a_save_that_failed(tiny_run, tmp_path, monkeypatch):
     def no_memory(self, tensors):
         raise MemoryError("cannot allocate 96 GB")

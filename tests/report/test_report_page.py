@@ -11,9 +11,9 @@ from report_runs import EVIL, run_folder, write_lines
 
 from megalith.cli.main import main
 from megalith.errors import DataError
-from megalith.report.page import write_report
+from megalith.report.page import run_files, write_report
 from megalith.report.page.charts import tick_labels
-from megalith.report.page.run_files import RunFiles, thinned
+from megalith.report.page.run_files import RunFiles, points, thinned
 
 VOID = {"meta", "link", "br", "img", "input"}
 SECTIONS = [
@@ -116,6 +116,19 @@ def test_ten_megabytes_of_metrics_are_a_small_page_in_seconds_with_every_spike(t
     known = [(float(record["step"]), record["grad_norm"]) for record in records]
     few = thinned(known, 1000)
     assert len(few) <= 1004 and (4242.0, 77.0) in few and few == sorted(few) and few[-1] == known[-1]
+
+
+def test_a_page_looks_at_each_figure_of_a_long_run_once(tmp_path, monkeypatch):
+    figures, checked = [f"figure_{n}" for n in range(20)], []
+    records = [{"step": n} | dict.fromkeys(figures, float(n % 7)) for n in range(1, 2001)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    plain = run_files.number
+    monkeypatch.setattr(run_files, "number", lambda value: checked.append(value) or plain(value))
+    run = RunFiles.open("long", tmp_path)
+    assert [run.curve(name) for name in figures] == [points(records, name) for name in figures]
+    checked.clear()
+    write_report([str(tmp_path)], tmp_path / "long.html")
+    assert len(checked) < 2 * len(records)  # of 40,000 figures
 
 
 OWN_FILES = ("experts.jsonl", "events.jsonl", "starts.jsonl", "completions.jsonl", "measured_step.json",

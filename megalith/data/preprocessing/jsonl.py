@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -193,11 +194,10 @@ PLAIN_TEXT = (".txt", ".md", ".csv", ".tsv", ".html", ".xml")
 
 def _plain_text(path: Path | StorePath) -> str:
     """What to do with a file that is no JSON Lines, by the ending of its name; "" for other endings."""
-    if path.suffix.lower() not in PLAIN_TEXT:
+    ending = os.path.splitext(str(path))[1].lower()
+    if ending not in PLAIN_TEXT:
         return ""
-    return (
-        f' ({path.suffix} files are not read: write JSON Lines, {{"text": "…"}} on a line for each document)'
-    )
+    return f' ({ending} files are not read: write JSON Lines, {{"text": "…"}} on a line for each document)'
 
 
 def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:

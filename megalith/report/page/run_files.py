@@ -6,13 +6,13 @@ Figures are finite floats that a drawing can take; whatever else stands where on
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megalith.checkpoint.steps import list_steps
@@ -59,7 +59,6 @@ class RunFiles:
     folder: Path | StorePath
     steps: list[Record] = field(repr=False)
     """Of metrics.jsonl."""
-    _curves: dict[str, Points] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
@@ -75,9 +74,18 @@ class RunFiles:
 
     def curve(self, key: str) -> Points:
         """The points of a figure of metrics.jsonl."""
-        if key not in self._curves:
-            self._curves[key] = points(self.steps, key)
-        return self._curves[key]
+        return self._curves.get(key, [])
+
+    @cached_property
+    def _curves(self) -> dict[str, Points]:
+        """The points of every figure: one pass over the records, of which a long run has many."""
+        curves: dict[str, Points] = {}
+        for record in self.steps:
+            step = number(record.get("step"))
+            for key, value in record.items() if step is not None else ():
+                if type(value) in (float, int) and -LARGEST < value < LARGEST:  # False for NaN
+                    curves.setdefault(key, []).append((step, float(value)))
+        return curves
 
     @cached_property
     def evaluations(self) -> list[Record]:
@@ -187,11 +195,11 @@ def thinned(known: Points, count: int) -> Points:
         return known
     low, high = known[0][0], known[-1][0]
     width = (high - low) / max(count // 4, 1) or 1.0
-    stretches: dict[int, Points] = {}
-    for point in known:
-        stretches.setdefault(math.floor((point[0] - low) / width), []).append(point)
+    steps, values = np.array(known).T
+    places = np.floor((steps - low) / width)
+    order = np.argsort(places, kind="stable")
     kept: Points = []
-    for stretch in stretches.values():
-        extremes = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted({stretch[0], stretch[-1], *extremes})
+    for stretch in np.split(order, 1 + np.flatnonzero(np.diff(places[order]))):
+        least, greatest = stretch[values[stretch].argmin()], stretch[values[stretch].argmax()]
+        kept += sorted({known[at] for at in (stretch[0], stretch[-1], least, greatest)})
     return kept
