@@ -5,6 +5,7 @@
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
+#   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
@@ -17,12 +18,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 RUN := runs/quickstart
-PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+QUICK := -m 'not full and not processes and not compiled and not long'
+PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-quick test-all test-site test-docs test-install types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
+.PHONY: setup train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
 
 setup: $(READY)
 
@@ -67,7 +70,7 @@ test: $(READY) lint
 	$(PYTEST)
 
 test-quick: $(READY) lint
-	$(PYTEST) -m 'not full and not processes and not compiled and not long'
+	$(PYTEST) $(QUICK)
 
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'
@@ -80,6 +83,18 @@ test-docs: $(READY)
 
 test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)
+	$(MAKE) test-minimum
+
+# The lowest version of each dependency that pyproject.toml declares, which uv finds.
+MINIMUM := .minimum
+$(MINIMUM)/ready: pyproject.toml
+	$(PYTHON) -m venv $(MINIMUM)
+	$(MINIMUM)/bin/pip install --quiet uv
+	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --resolution lowest-direct --editable '.[test]'
+	touch $@
+
+test-minimum: $(MINIMUM)/ready
+	$(MINIMUM)/bin/python -m pytest tests $(SPREAD) $(QUICK)
 
 TYPES := .types
 $(TYPES)/ready:
@@ -142,4 +157,4 @@ faults: $(READY)
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(TYPES) build $(MEGATRON) $(CLUSTER_MODELS) data runs
+	rm -rf $(VENV) $(DOCS) $(TYPES) $(MINIMUM) build $(MEGATRON) $(CLUSTER_MODELS) data runs

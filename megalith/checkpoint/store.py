@@ -64,6 +64,12 @@ class StepFolder:
     def begin(self) -> str:
         """Makes the temporary folder, after clearing what killed saves have left. Returns its name, for `join`."""
         make_folder(self.checkpoints)
+        latest = self.checkpoints / LATEST
+        if latest.is_dir() and not latest.is_symlink():
+            raise CheckpointError(
+                f"{latest} is a folder, but a save writes the name of the newest step into a file there; move the "
+                "folder away"
+            )
         _clear_remains(self.checkpoints)
         if self.temporary.exists():  # what could not be removed; here it is in the way
             shutil.rmtree(self.temporary)

@@ -30,6 +30,7 @@ from torch import Tensor
 from megalith.data.batch import Batch
 from megalith.errors import DataError
 from megalith.io import atomic_file, data_errors, make_folder
+from megalith.small_files import read_small_file
 
 RECORD, NAME = "logits.json", re.compile(r"samples_(\d{12})\.safetensors")
 
@@ -140,7 +141,7 @@ def _name(first: int) -> str:
 
 def _read_record(path: Path) -> LogitsRecord:
     try:
-        return LogitsRecord.model_validate_json(path.read_bytes())
+        return LogitsRecord.model_validate_json(read_small_file(path, path.parent))
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it does not say what they are"
         raise DataError(

@@ -24,6 +24,7 @@ from megalith.launch.lock import OutputLock, check_output_dir, refused
 from megalith.launch.meeting import JOB
 from megalith.launch.parent import boot_id, started_at
 from megalith.remote import StorePath, place
+from megalith.small_files import read_small_file
 
 MARK = ".job"
 FAILURES = "failures"
@@ -95,7 +96,7 @@ def _is_marked(output: Path, attempt: Attempt) -> bool:
 
 def _mark(output: Path) -> list[str]:
     """The launcher, and the checkpoints that were there before its first attempt."""
-    return (output / MARK).read_text("utf-8").split("\n")
+    return read_small_file(output / MARK, output).decode().split("\n")
 
 
 def _saves(folder: Path | StorePath) -> set[str]:

@@ -125,6 +125,15 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tiny_run, tmp_path):
         tiny_run().save(tmp_path)
 
 
+def test_a_folder_named_latest_is_a_sentence_before_anything_is_written(tiny_run, tmp_path):
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match="latest is a folder, but a save writes the name of the newest step"
+    ):
+        tiny_run().save(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["latest"]
+
+
 def test_an_interrupt_leaves_no_remains(tiny_run, tmp_path):
     def interrupt(folder):
         raise KeyboardInterrupt

@@ -3,15 +3,20 @@
 import base64
 import json
 import struct
+import tomllib
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hostile import VALUES, problems, spoiled
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megalith.data.dataset import GPTDataset
 from megalith.data.idx_format import HEADER
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer, load_tokenizer
 from megalith.data.tokenizers.tiktoken import TikTokenizer
+from megalith.errors import DataError
 
 
 def test_every_number_of_an_index(tmp_path):
@@ -94,3 +99,26 @@ def test_every_value_of_a_saved_tokenizer_and_of_a_list_of_ranks(tmp_path):
 
     _, refused, found = problems(spoiled(ranks), tiktoken)
     assert not found and refused > 100, "\n".join(found[:20])
+
+
+def test_a_regular_expression_that_panics_is_a_sentence(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"x": 0, "y": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(x+x+)+y"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    built, text = build_tokenizer("HuggingFaceTokenizer", tmp_path), "x" * 5000
+    for encode in (
+        built.encode,
+        lambda text: built.encode_batch([text]),
+        lambda text: built.encode_marked([text], [[]]),
+    ):
+        with pytest.raises(DataError, match="the tokenizers library failed on a text"):
+            encode(text)
+
+
+def test_the_declared_jinja2_has_no_way_out_of_its_sandbox():
+    """3.1.5 let a chat template read the environment: CVE-2025-27516."""
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    (floor,) = (name.removeprefix("jinja2>=") for name in declared if name.startswith("jinja2"))
+    assert tuple(map(int, floor.split("."))) >= (3, 1, 6)

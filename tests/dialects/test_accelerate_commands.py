@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate_script
 import forked
@@ -429,3 +430,11 @@ def test_processes_that_do_not_divide_are_refused(monkeypatch):
         fresh_accelerator(tp_degree=2)
     with pytest.raises(ConfigError, match="a whole number from 1"):
         MegatronLMPlugin(pp_degree=0)
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system [echo]", "a: [", "\xff"])
+def test_a_configuration_file_that_is_no_plain_yaml_is_a_sentence(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"Accelerate's configuration file .* cannot be read"):
+        launch_door._file_of(SimpleNamespace(cpu=False, config_file=str(file)))

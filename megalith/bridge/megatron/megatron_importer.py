@@ -32,6 +32,7 @@ from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError, shorten
+from megalith.small_files import read_small_file
 
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
@@ -424,7 +425,12 @@ def _iteration(folder: Path) -> Path:
         if there := _iterations(folder):
             raise CheckpointError(f"{folder} has no {LATEST}; give one of its folders: {shorten(there)}")
         return folder
-    text = latest.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        text = read_small_file(latest, folder, largest=4096).decode(errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{latest} cannot be read: {error.strerror}; give the folder iter_NNNNNNN itself"
+        ) from None
     if not re.fullmatch(f"{RELEASE}|[0-9]{{1,15}}", text):
         raise CheckpointError(
             f"{latest} holds {text!r}, which is no iteration; give the folder iter_NNNNNNN itself"

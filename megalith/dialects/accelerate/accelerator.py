@@ -38,6 +38,7 @@ from megalith.dialects.accelerate.script_optimizer import (
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
 from megalith.launch.launcher import TIMEOUT
+from megalith.small_files import read_optional_file
 from megalith.training.process import widen_queues
 
 SCHEDULERS = "schedulers.json"
@@ -346,7 +347,7 @@ class Accelerator(accelerate.Accelerator):
         file = (
             Path(self._engine.loaded_from) / SCHEDULERS
         )  # the newest of several, where Accelerate names them
-        states = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        states = json.loads(read_optional_file(file, file.parent) or b"[]")
         for scheduler, state in zip(self._schedulers, states):
             scheduler.load_state_dict(state)
 

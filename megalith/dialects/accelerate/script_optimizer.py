@@ -26,6 +26,7 @@ from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.stages import copies, held_by_stages
+from megalith.small_files import read_small_file
 
 CLASSES = {torch.optim.AdamW: AdamW, torch.optim.Adam: torch.optim.Adam, torch.optim.SGD: torch.optim.SGD}
 # How torch steps, which does not change what it computes; ours is fused, and makes its state at once.
@@ -222,7 +223,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_groups(self, file: Path) -> None:
         """What `save_groups` wrote. Raises ConfigError for another number of groups."""
-        groups = json.loads(file.read_text(encoding="utf-8"))
+        groups = json.loads(read_small_file(file, file.parent))
         if len(groups) != len(self.param_groups):
             raise ConfigError(
                 f"{file} has {len(groups)} groups of parameters, but this optimizer {len(self.param_groups)}; make it "
