@@ -80,8 +80,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
         return real
     raise RefusedFile(
         errno.EPERM,
-        f"it is a symbolic link that leads out of its folder, to {real}; put a copy of the file in its place if it is "
-        "meant to be used",
+        f"it is a symbolic link that leads out of its folder, to {real} (put a copy there if it is to be used)",
         str(path),
     )
 
