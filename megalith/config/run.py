@@ -133,6 +133,12 @@ class RunConfig(Section):
         config._notes = tuple(notes)
         return config
 
+    def with_notes(self, notes: Iterable[str]) -> RunConfig:
+        """The configuration with further notes for the user."""
+        config = self.model_copy()
+        config._notes = (*self._notes, *notes)
+        return config
+
     def with_settings(self, settings: Mapping[str, Any]) -> RunConfig:
         """The configuration with other values, "section.field" → value, checked like loading. Raises ConfigError."""
         tree = _sections_of(_set_fields(self))

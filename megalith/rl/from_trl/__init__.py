@@ -1,0 +1,1 @@
+"""TRL's and PEFT's arguments as settings of ours."""

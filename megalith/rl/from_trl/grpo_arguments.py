@@ -1,0 +1,124 @@
+"""The arguments of TRL's GRPOConfig: those that are settings of ours, and those without an effect here.
+
+Every other argument that differs from the class's default is refused by name. Read in TRL 1.16.0 and transformers
+5.24.0; of another version the installed class's own defaults count.
+"""
+
+from __future__ import annotations
+
+from megalith.config import RlConfig
+
+RENAMED: dict[str, str] = {
+    "learning_rate": "optim.lr",
+    "weight_decay": "optim.weight_decay",
+    "adam_beta1": "optim.adam_beta1",
+    "adam_beta2": "optim.adam_beta2",
+    "adam_epsilon": "optim.adam_eps",
+    "max_grad_norm": "optim.clip_grad",
+    "max_steps": "train.train_iters",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "output_dir": "train.output_dir",
+    "seed": "train.seed",
+    "save_total_limit": "checkpoint.keep_last",
+    "max_prompt_length": "rl.max_prompt_length",
+}
+OURS = [  # settings of rl, of which most have TRL's name
+    name
+    for name in RlConfig.model_fields
+    if name not in ("prompts", "eval_prompts", "rollouts", "reward_funcs")
+]
+TRANSLATED = (  # what needs more than another name: grpo_settings.py
+    "bf16", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16", "generation_batch_size",
+    "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",
+    "model_init_kwargs", "num_train_epochs", "optim", "report_to", "run_name", "save_only_model", "save_steps",
+    "save_strategy", "steps_per_generation", "use_cpu", "use_vllm", "vllm_enable_sleep_mode",
+    "vllm_importance_sampling_cap", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+    "vllm_server_timeout", "warmup_ratio", "warmup_steps",
+)  # fmt: skip
+
+_RECOMPUTATION = (
+    "recomputation does not change results; settings={'parallel.recompute_granularity': …} chooses"
+)
+_COMPILE = "compiling does not change results; settings={'runtime.compile': …} chooses"
+_KERNELS = "kernels are Megalith's own, and the loss is computed in chunks anyway"
+_LOADER = "prompts are in memory, and their order follows from the seed alone"
+_REPLICAS = "Megalith synchronizes replicas itself, without DistributedDataParallel"
+_CONSOLE = "the console and metrics.jsonl are those of a run"
+_HUB = "nothing is pushed, because push_to_hub is off"
+_ENGINE = "completions are sampled by Megalith's engine, vLLM or SGLang"
+_EVALUATION = "held-out prompts are answered like the training's, and judged at once"
+NO_EFFECT: dict[str, str] = {
+    "activation_checkpointing": _RECOMPUTATION,
+    "activation_checkpointing_kwargs": _RECOMPUTATION,
+    "gradient_checkpointing": _RECOMPUTATION,
+    "gradient_checkpointing_kwargs": _RECOMPUTATION,
+    "torch_compile": _COMPILE,
+    "torch_compile_backend": _COMPILE,
+    "torch_compile_mode": _COMPILE,
+    "torch_empty_cache_steps": "memory is freed where a run needs it",
+    "use_liger_kernel": _KERNELS,
+    "liger_kernel_config": _KERNELS,
+    "use_cache": "generation always has a KV cache",
+    "cache_implementation": "generation has a KV cache of its own",
+    "use_transformers_continuous_batching": _ENGINE,
+    "transformers_continuous_batching_config": _ENGINE,
+    "use_transformers_paged": _ENGINE,
+    "ds3_gather_for_generation": "there is no DeepSpeed",
+    "pad_to_multiple_of": "rows have data.seq_length tokens",
+    "trust_remote_code": "no code of a checkpoint is run; its architecture has to be built in",
+    "log_level": _CONSOLE,
+    "log_level_replica": _CONSOLE,
+    "log_on_each_node": _CONSOLE,
+    "logging_dir": "TensorBoard's folder is settings={'log.tensorboard_dir': …}",
+    "logging_first_step": _CONSOLE,
+    "logging_nan_inf_filter": "a step with NaN or Inf is skipped and named",
+    "include_num_input_tokens_seen": _CONSOLE,
+    "disable_tqdm": _CONSOLE,
+    "skip_memory_metrics": _CONSOLE,
+    "log_multimodal": "there are no images",
+    "log_unique_prompts": "completions.jsonl has every completion",
+    "per_device_eval_batch_size": _EVALUATION,
+    "eval_accumulation_steps": _EVALUATION,
+    "eval_do_concat_batches": _EVALUATION,
+    "eval_use_gather_object": _EVALUATION,
+    "save_on_each_node": "each rank writes its share of a checkpoint",
+    "enable_jit_checkpoint": "SIGTERM always ends a run with a checkpoint",
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "dataloader_num_workers": _LOADER,
+    "dataloader_pin_memory": _LOADER,
+    "dataloader_persistent_workers": _LOADER,
+    "dataloader_prefetch_factor": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": _LOADER,
+    "dataloader_drop_last": "rollout batches are whole: prompts of a further pass follow the last ones",
+    "ddp_backend": _REPLICAS,
+    "ddp_find_unused_parameters": _REPLICAS,
+    "ddp_bucket_cap_mb": _REPLICAS,
+    "ddp_broadcast_buffers": _REPLICAS,
+    "ddp_static_graph": _REPLICAS,
+    "local_rank": "the launcher says which rank a process is",
+    "do_train": "train() trains, whatever it is",
+    "do_eval": "eval_strategy decides",
+    "do_predict": "there is no prediction",
+    "vllm_group_port": "a free port is taken",
+    "vllm_max_model_length": "vLLM's context is as long as data.seq_length needs",
+}
+WAYS: dict[str, str] = {  # of arguments that are refused: what to do in their place
+    "auto_find_batch_size": "; set per_device_train_batch_size",
+    "data_seed": "; the order of the prompts follows from seed",
+    "deepspeed": "; layouts are settings={'parallel.…': …}",
+    "fsdp": "; layouts are settings={'parallel.…': …}",
+    "fsdp_config": "; layouts are settings={'parallel.…': …}",
+    "full_determinism": "; settings={'train.deterministic': True} has deterministic kernels",
+    "parallelism_config": "; layouts are settings={'parallel.…': …}",
+    "push_to_hub": "; push the exported folder",
+    "resume_from_checkpoint": "; settings={'checkpoint.load': folder} goes on from a run",
+    "router_aux_loss_coef": "; settings={'model.moe_aux_loss_coeff': …} sets it",
+    "tf32": "; settings={'train.precision': …} chooses the precision",
+    "vllm_tensor_parallel_size": "; vLLM in the trainer's processes has parallel.tensor_model_parallel_size",
+}
