@@ -44,10 +44,11 @@ COUNTS = (
 )
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "rotary_pct", "rotary_emb_base",
+    "beta_fast", "beta_slow", "attention_factor", "rotary_pct", "rotary_emb_base",
     "swiglu_limit", "swiglu_alpha", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
     "logits_scaling", "logit_scale",
 )
+FROM_ZERO = ("mscale", "mscale_all_dim")
 NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
 LISTS = {
@@ -90,6 +91,8 @@ def _broken_rule(key: str, value: Any) -> str | None:
         return None if _is_count(value) else f"a whole number from 0 to {LARGEST:,}"
     if key in NUMBERS:
         return None if _is_number(value) and value > 0 else "a number above 0"
+    if key in FROM_ZERO:
+        return None if _is_number(value) and value >= 0 else "a number from 0"
     if key in NAMES:
         return None if isinstance(value, str) else "a name"
     if key in OBJECTS:

@@ -90,6 +90,23 @@ def turning_qkv(*names: str) -> Rule:
     return Rule(names, _by_group_turning)
 
 
+def turning(name: str, plain: str) -> Rule:
+    """Heads, each `plain` rows and then rows that turn in pairs, which stand side by side there.
+
+    `plain` is the field that has the number of the first: the size of a head's part without position, or of a latent.
+    """
+
+    def order(model: ModelConfig, rows: int) -> list[RowRun]:
+        first, size = getattr(model, plain), model.qk_pos_emb_head_dim
+        runs = []
+        for head in range(0, rows, first + size):
+            runs.append(RowRun(0, head, head, first))
+            runs += pairs_apart(0, head + first, head + first, size)
+        return runs
+
+    return Rule((name,), order)
+
+
 def gate_up(*names: str) -> Rule:
     """Gate and up: two tensors of theirs, or one with the whole gate before the whole up."""
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])

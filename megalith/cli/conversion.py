@@ -65,7 +65,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MEGATRON_DIR", help="its save folder, or one iteration's")
     parser.add_argument("out", metavar="OUT", help="run folder to write")
     parser.add_argument(
-        "--trust", action="store_true", help="read its pickles, by a list of what is allowed in them"
+        "--trust", action="store_true", help="read pickles that name Megatron's classes, without these"
     )
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="entries without padding (default: its arguments')"
@@ -125,7 +125,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ckpt-format", choices=FORMATS, default="torch_dist", help="the target's form")
     parser.add_argument(
-        "--trust", action="store_true", help="read Megatron's pickles, by a list of what is allowed"
+        "--trust", action="store_true", help="read pickles that name Megatron's classes, without these"
     )
     _add_written_arguments(parser)
 

@@ -26,7 +26,7 @@ class CheckpointConfig(Section):
     Hugging Face's or Megatron-LM's folder the weights are the initial ones, as with model.init_from."""
 
     trust: bool = False
-    """Reads the pickles of a Megatron-LM checkpoint, by a list of what may be named in them."""
+    """Reads a Megatron-LM checkpoint whose pickles name classes, and leaves these out."""
 
     save_optim: bool = True
     """Saves the optimizer's state, without which a run cannot go on exactly."""

@@ -1,6 +1,8 @@
 """Megatron-LM's checkpoints, written by its published names, give the model that they were written from."""
 
+import argparse
 import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,13 @@ from megatron_checkpoint import (
     write_legacy,
     write_torch_dist,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import megalith
 from megalith.bridge.megatron.megatron_exporter import convert
-from megalith.bridge.megatron.megatron_importer import import_megatron
+from megalith.bridge.megatron.megatron_importer import import_megatron, open_megatron
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig
@@ -132,16 +137,16 @@ def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
 def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
     model = random_model("llama")
     state = core_state(model, True)
-    latent = arguments(model.config)
-    latent.multi_latent_attention = True
-    write_torch_dist(tmp_path / "latent", state, latent)
+    hybrid = arguments(model.config)
+    hybrid.hybrid_layer_pattern = "M*M*"
+    write_torch_dist(tmp_path / "hybrid", state, hybrid)
     write_torch_dist(
         tmp_path / "missing", {k: v for k, v in state.items() if "proj" not in k}, arguments(model.config)
     )
     write_legacy(tmp_path / "legacy", state, arguments(model.config), 2, 2, 1)
     forget_megatron()
-    with pytest.raises(ConfigError, match=r"its args have multi_latent_attention True"):
-        import_megatron(tmp_path / "latent", tmp_path / "run", trust=True)
+    with pytest.raises(ConfigError, match=r"its args have hybrid_layer_pattern 'M\*M\*'"):
+        import_megatron(tmp_path / "hybrid", tmp_path / "run", trust=True)
     with pytest.raises(
         CheckpointError,
         match=r"its record of arguments says; missing: decoder.layers.0.self_attention.linear_p",
@@ -154,6 +159,116 @@ def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
     next((tmp_path / "missing/iter_0000005").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"distcp is missing"):
         import_megatron(tmp_path / "missing", tmp_path / "run", trust=True)
+
+
+def test_both_spellings_of_a_norm_are_read_and_neither_is_guessed(tmp_path: Path) -> None:
+    model = random_model("llama")
+    args = arguments(model.config)
+    del args.norm_epsilon, args.apply_layernorm_1p
+    args.layernorm_epsilon, args.layernorm_zero_centered_gamma = 1e-3, True  # core 0.20's
+    write_torch_dist(tmp_path / "new", core_state(model, True), args)
+    read = open_megatron(tmp_path / "new", trust=True).groups[0].model
+    assert (read.layernorm_epsilon, read.layernorm_zero_centered_gamma) == (1e-3, True)
+    for number, (name, message) in enumerate(
+        (
+            ("layernorm_epsilon", "its args have no norm_epsilon"),
+            ("layernorm_zero_centered_gamma", "its args have no apply_layernorm_1p"),
+            ("openai_gelu", "its args have no openai_gelu, which decide"),
+            ("rotary_base", "its args have no rotary_base"),
+        )
+    ):
+        fewer = argparse.Namespace(**{key: value for key, value in vars(args).items() if key != name})
+        write_torch_dist(tmp_path / str(number), core_state(model, True), fewer)
+        with pytest.raises(ConfigError, match=message):
+            import_megatron(tmp_path / str(number), tmp_path / "run", trust=True)
+    forget_megatron()
+
+
+@pytest.mark.parametrize("te", [True, False], ids=["transformer engine", "local"])
+def test_common_state_among_the_shards(te: bool, tmp_path: Path) -> None:
+    """The form of core 0.19 and later: no common.pt, and plans in .metadata."""
+    model = random_model("llama")
+    args = arguments(model.config)
+    write_torch_dist(tmp_path / "megatron", core_state(model, te), args)
+    folder = tmp_path / "megatron/iter_0000005"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    resave_with_common_state(folder, common)
+    forget_megatron()
+    with pytest.raises(CheckpointError, match=r"names .*AttnBackend.*give --trust"):
+        import_megatron(tmp_path / "megatron", tmp_path / "run")
+    import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
+    assert_same_model(tmp_path / "run", model)
+    file = folder / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="ends before common_state/shard_0_1 does"):
+        import_megatron(tmp_path / "megatron", tmp_path / "again", trust=True)
+
+
+def resave_with_common_state(folder: Path, common: dict[str, object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    torch.save([common], stored := io.BytesIO())
+    file = folder / "__0_0.distcp"
+    info = _StorageInfo(file.name, file.stat().st_size, len(stored.getvalue()))
+    file.write_bytes(file.read_bytes() + stored.getvalue())
+    metadata.storage_data[MetadataIndex("common_state/shard_0_1")] = info
+    metadata.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+    item = WriteItem(MetadataIndex("common_state/shard_0_1"), WriteItemType.BYTE_IO)
+    metadata.all_local_plans = [SavePlan([item], planner_data={"x": 1})]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("name", ["common.pt", "model_optim_rng.pt"])
+def test_a_torchscript_archive_is_refused_before_it_runs(name: str, tmp_path: Path) -> None:
+    """torch.load hands such a file to torch.jit.load, where `__setstate__` runs."""
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    model = random_model("gpt")
+    if name == "common.pt":
+        write_torch_dist(tmp_path / "megatron", core_state(model, True), arguments(model.config))
+    else:
+        write_legacy(tmp_path / "megatron", core_state(model, True), arguments(model.config), 1, 1, 1)
+    forget_megatron()
+    (path,) = tmp_path.rglob(name)
+    torch.jit.script(Overwrites(str(target))).save(str(path))
+    with pytest.raises(CheckpointError, match=r"torchscript checkpoint\); nothing in it was run"):
+        import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True)
+    assert target.read_text() == "precious"
+    torch.jit.load(str(path))  # the archive does what it is refused for
+    assert target.read_text() == "overwrit"
+
+
+class Overwrites(torch.nn.Module):
+    """Overwrites a file where torch.jit loads it."""
+
+    def __init__(self, target: str):
+        super().__init__()
+        self.text, self.target = torch.tensor(list(b"overwrit"), dtype=torch.uint8), target
+
+    def forward(self, x: int):
+        return x
+
+    @torch.jit.export
+    def __getstate__(self):
+        return (self.text, self.target, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, str, bool]):
+        self.text, self.target, self.training = state
+        opened = torch.from_file(self.target, True, self.text.numel(), dtype=torch.uint8)
+        opened.copy_(self.text)
+        self.text = opened
+
+
+def test_metadata_changes_no_class_that_it_names(tmp_path: Path) -> None:
+    """A pickle may set attributes of what it names: of a stand-in, never of a class of torch's."""
+    write_torch_dist(tmp_path / "megatron", core_state(random_model("gpt"), True), arguments(MODELS["gpt"]))
+    forget_megatron()
+    spoil = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x03\x00\x00\x00badK\x01s\x86b."
+    (tmp_path / "megatron/iter_0000005/.metadata").write_bytes(spoil)
+    with pytest.raises(CheckpointError, match="nothing in it was run"):
+        import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True)
+    assert not hasattr(Metadata, "bad")
 
 
 def test_what_is_missing_of_a_megatron_folder_is_named(

@@ -27,6 +27,9 @@ SHAPE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151
 LLAMA = dict(SHAPE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
              normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
 EXPERTS = dict(LLAMA, num_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=32)
+LATENT = dict(SHAPE, ffn_hidden_size=48, position_embedding_type="rope", swiglu=True, normalization="RMSNorm",
+              add_bias_linear=False, multi_latent_attention=True, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4,
+              v_head_dim=6, untie_embeddings_and_output_weights=True)  # fmt: skip
 MODELS = {
     "gpt": ModelConfig(**SHAPE),
     "llama": ModelConfig(**LLAMA, qk_layernorm=True, rope_scaling={"type": "llama3"}),
@@ -35,6 +38,17 @@ MODELS = {
         **EXPERTS, moe_layer_freq=2, moe_grouped_gemm=True, moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
     ),
+    "windows": ModelConfig(
+        **EXPERTS, window_size=[15, 0], window_attn_skip_freq=2, softmax_type="learnable", attention_dropout=0.0,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+    ),
+    "latent": ModelConfig(
+        **LATENT, q_lora_rank=8, mtp_num_layers=2, window_size=[15, 0], num_experts=4, moe_ffn_hidden_size=16,
+        moe_layer_freq=[0, 1, 1, 1], moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+                      "mscale_all_dim": 0.9},
+    ),
+    "latent keys": ModelConfig(**{**LATENT, "normalization": "LayerNorm"}, moe_grouped_gemm=True, num_experts=4),
     "bert": ModelConfig(**SHAPE, model_type="bert", lm_head_activation="gelu"),
 }  # fmt: skip
 FORMS = [
@@ -63,7 +77,7 @@ def test_what_is_exported_comes_back_bitwise(name: str, tmp_path: Path) -> None:
     for number, form in enumerate(FORMS):
         out, back = tmp_path / f"megatron{number}", tmp_path / f"back{number}"
         export_megatron(tmp_path / "run", out, **form)
-        import_megatron(out, back, trust=True, show_progress=False)
+        import_megatron(out, back, show_progress=False)  # what it writes needs no trust
         assert_same(back, model)
 
 
@@ -159,7 +173,9 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     save_run(tmp_path / "sgd", MODELS["gpt"], "sgd")
     biased = ModelConfig(**SHAPE, num_experts=4)
     save_run(tmp_path / "biased", biased)
-    save_run(tmp_path / "window", ModelConfig(**LLAMA, window_size=[15, 0]))
+    save_run(tmp_path / "scaled", ModelConfig(**LLAMA, embedding_multiplier=2.0))
+    further = dict(window_size=[15, 0], window_attn_skip_freq=2, mtp_num_layers=1)
+    save_run(tmp_path / "further", ModelConfig(**LLAMA, **further))
     before = set(tmp_path.iterdir())
     for source, options, told in (
         ("run", dict(tp=4), "tp is 4, which does not divide num_query_groups 2"),
@@ -168,7 +184,12 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(ckpt_format="torch", with_optimizer=True), "in the format torch_dist alone"),
         ("sgd", dict(with_optimizer=True), "has the state of sgd"),
         ("biased", {}, "Megatron core has one in the router"),
-        ("window", {}, "cannot say this one: it has window_size"),
+        ("scaled", {}, "cannot say this one: it has embedding_multiplier"),
+        (
+            "further",
+            {},
+            "cannot say this one: mtp_num_layers with a window in the first or the last layer alone",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
             export_megatron(tmp_path / source, tmp_path / "out", **options)
@@ -219,15 +240,13 @@ def test_convert_goes_between_all_forms(tmp_path: Path, monkeypatch, capsys: pyt
     assert convert_by_command("hf", "megatron", "hf", "tp2", *megatron) == 0
     assert Path("tp2/release/mp_rank_01_001/model_optim_rng.pt").is_file()
     resharded = ["--source-tp", "2", "--source-pp", "2", "--target-tp", "1", "--target-pp", "4"]
-    capsys.readouterr()
-    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded) == 4
-    assert "give --trust" in capsys.readouterr().err
     resharded[1] = "4"
-    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded, "--trust") == 2
+    capsys.readouterr()
+    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded) == 2
     assert "--source-tp is 4, but tp2 was written with 2" in capsys.readouterr().err
     resharded[1] = "2"
-    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded, "--trust") == 0
-    assert convert_by_command("megatron", "hf", "pp4", "hf2", "--trust") == 0
+    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded) == 0
+    assert convert_by_command("megatron", "hf", "pp4", "hf2") == 0
     assert convert_by_command("megatron", "megalith", "pp4", "again", "--trust") == 0
     assert_same(Path("again"), model)
     assert_same(Path("hf2"), model)
@@ -237,7 +256,7 @@ def test_convert_goes_between_all_forms(tmp_path: Path, monkeypatch, capsys: pyt
         ("megalith", "megalith", "run"),
     ):
         assert convert_by_command(source, target, path, "no") == 2 and not Path("no").exists()
-    words = "--model-type GPT --loader core --saver core --load-dir pp4 --save-dir tools --trust"
+    words = "--model-type GPT --loader core --saver core --load-dir pp4 --save-dir tools"
     assert run_command(["convert-checkpoint", *words.split(), "--target-tensor-parallel-size", "2"]) == 0
     assert len(list(Path("tools/release").glob("mp_rank_*"))) == 2
 
@@ -257,9 +276,6 @@ def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pyt
         },
         "runtime": {"device": "cpu"},
     }
-    with pytest.raises(CheckpointError, match=r"checkpoint\.trust: true"):
-        prepare(RunConfig.from_tree(settings), 1)
-    settings["checkpoint"]["trust"] = True
     with pytest.raises(ConfigError, match="num_layers 2, not 4"):
         prepare(RunConfig.from_tree({**settings, "model": {"num_layers": 2}}), 1)
     with pytest.raises(ConfigError, match="both are weights to begin from"):
@@ -268,10 +284,8 @@ def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pyt
     assert "its weights are the initial ones" in capsys.readouterr().out
     assert_same(tmp_path / "out", model)
     flags = "--use-checkpoint-args --seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --load"
-    assert (
-        run_command(["pretrain-gpt", *flags.split(), str(tmp_path / "megatron"), "--trust", "--emit", "-"])
-        == 0
-    )
+    words = ["pretrain-gpt", *flags.split(), str(tmp_path / "megatron"), "--trust", "--emit", "-"]
+    assert run_command(words) == 0
     assert "trust: true" in capsys.readouterr().out
 
 

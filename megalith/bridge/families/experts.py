@@ -12,7 +12,7 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import RowRun, Rule, gate_up, pairs_apart, same
+from megalith.bridge.rows import gate_up, same, turning
 from megalith.bridge.settings import (
     MSCALES,
     EveryLayer,
@@ -155,23 +155,6 @@ QWEN2_MOE = Family(
     ignored=IGNORED,
 )
 # fmt: on
-
-
-def turning(name: str, plain: str) -> Rule:
-    """Heads, each `plain` rows and then rows that turn in pairs, which stand side by side there.
-
-    `plain` is the field that has the number of the first: the size of a head's part without position, or of a latent.
-    """
-
-    def order(model: ModelConfig, rows: int) -> list[RowRun]:
-        first, size = getattr(model, plain), model.qk_pos_emb_head_dim
-        runs = []
-        for head in range(0, rows, first + size):
-            runs.append(RowRun(0, head, head, first))
-            runs += pairs_apart(0, head + first, head + first, size)
-        return runs
-
-    return Rule((name,), order)
 
 
 class DenseFirst:

@@ -80,6 +80,8 @@ def export_megatron(
     model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
     arguments.ckpt_format, arguments.transformer_impl = ckpt_format, transformer_impl
+    if ckpt_format == "torch" and transformer_impl == "local":
+        _check_latents(model, tp)
     groups = family_of(model).groups(model)
     reads = tp if ckpt_format == "torch" else 1 + len(STATE) * with_optimizer
     total = reads * sum(len(list(group.units())) for group in groups)
@@ -164,16 +166,14 @@ def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisi
     return Namespace(
         **{name: value for name, value in said.items() if name not in ("architectures", "model_type")}
         | {
-            "layernorm_epsilon": said["norm_epsilon"],
+            "layernorm_epsilon": said["norm_epsilon"],  # core 0.20's spelling
+            "layernorm_zero_centered_gamma": said["apply_layernorm_1p"],
             "make_vocab_size_divisible_by": divisible_by,
             "padded_vocab_size": math.ceil(model.vocab_size / rows) * rows,
             "seq_length": config.data.seq_length or model.max_position_embeddings,
             "encoder_num_layers": model.num_layers,
             "add_position_embedding": True,
-            "use_rotary_position_embeddings": model.position_embedding_type == "rope",
             "apply_query_key_layer_scaling": False,
-            "moe_router_load_balancing_type": config.model.moe_router_load_balancing_type,
-            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
             "tokenizer_type": config.data.tokenizer_type,
             "tokenizer_model": config.data.tokenizer_model,
             "params_dtype": dtype,
@@ -217,6 +217,16 @@ def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> Non
         raise ConfigError(
             f"pp is {pp}, which does not divide num_layers {model.num_layers}; choose one that does"
         )
+
+
+def _check_latents(model: ModelConfig, tp: int) -> None:
+    """Tensor ranks without Transformer Engine cut the rows that make latents too."""
+    if not model.multi_latent_attention:
+        return
+    rows = {"q_lora_rank": model.q_lora_rank, "kv_lora_rank + qk_pos_emb_head_dim":
+            model.kv_lora_rank + model.qk_pos_emb_head_dim}  # fmt: skip
+    if others := [f"{name} {size}" for name, size in rows.items() if size and size % tp]:
+        raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")
 
 
 def _optimizer(exported: _Exported) -> dict[str, Any]:

@@ -25,7 +25,15 @@ from torch import Tensor
 from megalith.bridge.family import MOST_LAYERS, Family
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.megatron_names import LAYER, cut_of, experts_apart, joined, layer_of, plain_name
+from megalith.bridge.megatron.megatron_names import (
+    LATENTS,
+    LAYER,
+    cut_of,
+    experts_apart,
+    joined,
+    layer_of,
+    plain_name,
+)
 from megalith.bridge.megatron.table import BERT, GPT
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
 from megalith.checkpoint.extent import Extent, fills
@@ -61,9 +69,9 @@ class Joined:
         return joined(self.parts, self.kind)
 
 
-def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
+def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, Joined], dict[str, Any]]:
     """Every tensor by its name in the whole model, and the arguments. Raises CheckpointError."""
-    states = _files(folder)
+    states = _files(folder, trust)
     first = next(iter(states.values()))
     args = arguments_in(first)
     tensor_ranks = 1 + max(tp for tp, _ in states)
@@ -83,9 +91,18 @@ def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
         for state in states.values():
             state.update({chunk: experts_apart(state[chunk], experts) for chunk in chunks})
         gated = bool(args.get("swiglu") or args.get("quick_geglu"))
-        return _joined(states, chunks, tensor_ranks, stages, gated), args
+        latents = _latent_rows(args)
+        return _joined(states, chunks, tensor_ranks, stages, gated, latents), args
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder} is damaged ({error!r}); copy the checkpoint again") from None
+
+
+def _latent_rows(args: Mapping[str, Any]) -> dict[str, int]:
+    """Rows of the whole matrices that make latents."""
+    if not args.get("multi_latent_attention"):
+        return {}
+    rows = args.get("q_lora_rank") or 0, args["kv_lora_rank"] + args["qk_pos_emb_head_dim"]
+    return dict(zip(LATENTS, rows))
 
 
 def arguments_in(state: Any) -> dict[str, Any]:
@@ -100,6 +117,7 @@ def _joined(
     tensor_ranks: int,
     stages: int,
     gated: bool,
+    latents: Mapping[str, int],
 ) -> dict[str, Joined]:
     tensors: dict[str, Joined] = {}
     layers_before = 0
@@ -109,7 +127,9 @@ def _joined(
             layers = {layer for name in shards[0] if (layer := layer_of(name)) is not None}
             for name, value in shards[0].items():
                 if isinstance(value, Tensor):
-                    kind, parts = cut_of(name, gated), [shard[name] for shard in shards]
+                    parts = [shard[name] for shard in shards]
+                    whole = latents.get(name.rpartition(".self_attention.")[2])
+                    kind = cut_of(name, gated, "copies" if value.shape[:1] == (whole,) else "rows")
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
@@ -122,11 +142,11 @@ def _shifted(name: str, layers: int) -> str:
     return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + layers}.", name)
 
 
-def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
+def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:
     states = {}
     for path in sorted(folder.iterdir()):
         if match := RANK.fullmatch(path.name):
-            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE)
+            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE, trust)
     if not states and any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"{folder} has .distcp files, but no {METADATA}, which is written last: it was not saved to the end or not "
@@ -138,6 +158,7 @@ def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 METADATA = ".metadata"
+COMMON, COMMON_STATE = "common.pt", "common_state/shard_0_1"
 STACKED = re.compile(r"(decoder|encoder)\.layers\.")
 EXPERTS = ".experts.experts."
 
@@ -151,12 +172,16 @@ class StoredShard:
     start: int
     length: int
 
+    def bytes(self) -> bytes:
+        """The bytes of the file that hold it."""
+        with open(self.file, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.length)
+
     def read(self) -> Tensor:
+        """The shard's values."""
         try:
-            with open(self.file, "rb") as file:
-                file.seek(self.start)
-                data = io.BytesIO(file.read(self.length))
-            values = torch.load(data, map_location="cpu", weights_only=True)
+            values = torch.load(io.BytesIO(self.bytes()), map_location="cpu", weights_only=True)
             return values.view(self.extent.shape)
         except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
             reason = str(error).strip().split("\n")[0]
@@ -207,44 +232,66 @@ def gate_and_up(gate: Distributed, up: Distributed) -> MadeWhenRead:
     return MadeWhenRead(gate.dtype, shape, lambda: torch.cat([gate.read(), up.read()]))
 
 
-def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
-    """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and shards."""
-    metadata = load_pickle(folder / METADATA)
+def read_torch_dist(
+    folder: Path, trust: bool
+) -> tuple[dict[str, Distributed | MadeWhenRead], dict[str, Any]]:
+    """Every tensor by its name, layers and experts apart, and the arguments. Raises CheckpointError."""
+    metadata = load_pickle(folder / METADATA, trust)
     try:
         entries = {
             name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")
         }
         where = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+            (index.fqn, tuple(getattr(index, "offset", None) or ())): info
+            for index, info in metadata.storage_data.items()
         }
+        args = arguments_in(_common_state(folder, where, trust))
         tensors: dict[str, Distributed] = {}
         for name, entry in entries.items():
             shards = []
             for chunk in entry.chunks:
-                info = where[name, tuple(chunk.offsets)]
-                if Path(info.relative_path).name != info.relative_path:
-                    raise CheckpointError(
-                        f"{folder} names the file {info.relative_path!r}, which is outside it; it is not to be trusted"
-                    )
                 extent = Extent(tuple(chunk.offsets), tuple(chunk.sizes))
-                shards.append(StoredShard(extent, folder / info.relative_path, info.offset, info.length))
-            code = DTYPE_CODES.get(entry.properties.dtype, str(entry.properties.dtype))
+                shards.append(_stored(folder, extent, where[name, extent.offset]))
+            dtype = entry.properties.state[0]  # of (dtype, layout, requires_grad, memory_format, pin_memory)
+            code = DTYPE_CODES.get(dtype, str(dtype))
             whole = Distributed(tuple(entry.size), code, shards)
             _check_shards(folder, name, whole)
             tensors |= _apart(name, whole)
-        return _with_halves(tensors)
+        return _with_halves(tensors), args
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointError(
             f"{folder / METADATA} is damaged ({error!r}); copy the checkpoint again"
         ) from None
 
 
+def _stored(folder: Path, extent: Extent, info: Any) -> StoredShard:
+    if Path(info.relative_path).name != info.relative_path:
+        raise CheckpointError(
+            f"{folder} names the file {info.relative_path!r}, which is outside it; it is not to be trusted"
+        )
+    return StoredShard(extent, folder / info.relative_path, info.offset, info.length)
+
+
+def _common_state(folder: Path, where: Mapping[tuple[str, tuple[int, ...]], Any], trust: bool) -> Any:
+    """What is no tensor: a file of its own, or from core 0.19 on an object among the shards."""
+    if (COMMON_STATE, ()) not in where or (folder / COMMON).is_file():
+        return load_torch(folder / COMMON, trust)
+    stored = _stored(folder, Extent((), ()), where[COMMON_STATE, ()])
+    _check_stored(stored, COMMON_STATE)
+    [state] = load_torch(stored.file, trust, stored.bytes())
+    return state
+
+
+def _check_stored(shard: StoredShard, name: str) -> None:
+    if not shard.file.is_file():
+        raise CheckpointError(f"{shard.file} is missing, which holds {name}; copy the checkpoint again")
+    if not 0 <= shard.start <= shard.start + shard.length <= shard.file.stat().st_size:
+        raise CheckpointError(f"{shard.file} ends before {name} does; copy the checkpoint again")
+
+
 def _check_shards(folder: Path, name: str, tensor: Distributed) -> None:
     for shard in tensor.shards:
-        if not shard.file.is_file():
-            raise CheckpointError(f"{shard.file} is missing, which holds {name}; copy the checkpoint again")
-        if not 0 <= shard.start <= shard.start + shard.length <= shard.file.stat().st_size:
-            raise CheckpointError(f"{shard.file} ends before {name} does; copy the checkpoint again")
+        _check_stored(shard, name)
     if not fills(tensor.whole, [shard.extent for shard in tensor.shards]):
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
@@ -283,7 +330,6 @@ def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | Mad
 
 LATEST = "latest_checkpointed_iteration.txt"
 ITERATIONS, RELEASE = "iter_[0-9]*", "release"
-COMMON = "common.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
 PREFIXES = ("", "model.", "module.", "model.module.", "model.module.module.")
 NOT_THE_MODEL = ("optimizer.", "rng_state", "rerun_state", "opt_param_scheduler")
@@ -326,7 +372,8 @@ def import_megatron(
 ) -> Path:
     """Writes Megatron's newest checkpoint in `source`, or the iteration that it is, as step 0 of a run at `out`.
 
-    Its files are pickles: they are read by an allow-list, and only with `trust`. `vocab_size` is the tokenizer's; by
+    Its files are pickles. Those that name classes of Megatron's are read only with `trust`, and without these classes
+    (unpickle.py); what export_megatron writes names none. `vocab_size` is the tokenizer's; by
     default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
     ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
     """
@@ -344,21 +391,20 @@ def is_megatron_folder(path: str | Path) -> bool:
 
 def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
     """The arguments that a checkpoint keeps. Raises as `import_megatron`."""
-    folder = _trusted(source, trust)
-    if (folder / METADATA).is_file():
-        return arguments_in(load_torch(folder / COMMON))
-    return read_legacy(folder)[1]
+    return _read(_iteration(Path(source)), trust)[1]
+
+
+def _read(folder: Path, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors and the arguments of an iteration's folder."""
+    return (read_torch_dist if (folder / METADATA).is_file() else read_legacy)(folder, trust)
 
 
 def open_megatron(
     source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
     """The tensors of a checkpoint, matched with the model of its arguments. As `import_megatron`."""
-    folder = _trusted(source, trust)
-    if (folder / METADATA).is_file():
-        tensors, args = list_torch_dist(folder), arguments_in(load_torch(folder / COMMON))
-    else:
-        tensors, args = read_legacy(folder)
+    folder = _iteration(Path(source))
+    tensors, args = _read(folder, trust)
     if not args:
         raise CheckpointError(
             f"{folder} has no arguments of its run, which say what the model is; it cannot be read"
@@ -402,17 +448,6 @@ def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
             continue
         named[plain_name(name.removeprefix(prefix))] = tensor
     return named
-
-
-def _trusted(source: str | Path, trust: bool) -> Path:
-    """The iteration's folder, whose pickles may be read."""
-    folder = _iteration(Path(source))
-    if not trust:
-        raise CheckpointError(
-            f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
-            "when you trust where they come from: give --trust, or in a run file checkpoint.trust: true"
-        )
-    return folder
 
 
 def _iteration(folder: Path) -> Path:

@@ -17,13 +17,21 @@ from torch import Tensor
 from megalith.config import ModelConfig
 
 LAYER = re.compile(r"^(decoder|encoder)\.layers\.(\d+)\.")
+FURTHER_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.")
 FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
 }
+FUSED_LATENT_NORMS = {
+    ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
+    ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
 EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
-WITH_STATE = re.compile(r"(linear_(?:qkv|proj|fc1|fc2))\.weight\d*$")
+WITH_STATE = re.compile(
+    r"(linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|eh_proj)\.weight\d*$"
+)
 """What Transformer Engine may keep FP8 state for; its `_extra_state` is None here."""
 
 ROWS = (
@@ -32,7 +40,13 @@ ROWS = (
     "output_layer.bias",
     "linear_qkv.weight",
     "linear_qkv.bias",
+    "linear_q_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_up_proj.weight",
+    "core_attention.softmax_offset",
+    "eh_proj.weight",
 )
+LATENTS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate each rank has its gate, then its up
 
@@ -43,20 +57,23 @@ def layer_of(name: str) -> int | None:
 
 
 def plain_name(name: str) -> str:
-    """A stored name with norms and grouped experts under table.py's names."""
-    for fused, own in FUSED_NORMS.items():
+    """A stored name with norms, grouped experts and further layers under table.py's names."""
+    for fused, own in {**FUSED_NORMS, **FUSED_LATENT_NORMS}.items():
         name = name.replace(fused, own)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # in core 0.20's rank files
     return GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
 
 
 def stored_name(name: str, model: ModelConfig, transformer_engine: bool, distributed: bool = False) -> str:
     """The name that the layers of Transformer Engine, or those without, give to a tensor of table.py."""
-    layer = layer_of(name)
-    if layer is None:
+    layer, further = layer_of(name), FURTHER_LAYER.match(name)
+    if layer is None and further is None:
         return name
-    for fused, own in FUSED_NORMS.items():
+    layer = model.num_layers + int(further[1]) if further else layer
+    latent = model.multi_latent_attention
+    for fused, own in (FUSED_LATENT_NORMS if latent else FUSED_NORMS).items():
         apart = transformer_engine and own == ".pre_mlp_layernorm." and layer in model.expert_layers
-        if (transformer_engine or distributed) and not apart:
+        if (transformer_engine or (distributed and not latent)) and not apart:
             name = name.replace(own, fused)
     if model.moe_grouped_gemm and transformer_engine and not distributed:
         name = EXPERT.sub(r".experts.\2.\3\1", name)
@@ -68,14 +85,19 @@ def states_beside(names: Sequence[str], transformer_engine: bool) -> Iterator[st
     for name in names:
         if WITH_STATE.search(name):
             yield WITH_STATE.sub(r"\1._extra_state", name)
-            if transformer_engine and name.endswith("linear_qkv.weight"):
-                yield name.replace("linear_qkv.weight", "core_attention._extra_state")
+            if transformer_engine and name.endswith("self_attention.linear_proj.weight"):
+                yield name.replace("linear_proj.weight", "core_attention._extra_state")
         elif name == "output_layer.bias":  # BERT's
             yield "output_layer._extra_state"
 
 
-def cut_of(name: str, gated: bool) -> str:
-    """How tensor ranks have a tensor: "rows", "columns", "gated", or "copies"."""
+def cut_of(name: str, gated: bool, latents: str = "copies") -> str:
+    """How tensor ranks have a tensor: "rows", "columns", "gated", or "copies".
+
+    `latents` is how they have the matrices that make latents: copies with Transformer Engine, without it rows.
+    """
+    if name.endswith(LATENTS):
+        return latents
     if name.endswith(COLUMNS):
         return "columns"
     if name.endswith(GATED):

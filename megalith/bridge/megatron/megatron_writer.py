@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -163,7 +164,10 @@ def _placed(
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)
-    if layer is not None and len(model.expert_layers) in (0, model.num_layers):
+    if layer is not None and len(set(model.expert_layers) - set(model.further_layers)) in (
+        0,
+        model.num_layers,
+    ):
         key, stack, at = key.replace(f"layers.{layer}.", "layers.", 1), (model.num_layers,), (layer,)
     if expert:
         key = EXPERT.sub(r".experts.experts.\2.\3", key)
@@ -218,6 +222,10 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path):
         super().__init__(folder, per_thread_copy_ahead=0)
 
+    def storage_meta(self) -> StorageMeta:
+        """Names neither the folder, which gets another name when it is whole, nor this moment."""
+        return StorageMeta()
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Gives what is under the one of SAME_BYTES the other name too."""
         one, other = SAME_BYTES
@@ -242,13 +250,13 @@ def write_ranks(
     stages: int,
 ) -> None:
     """Fills an iteration's folder with `mp_rank_TT[_PPP]/model_optim_rng.pt`. Raises OSError."""
-    model = tensors.model
+    model, latents = tensors.model, "copies" if transformer_engine else "rows"
     for stage in range(stages):
         held = dict(_stage(tensors, stage, stages))
         for rank in range(ranks):
             state: dict[str, Any] = {}
             for name, source in held.items():
-                state[name] = shard_of(tensors.value(source), cut_of(name, model.gated), rank, ranks)
+                state[name] = shard_of(tensors.value(source), cut_of(name, model.gated, latents), rank, ranks)
             if model.moe_grouped_gemm and not transformer_engine:
                 state = experts_together(state)
             state = {stored_name(name, model, transformer_engine): value for name, value in state.items()}
@@ -263,7 +271,7 @@ def write_ranks(
 
 
 def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str, str]]:
-    """The tensors of a pipeline stage, and the one that each is; the last has the tied embedding too."""
+    """The tensors of a pipeline stage, and the one that each is; the last has the embedding too where it reads it."""
     model, (embedding, head, *_) = tensors.model, VOCABULARY
     per_stage = model.num_layers // stages
     for name in tensors.names:
@@ -273,6 +281,8 @@ def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str,
             yield name, name
     if 0 < stage == stages - 1 and not model.untie_embeddings_and_output_weights:
         yield head, embedding
+    if 0 < stage == stages - 1 and model.further_layers:
+        yield embedding, embedding
 
 
 def _numbered_from(name: str, first: int) -> str:

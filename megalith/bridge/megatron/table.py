@@ -1,5 +1,8 @@
 """Megatron core's GPT and BERT as families: their tensors and their arguments, whose names are mostly ours.
 
+An argument that decides what the model computes, and that every version writes, has no default here: without it a
+checkpoint is refused. One that later versions added means, where it is absent, that the model goes without.
+
 Fused SwiGLU matrices hold the gate before the up, there; ours alternate. Queries, keys and values stand by group in
 both. The names here are those of the layers without Transformer Engine, experts one by one: readers and writers
 rename from and to the others (`megatron_names.py`).
@@ -8,10 +11,12 @@ rename from and to the others (`megatron_names.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalith.bridge.family import Family
-from megalith.bridge.rows import RowRun, Rule, gate_up, same
+from megalith.bridge.megatron.positions import CorePositions
+from megalith.bridge.rows import RowRun, Rule, gate_up, same, turning
 from megalith.bridge.settings import Field, Ours, Theirs, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -38,8 +43,23 @@ TENSORS = {
             "self_attention.linear_proj.weight", "self_attention.linear_proj.bias",
             "self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
             "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias",
+            "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_up_proj.weight",
             "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias",
             "mlp.linear_fc2.weight", "mlp.linear_fc2.bias",
+        )
+    },
+    **{
+        f"layers.{{layer}}.self_attention.{ours}.{kind}":
+            same(f"decoder.layers.{{layer}}.self_attention.{theirs}.{kind}")
+        for ours, theirs in (("q_down_layernorm", "q_layernorm"), ("kv_down_layernorm", "kv_layernorm"))
+        for kind in ("weight", "bias")
+    },
+    **{
+        f"layers.{{layer}}.self_attention.{name}.weight":
+            turning(f"decoder.layers.{{layer}}.self_attention.{name}.weight", plain)
+        for name, plain in (
+            ("linear_q_proj", "qk_head_dim"), ("linear_q_up_proj", "qk_head_dim"),
+            ("linear_kv_down_proj", "kv_lora_rank"),
         )
     },
     **{
@@ -65,21 +85,117 @@ TENSORS = {
     "output_layer.weight":                  same("output_layer.weight"),
 }
 # fmt: on
+FURTHER = {  # of a layer of multi-token prediction, beside those of a layer
+    "join.embedding_layernorm": "enorm",
+    "join.hidden_layernorm": "hnorm",
+    "join.linear_join": "eh_proj",
+    "final_layernorm": "final_layernorm",
+}
 
 
-class _Groups:
-    """num_query_groups counts only with group_query_attention."""
+class CoreFamily(Family):
+    """Layers of multi-token prediction have names of their own, and are numbered from 0."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        """The tensors of this model."""
+        table = dict(self.tensors)
+        for number, layer in enumerate(model.further_layers):
+            ours, theirs = f"layers.{layer}.", f"mtp.layers.{number}."
+            for name, rule in self.tensors.items():
+                if name.startswith("layers."):
+                    [own] = rule.names
+                    inner = own.replace("decoder.layers.{layer}.", f"{theirs}transformer_layer.")
+                    table[name.replace("layers.{layer}.", ours)] = replace(rule, names=(inner,))
+            for one, other in FURTHER.items():
+                for kind in ("weight", "bias"):
+                    table[f"{ours}{one}.{kind}"] = same(f"{theirs}{other}.{kind}")
+        return table
+
+
+class _Required:
+    """Arguments that decide what the model computes, and that every version of Megatron core writes."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {
-            "num_query_groups": theirs.get("num_query_groups", 0)
-            if theirs.get("group_query_attention")
-            else 0
-        }
+        names = [*REQUIRED]
+        names += ["moe_router_topk"] * bool(theirs.get("num_experts"))
+        names += LATENT * bool(theirs.get("multi_latent_attention"))
+        if missing := [name for name in names if name not in theirs]:
+            raise ConfigError(
+                f"config.json has no {', '.join(missing)}, which decide what the model computes; add them to the "
+                "arguments that the checkpoint keeps"
+            )
+        return {}
 
     def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+
+class _Heads:
+    """Sizes and norms of heads. num_query_groups counts only with group_query_attention, neither with latents."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        if not theirs.get("multi_latent_attention"):
+            grouped = theirs.get("group_query_attention")
+            fields: Tree = {"num_query_groups": theirs.get("num_query_groups", 0) if grouped else 0}
+            return fields | {name: theirs[name] for name in HEADS if theirs.get(name) is not None}
+        if not theirs.get("qk_layernorm"):
+            raise ConfigError(
+                "config.json has multi_latent_attention without qk_layernorm, but latents always have norms here"
+            )
+        return {name: theirs[name] for name in ("multi_latent_attention", *LATENT)}
+
+    def write(self, model: ModelConfig) -> Tree:
+        if model.multi_latent_attention:
+            return {
+                "multi_latent_attention": True, "qk_layernorm": True, "qk_l2_norm": False, "kv_channels": None,
+                "group_query_attention": False, "num_query_groups": 1,
+                **{name: getattr(model, name) for name in LATENT},
+            }  # fmt: skip
         grouped = model.query_groups != model.num_attention_heads
-        return {"group_query_attention": grouped, "num_query_groups": model.query_groups if grouped else 1}
+        return {
+            "multi_latent_attention": False, "qk_layernorm": model.qk_layernorm, "qk_l2_norm": model.qk_l2_norm,
+            "kv_channels": model.head_dim, "group_query_attention": grouped,
+            "num_query_groups": model.query_groups if grouped else 1,
+        }  # fmt: skip
+
+
+class _Windows:
+    """window_size, of the layers that window_attn_skip_freq says."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        if theirs.get("window_size") is None:
+            return {}
+        every = theirs.get("window_attn_skip_freq")
+        return {"window_size": list(theirs["window_size"])} | (
+            {"window_attn_skip_freq": every} if every else {}
+        )
+
+    def write(self, model: ModelConfig) -> Tree:
+        further = [model.window(layer) for layer in model.further_layers]
+        if set(further) - {model.window(0)}:  # there they count as the first layer, here as the last
+            raise ConfigError("mtp_num_layers with a window in the first or the last layer alone")
+        size = model.window_size
+        return {
+            "window_size": None if size is None else tuple(size),
+            "window_attn_skip_freq": None if size is None else model.window_attn_skip_freq,
+        }
+
+
+class _Further:
+    """Layers of multi-token prediction."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        if not theirs.get("mtp_num_layers"):
+            return {}
+        weight = theirs.get("mtp_loss_scaling_factor")
+        fields: Tree = {"mtp_num_layers": theirs["mtp_num_layers"]}
+        return fields if weight is None else fields | {"mtp_loss_scaling_factor": weight}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {
+            "mtp_num_layers": model.mtp_num_layers,
+            "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
+        }
 
 
 class _Activation:
@@ -125,7 +241,13 @@ class _Experts:
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         if not theirs.get("num_experts"):
             return {}
-        return {name: theirs[name] for name in EXPERTS if theirs.get(name) is not None}
+        fields = {name: theirs[name] for name in EXPERTS if theirs.get(name) is not None}
+        kind, weight = (
+            theirs.get(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff")
+        )
+        if kind in BALANCING:  # others are no part of what the model computes
+            fields |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight or 0.0}
+        return fields
 
     def write(self, model: ModelConfig) -> Tree:
         if model.num_experts is None:
@@ -133,52 +255,10 @@ class _Experts:
         layers = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
         return {
             **{name: getattr(model, name) for name in EXPERTS},
+            "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
             "moe_ffn_hidden_size": model.expert_size,
             "moe_layer_freq": 1 if all(layers) else layers,
-        }
-
-
-class _Positions:
-    """position_embedding_type with what rotary positions are stretched by."""
-
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        kind = theirs.get("position_embedding_type", "learned_absolute")
-        if theirs.get("use_rotary_position_embeddings"):
-            kind = "rope"
-        if kind not in ("learned_absolute", "rope"):
-            raise ConfigError(
-                f"its args have position_embedding_type {kind!r}; known: 'learned_absolute', 'rope'"
-            )
-        if kind != "rope":
-            return {"position_embedding_type": kind}
-        fields: Tree = {
-            "position_embedding_type": kind,
-            "rotary_base": theirs.get("rotary_base", 10000),
-            "rotary_percent": theirs.get("rotary_percent", 1.0),
-            "rotary_interleaved": theirs.get("rotary_interleaved", False),
-            "no_rope_freq": theirs.get("no_rope_freq"),
-        }
-        if theirs.get("use_rope_scaling"):
-            fields["rope_scaling"] = {"type": "llama3", "factor": theirs.get("rope_scaling_factor", 8.0)}
-        elif theirs.get("rotary_seq_len_interpolation_factor"):
-            fields["rope_scaling"] = {
-                "type": "linear",
-                "factor": theirs["rotary_seq_len_interpolation_factor"],
-            }
-        return fields
-
-    def write(self, model: ModelConfig) -> Tree:
-        scaling = model.rope_scaling
-        stretched, linear = (scaling is not None and scaling.type == kind for kind in ("llama3", "linear"))
-        return {
-            "position_embedding_type": model.position_embedding_type,
-            "rotary_base": int(base) if (base := model.rotary_base).is_integer() else base,
-            "rotary_percent": model.rotary_percent,
-            "rotary_interleaved": model.rotary_interleaved,
-            "no_rope_freq": model.layers_without_rope,
-            "use_rope_scaling": stretched,
-            "rope_scaling_factor": scaling.factor if stretched else 8.0,
-            "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
         }
 
 
@@ -186,7 +266,7 @@ SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # absent: our default
-    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "qk_l2_norm", "softmax_type",
+    "make_vocab_size_divisible_by", "softmax_type",
     "activation_func_clamp_value", "glu_linear_offset", "attention_output_gate",
     "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
 )  # fmt: skip
@@ -198,23 +278,38 @@ EXPERTS = (
     "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_grouped_gemm",
 )  # fmt: skip
 
+HEADS = ("kv_channels", "qk_layernorm", "qk_l2_norm")
+LATENT = ["q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+REQUIRED = (
+    "add_bias_linear", "bias_gelu_fusion", "group_query_attention", "openai_gelu", "position_embedding_type",
+    "squared_relu", "swiglu", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+BALANCING = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+
 SETTINGS = (
+    _Required(),
     *(Field(name, name) for name in SAME_NAMES),
     *(Field(name, name, default=None) for name in OPTIONAL),
     Field("vocab_size", "vocab_size"),
-    Field("layernorm_epsilon", "norm_epsilon", default=1e-5),
-    Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False),
-    _Groups(),
+    Field("layernorm_epsilon", "norm_epsilon", other="layernorm_epsilon"),
+    Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", other="layernorm_zero_centered_gamma"),
+    _Heads(),
     _Activation(),
     _Biases(),
     _Experts(),
-    _Positions(),
+    CorePositions(),
+    _Windows(),
+    _Further(),
     Theirs(
-        multi_latent_attention=False, mtp_num_layers=None, window_size=None,
-        apply_residual_connection_post_layernorm=False,
+        apply_residual_connection_post_layernorm=False, enable_mhc_connections=False,
+        experimental_attention_variant=None, heterogeneous_layers_config_encoded_json=None,
+        heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, hybrid_override_pattern=None,
+        is_hybrid_model=False, moe_apply_probs_on_input=False, moe_latent_size=None,
+        moe_mlp_glu_interleave_size=None, moe_shared_expert_glu_interleave_size=None, mtp_use_repeated_layer=False,
+        spec=None, use_mup=False,
     ),
 )  # fmt: skip
-GPT = Family(
+GPT = CoreFamily(
     architecture="GPTModel",
     model_type="megatron",
     tensors=TENSORS,
@@ -235,7 +330,7 @@ class _Heads:
         return {"bert_binary_head": model.bert_binary_head}
 
 
-BERT = Family(
+BERT = CoreFamily(
     architecture="BertModel",
     model_type="megatron-bert",
     tensors={
@@ -263,7 +358,15 @@ BERT = Family(
         *SETTINGS,
         _Heads(),
         Ours(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
-        Theirs(num_experts=None, qk_layernorm=False, qk_l2_norm=False, softmax_type="vanilla"),
+        Theirs(
+            num_experts=None,
+            qk_layernorm=False,
+            qk_l2_norm=False,
+            softmax_type="vanilla",
+            multi_latent_attention=False,
+            window_size=None,
+            mtp_num_layers=None,
+        ),
     ),
     tied="output_layer.weight",
     prefix="",

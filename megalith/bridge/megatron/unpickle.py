@@ -1,40 +1,49 @@
-"""Unpickling by an allow-list. Megatron's checkpoints are pickles, which may name any function to be called.
+"""Reading the pickles of a Megatron checkpoint without running anything that they name.
 
-What is not on the list is never imported: classes of Megatron and the libraries around it become `Inert` objects that
-keep nothing, and any other name is refused. Tensors are made by torch's own constructors alone.
+A file of torch.save goes through torch.load's restricted reader (`weights_only`), which builds tensors, plain
+containers and argparse.Namespace alone. `.metadata`, a pickle of torch.distributed.checkpoint, goes through an
+Unpickler that imports nothing: its objects become `Record`s, which keep their fields.
+
+Any other name is refused, except those of Megatron's own classes and the libraries around it. With `trust` these
+become `Inert` objects, which keep nothing. A TorchScript archive is refused before it is opened as one, because
+torch.jit.load runs code.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import io
 import pickle
+import pickletools
+import re
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, shorten
 
+PLAIN: dict[str, Any] = {
+    "argparse.Namespace": Namespace,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": slice,
+}
+INERT = (  # packages, or single names
+    "megatron", "transformer_engine", "apex", "nvidia_resiliency_ext", "numpy", "pathlib", "signal", 
+    "io.BytesIO", "types.SimpleNamespace", "functools.partial", "torch._C.Generator",
+)  # fmt: skip
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool",
            "float8_e4m3fn", "float8_e5m2")  # fmt: skip
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "argparse": ("Namespace",),
-    "collections": ("OrderedDict",),
-    "builtins": ("set", "frozenset", "complex", "bytearray", "slice"),
-    "torch": ("Size", "device", *_DTYPES),
-    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-}  # fmt: skip
-INERT = (  # packages, or single names
-    "megatron", "transformer_engine", "apex", "nvidia_resiliency_ext", "numpy", "pathlib", "signal", "_codecs.encode",
-    "_io.BytesIO", "io.BytesIO", "types.SimpleNamespace", "functools.partial",
-)  # fmt: skip
+_RECORDS = ("torch.distributed.checkpoint.", "torch.serialization._get_layout", "pathlib.")
+_BUILT = {"torch.Size": tuple, "builtins.set": set, "collections.OrderedDict": OrderedDict} | {
+    f"torch.{name}": getattr(torch, name) for name in _DTYPES
+}
+_REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 class Inert:
@@ -59,49 +68,110 @@ class Inert:
         pass
 
 
-class Unpickler(pickle.Unpickler):
-    """Finds what is on the list, or an Inert; refuses the rest by its name."""
+class Record(Inert):
+    """Stands for an object of torch.distributed.checkpoint: its fields are attributes, any other state is `state`."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, trust: bool):
+        super().__init__(file)
+        self._trust, self.strange = trust, set()
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()):
-            return getattr(importlib.import_module(module), name)
-        if module.split(".")[0] in INERT or f"{module}.{name}" in INERT:
-            return Inert
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
+        full = f"{module}.{name}"
+        if full in _BUILT:
+            return _BUILT[full]
+        if full.startswith(_RECORDS):
+            return Record
+        if not _is_inert(full):
+            raise pickle.UnpicklingError(f"it names {full}, which is not allowed")
+        if not self._trust:
+            self.strange.add(full)
+        return Inert
 
 
-def _load(file: BinaryIO, **options: Any) -> Any:
-    return Unpickler(file, **options).load()
+def load_pickle(path: Path, trust: bool) -> Any:
+    """Read a plain pickle file.
 
-
-def load_pickle(path: Path) -> Any:
-    """The object in a plain pickle file. Raises CheckpointError."""
+    Raises:
+        CheckpointError: the file is missing or damaged, names what is not allowed, or needs `trust`.
+    """
     try:
         with open(path, "rb") as file:
-            return _load(file)
+            unpickler = _Unpickler(file, trust)
+            content = unpickler.load()
     except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
         raise _refused(path, error) from None
+    _check_trust(path, unpickler.strange)
+    return content
 
 
-def load_torch(path: Path) -> Any:
-    """The object that torch.save wrote, its tensors mapped where the file's form allows it. Raises CheckpointError."""
-    by_the_list = SimpleNamespace(
-        Unpickler=Unpickler, load=_load, __name__=__name__
-    )  # in the place of `pickle`
-    options = dict(map_location="cpu", weights_only=False, pickle_module=by_the_list)
+def load_torch(path: Path, trust: bool, stored: bytes | None = None) -> Any:
+    """Read what torch.save wrote to a file, its tensors mapped where the file's form allows it.
+
+    Args:
+        path: the file.
+        trust: whether names of `INERT` may stand in it.
+        stored: the content where it is only a part of the file.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, names what is not allowed, or needs `trust`.
+    """
+
+    def source() -> Path | BinaryIO:
+        return path if stored is None else io.BytesIO(stored)
+
     try:
-        try:
-            return torch.load(path, mmap=True, **options)
-        except RuntimeError:  # a file of the form before torch 1.6
-            return torch.load(path, **options)
-    except Exception as error:
+        zipped = zipfile.is_zipfile(source())
+        inert = {name for name in _names(source(), zipped) if name not in PLAIN and _is_inert(name)}
+        if trust or not inert:
+            known = [(value, name) for name, value in {**PLAIN, **dict.fromkeys(inert, Inert)}.items()]
+            with safe_globals(known):
+                mapped = zipped and stored is None
+                return torch.load(source(), map_location="cpu", mmap=mapped or None, weights_only=True)
+    except Exception as error:  # torch's, or whatever it runs into in a damaged file
         raise _refused(path, error) from None
+    _check_trust(path, inert)
+
+
+def _names(source: Path | BinaryIO, zipped: bool) -> Iterable[str]:
+    """List the names that the file's pickles have and torch does not allow by itself. Nothing is unpickled."""
+    if zipped:
+        return get_unsafe_globals_in_checkpoint(source)
+    names = set()
+    with (
+        contextlib.suppress(ValueError),
+        source if isinstance(source, io.BytesIO) else open(source, "rb") as file,
+    ):
+        for _ in range(
+            4
+        ):  # the form before torch 1.6: four pickles, then bytes; torch.load refuses what ends before
+            for code, value, _ in pickletools.genops(file):
+                names |= {value.replace(" ", ".")} if code.name == "GLOBAL" else set()
+    return names
+
+
+def _is_inert(name: str) -> bool:
+    return name.split(".")[0] in INERT or name in INERT
+
+
+def _check_trust(path: Path, strange: Iterable[str]) -> None:
+    if strange:
+        raise CheckpointError(
+            f"{path} is a pickle that names {shorten(sorted(strange))}; classes are left out and never run, but such a "
+            "file is read only if you trust its origin: give --trust, or in a run file checkpoint.trust: true"
+        )
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path} is missing; copy the checkpoint again")
     reason = str(error).strip().split("\n")[0].split(". ")[0]
+    if named := _REFUSED_BY_TORCH.search(str(error)):
+        reason = f"it names {named[1]}, which is not allowed"
     return CheckpointError(
         f"{path} cannot be read as a Megatron checkpoint ({reason}); nothing in it was run"
     )

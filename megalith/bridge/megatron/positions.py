@@ -1,0 +1,127 @@
+"""Positions in Megatron's arguments: which kind, the rotary settings, and what stretches rotary frequencies.
+
+Latent attention has rotary positions by itself, stretched by YaRN unless rope_type says otherwise. Elsewhere YaRN is a
+position_embedding_type. Both share its arguments, and a rotary_scaling_factor of 1 stretches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.settings import Tree
+from megalith.config import ModelConfig
+from megalith.config.dense import RopeScaling
+from megalith.errors import ConfigError
+
+KINDS = ("learned_absolute", "rope", "yarn")
+ROTARY = ("rotary_base", "rotary_interleaved", "rotary_percent")
+ORIGINAL_LENGTH, BETA_FAST, BETA_SLOW = 4096, 32.0, 1.0  # of YaRN, where its arguments are None
+
+
+class CorePositions:
+    """The row of position_embedding_type, rotary_base and rope_scaling."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        """Fields of ModelConfig."""
+        kind, latent = theirs["position_embedding_type"], bool(theirs.get("multi_latent_attention"))
+        if theirs.get("use_rotary_position_embeddings") or (latent and kind == "none"):
+            kind = "rope"
+        if kind not in KINDS:
+            raise ConfigError(f"config.json has position_embedding_type {kind!r}; known: {', '.join(KINDS)}")
+        if kind == "learned_absolute":
+            return {"position_embedding_type": kind}
+        _check(theirs)
+        fields: Tree = {"position_embedding_type": "rope"} | {name: theirs[name] for name in ROTARY}
+        if (every := theirs.get("no_rope_freq")) is not None:
+            fields["no_rope_freq"] = every
+        if scaling := _scaling(theirs, kind, latent):
+            fields["rope_scaling"] = scaling
+        return fields
+
+    def write(self, model: ModelConfig) -> Tree:
+        """Arguments of Megatron's. Raises ConfigError for scaling that YaRN's arguments cannot say."""
+        scaling = model.rope_scaling
+        llama3, linear, yarn = (
+            scaling is not None and scaling.type == kind for kind in ("llama3", "linear", "yarn")
+        )
+        kind = model.position_embedding_type
+        if model.multi_latent_attention:
+            rope_type = "yarn" if yarn else "rope"
+        else:
+            kind, rope_type = "yarn" if yarn else kind, None
+        return {
+            "position_embedding_type": kind,
+            "use_rotary_position_embeddings": kind == "rope",
+            "rotary_base": int(base) if (base := model.rotary_base).is_integer() else base,
+            "rotary_percent": model.rotary_percent,
+            "rotary_interleaved": model.rotary_interleaved,
+            "no_rope_freq": model.layers_without_rope,
+            "rope_type": rope_type,
+            "use_rope_scaling": llama3,
+            "rope_scaling_factor": scaling.factor if llama3 else 8.0,
+            "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
+            "rotary_scaling_factor": 1.0,
+            **(_yarn_arguments(scaling, model.multi_latent_attention) if yarn else {}),
+        }
+
+
+def _check(theirs: Mapping[str, Any]) -> None:
+    if missing := [name for name in ROTARY if name not in theirs]:
+        raise ConfigError(
+            f"config.json has no {', '.join(missing)}, which decide what rotary positions are; add them to the "
+            "arguments that the checkpoint keeps"
+        )
+
+
+def _scaling(theirs: Mapping[str, Any], kind: str, latent: bool) -> Tree | None:
+    if kind == "yarn" or (latent and theirs.get("rope_type") != "rope"):
+        factor = theirs.get("rotary_scaling_factor")
+        if factor is None:
+            raise ConfigError(
+                "config.json has no rotary_scaling_factor, which decides how far YaRN stretches; add it"
+            )
+        return _yarn(theirs, factor, latent) if factor > 1 else None
+    if theirs.get("use_rope_scaling"):
+        return {"type": "llama3", "factor": theirs.get("rope_scaling_factor", 8.0)}
+    if (stretch := theirs.get("rotary_seq_len_interpolation_factor") or 1) > 1:
+        return {"type": "linear", "factor": float(stretch)}
+    return None
+
+
+def _yarn(theirs: Mapping[str, Any], factor: float, latent: bool) -> Tree:
+    rounds = theirs.get("yarn_correction_range_round_to_int")
+    scaling: Tree = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": theirs.get("yarn_original_max_position_embeddings")
+        or ORIGINAL_LENGTH,
+        "beta_fast": theirs.get("yarn_beta_fast") or BETA_FAST,
+        "beta_slow": theirs.get("yarn_beta_slow") or BETA_SLOW,
+        "truncate": True if rounds is None else rounds,
+    }
+    mscale, of_all = theirs.get("mscale", 1.0), theirs.get("mscale_all_dim") or 0.0
+    if of_all and latent:
+        return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
+    if not of_all and mscale == 1.0:
+        return scaling
+    magnitude = RopeScaling(factor=factor).magnitude
+    return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
+
+
+def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
+    """The arguments of YaRN. With latents mscale_all_dim scales the attention scores too."""
+    mscale, of_all = scaling.mscale or 1.0, scaling.mscale_all_dim or 0.0
+    if (scaling.mscale or of_all) and not latent:
+        raise ConfigError("rope_scaling with mscale, which Megatron core has for latent attention alone")
+    if scaling.attention_factor is not None and scaling.factor > 1:
+        mscale = (scaling.attention_factor - 1.0) / (scaling.magnitude() - 1.0)
+    return {
+        "rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        "yarn_correction_range_round_to_int": scaling.truncate,
+        "mscale": mscale,
+        "mscale_all_dim": of_all,
+    }
