@@ -24,6 +24,16 @@ from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 
 SCHEDULER = "scheduler.pt"
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    # Arguments that the Trainer would apply to its own model and processes: the values that have no effect, and why.
+    "neftune_noise_alpha": ((None, 0), "a hook adds its noise to an embedding that Megalith does not call"),
+    "average_tokens_across_devices": ((True,), "the loss is the mean over the tokens of all replicas"),
+    "fsdp": ((None, False, "", []), "MegatronLMPlugin says the layout"),
+    "deepspeed": ((None,), "MegatronLMPlugin says the layout"),
+    "parallelism_config": ((None,), "MegatronLMPlugin says the layout"),
+    "bf16_full_eval": ((False,), "an evaluation has the training's precision"),
+    "fp16_full_eval": ((False,), "an evaluation has the training's precision"),
+}
 
 
 class MegalithTrainer(Trainer):
@@ -40,6 +50,7 @@ class MegalithTrainer(Trainer):
                 "context_parallel_size and data parallelism, or a loop of your own"
             )
         super().__init__(*args, **options)
+        self._refuse_arguments()
         self._refuse_losses_from_logits()
         if self.args.load_best_model_at_end and self.args.save_only_model:
             raise ConfigError(
@@ -47,6 +58,12 @@ class MegalithTrainer(Trainer):
                 "checkpoint of its step, in any layout; leave save_only_model out"
             )
         self.args.average_tokens_across_devices = True
+
+    def _refuse_arguments(self) -> None:
+        for name, (values, reason) in ONLY.items():
+            given = getattr(self.args, name, values[0])
+            if given not in values:
+                raise ConfigError(f"{name} is {given!r:.80}, which is refused: {reason}; leave it out")
 
     def _refuse_losses_from_logits(self) -> None:
         smoothing = self.args.label_smoothing_factor
