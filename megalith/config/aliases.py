@@ -189,9 +189,6 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "rl.recompute_logprob":                          Choose("rl.old_logprobs", {True: "policy", False: "rollout"}),  # AReaL
     "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
     "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
-    "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),
-    "rl.normalize_rewards":                           Choose("rl.scale_rewards", {True: "group", False: "none"}),  # NeMo-RL
-    "rl.use_leave_one_out_baseline":                  Choose("rl.advantage_baseline", {True: "leave_one_out", False: "group"}),
 
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),

@@ -280,7 +280,14 @@ class RlConfig(Section):
     """What is taken off a reward: its group's mean, or the mean of the others in the group."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Advantages are divided by the standard deviation of the group or of the rollout batch, + 1e-4."""
+    """Advantages are divided by the standard deviation of the group or of the rollout batch, + advantage_epsilon."""
+
+    advantage_epsilon: NonNegativeFloat = 1e-4
+    """Added to that deviation: 1e-4 in TRL, 1e-6 in verl and NeMo-RL."""
+
+    advantage_deviation: Literal["group", "others"] = "group"
+    """With scale_rewards group: the deviation of the whole group, or that of the other completions in it where it is
+    not 0, as in NeMo-RL."""
 
     filter_zero_std: bool = False
     """Leaves out groups whose rewards are all equal, for they have no gradient; how many is said at the start."""

@@ -2,8 +2,8 @@
 
     reward     r_i = Σ_k w_k · r_ik                     over the rewards that are there; − DAPO's overlong penalty
     baseline   the mean of the group, or of the others in it (leave one out)
-    advantage  A_i = (r_i − baseline) / (s + 1e-4)      s: the group's standard deviation (n − 1), the batch's, or no
-                                                        division at all
+    advantage  A_i = (r_i − baseline) / (s + ε)         s: the group's standard deviation (n − 1), that of the others in
+                                                        it, the batch's, or no division at all
 
 A reward that is None or NaN is absent; a completion with none at all is in no baseline and has advantage 0. Everything
 is computed in float64 on the host, from whole groups, so that no layout changes it.
@@ -18,7 +18,6 @@ import numpy as np
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError
 
-EPSILON = 1e-4  # TRL's
 NO_SPREAD = 1e-8  # standard deviations up to this count as none
 
 
@@ -70,11 +69,23 @@ def advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> Advant
     if rl.advantage_baseline == "leave_one_out":
         others = (sums - filled) / np.maximum(count - 1, 1)
         values = np.where(there & (count > 1), total - others, 0.0)
-    if rl.scale_rewards == "group":
-        values = values / (spread[:, None] + EPSILON)
+    if rl.scale_rewards == "group" and rl.advantage_deviation == "others":
+        deviations = _deviations_of_others(off, there)
+        values = np.where(deviations > NO_SPREAD, values / (deviations + rl.advantage_epsilon), values)
+    elif rl.scale_rewards == "group":
+        values = values / (spread[:, None] + rl.advantage_epsilon)
     elif rl.scale_rewards == "batch":
-        values = values / (_deviation(total[there]) + EPSILON)
+        values = values / (_deviation(total[there]) + rl.advantage_epsilon)
     return Advantages(total, values, spread)
+
+
+def _deviations_of_others(off: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """float64 [groups, completions], of the group without each completion; 0 for fewer than two others."""
+    others = there[:, None, :] & ~np.eye(there.shape[1], dtype=bool)  # [groups, completions, completions]
+    count = others.sum(-1, keepdims=True)
+    means = np.where(others, off[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    squares = np.where(others, (off[:, None, :] - means) ** 2, 0.0).sum(-1)
+    return np.sqrt(squares / np.maximum(count[..., 0] - 1, 1)) * (count[..., 0] > 1)
 
 
 def _deviation(values: np.ndarray) -> float:

@@ -94,10 +94,12 @@ rl.sequence_level_importance_ratios      false                  rl.importance_sa
 rl.adv_estimator                         grpo                   rl.advantage_baseline                  group
 rl.adv_estimator                         grpo_vectorized        rl.advantage_baseline                  group
 rl.use_leave_one_out_baseline            true                   rl.advantage_baseline leave_one_out
+rl.use_leave_one_out_baseline            true                   rl.advantage_deviation                 others
 rl.use_leave_one_out_baseline            false                  rl.advantage_baseline                  group
 rl.norm_adv_by_std_in_grpo               true                   rl.scale_rewards                       group
 rl.norm_adv_by_std_in_grpo               false                  rl.scale_rewards                       none
 rl.normalize_rewards                     true                   rl.scale_rewards                       group
+rl.normalize_rewards                     true                   rl.advantage_epsilon                   1.0e-6
 rl.normalize_rewards                     false                  rl.scale_rewards                       none
 rl.normalize_advantages                  true                   rl.scale_rewards                       group
 rl.normalize_advantages                  false                  rl.scale_rewards                       none

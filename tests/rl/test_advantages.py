@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalith.config import RlConfig
+from megalith.config import RlConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.rl.advantages import advantages, overlong_penalty
 
@@ -40,6 +40,29 @@ def test_leave_one_out_takes_the_mean_of_the_others():
     values = found(advantage_baseline="leave_one_out", scale_rewards="none").values
     assert values[0] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert values[2] == pytest.approx([-4.5, 0, 0, 4.5])
+
+
+def test_nemo_rls_names_take_mean_and_deviation_of_the_others():
+    """r_i less the others' mean, over the others' deviation + 1e-6 where it is not 0."""
+    rl = RunConfig.from_tree({"rl": {"normalize_rewards": True, "use_leave_one_out_baseline": True}}).rl
+    rewards = np.array(
+        [[1.0, 0.0, 0.5, 1.0], [100.1, 0.3, 0.3, 0.3], [0.0, NAN, 3.0, 6.0], [NAN, 1.0, NAN, 3.0]]
+    )
+    values = advantages(rl, rewards[..., None], np.full((4, 4), 5)).values
+    for group, found_ in zip(rewards, values):
+        for number, reward in enumerate(group):
+            others = np.delete(group, number)
+            others = others[~np.isnan(others)]
+            deviation = np.std(others, ddof=1) if len(others) > 1 else 0.0
+            scale = deviation + 1e-6 if deviation > 1e-8 else 1.0
+            expected = 0.0 if np.isnan(reward) else (reward - others.mean()) / scale
+            assert found_[number] == pytest.approx(expected, rel=1e-9)
+
+
+def test_verls_name_brings_its_epsilon():
+    rl = RunConfig.from_tree({"rl": {"norm_adv_by_std_in_grpo": True}}).rl
+    expected = np.array([0.5, -0.5, -0.5, 0.5]) / (np.std([1, 0, 0, 1], ddof=1) + 1e-6)
+    assert advantages(rl, REWARDS, LENGTHS).values[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_lone_reward_of_a_group_has_advantage_0():

@@ -41,6 +41,7 @@ class ObjectiveSpelling:
 
 RATIO_CLIP = 0.2  # of verl and NeMo-RL, on both sides
 DUAL_CLIP = 3.0  # verl's clip_ratio_c
+EPSILON = 1e-6  # both systems', beside the deviation of rewards
 KL_COEFFICIENT = 0.001  # verl's kl_loss_coef
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # of verl's k3, and of NeMo-RL
 PER_SEQUENCE = "seq-mean-token-mean"
@@ -287,6 +288,26 @@ def _least(kind: str, rl: Rl) -> dict[str, Any]:
     return {} if least is None else {"vllm_importance_sampling_clip_min": least}
 
 
+# Advantages
+
+
+def _scale(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"scale_rewards": "group" if value else "none"}
+
+
+def _their_epsilon(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"advantage_epsilon": EPSILON} if value else {}
+
+
+def _baseline(value: bool, rl: Rl) -> dict[str, Any]:
+    return {"advantage_baseline": "leave_one_out" if value else "group"}
+
+
+def _deviation(value: bool, rl: Rl) -> dict[str, Any]:
+    """NeMo-RL takes the others' deviation with the others' mean."""
+    return {"advantage_deviation": "others", "advantage_epsilon": EPSILON} if value else {}
+
+
 # What has one value here
 
 
@@ -350,6 +371,10 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.truncated_importance_sampling_ratio_min": ObjectiveSpelling("rl.vllm_importance_sampling_clip_min", None, lambda value, rl: {"vllm_importance_sampling_clip_min": value}),
     "rl.use_importance_sampling_correction":      ObjectiveSpelling("rl.vllm_importance_sampling_correction", bool, _correction, _unbounded, note="true without truncated_importance_sampling_type: rl.vllm_importance_sampling_mode token_unbounded or sequence_unbounded"),
     "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted where a rollout batch has one step, whose ratio is 1"),
+    # advantages: verl, NeMo-RL twice
+    "rl.norm_adv_by_std_in_grpo":                 ObjectiveSpelling("rl.scale_rewards", bool, _scale, _their_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
+    "rl.normalize_rewards":                       ObjectiveSpelling("rl.scale_rewards", bool, _scale, _their_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
+    "rl.use_leave_one_out_baseline":              ObjectiveSpelling("rl.advantage_baseline", bool, _baseline, _deviation, note="true: leave_one_out, with rl.advantage_deviation others; false: group"),
     # what has one value here
     "rl.use_kl_in_reward":                        _only("use_kl_in_reward", False, "the KL is a part of the loss, not of the reward"),
     "rl.disable_ppo_ratio":                       _only("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
