@@ -131,7 +131,7 @@ def outside() -> str:
     names = " and ".join(f"{name} ({figure})" for name, figure in far)
     said = (
         f"**Outside of 20 % as Megalith makes a step: {names}.** It is that much slower there, by its "
-        "software ([why](plan.md#how-far-to-trust-it)); nothing was fitted to any row of this table."
+        "software ([why](plan.md#how-accurate-it-is)); nothing was fitted to any row of this table."
     )
     return fill(said, 120, break_on_hyphens=False)
 
