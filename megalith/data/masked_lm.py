@@ -137,10 +137,12 @@ class SentenceSamples(ABC):
             raise IndexError(f"sample {i} of {self.indexed.prefix}, which has {len(self)}")
         first, end, target = self._index[i].tolist()
         sentences = [self.indexed.get(sentence).tolist() for sentence in range(first, end)]
-        if max(map(max, filter(None, sentences)), default=0) >= self._vocab_size:
+        tokens = [*chain(*sentences)]
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+            at = next(at for at, token in enumerate(tokens) if not 0 <= token < self._vocab_size)
             raise DataError(
-                f"{self.describe(i)} has a token id beyond the vocabulary of {self._vocab_size}; preprocess the "
-                "data with this run's tokenizer, or raise vocab_size"
+                f"{self.describe(i)} has token id {tokens[at]} at position {at}, but the vocabulary has "
+                f"{self._vocab_size}; preprocess the data with this run's tokenizer, or raise vocab_size"
             )
         return self.make(sentences, target, np.random.RandomState((self.seed + i) % 2**32))
 

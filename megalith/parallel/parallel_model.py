@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megalith.comm.collectives import Axis, all_reduce_no_grad, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
+from megalith.data.token_ids import TokenIds
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
 from megalith.models.encoders.bert import BertCrossEntropy, BertMicroBatchMean
@@ -47,8 +48,16 @@ from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shap
 from megalith.parallel.pipeline.stages import reduce_over_stages, schedule_kind
 from megalith.parallel.shards import LocalParameters, to_local_parameters
 from megalith.parallel.step_casts import StepCasts
-from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
+from megalith.parallel.tensor.building_blocks import (
+    VocabParallelEmbedding,
+    replicate_the_rest,
+    vocabulary_of,
+)
 from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
+
+WRONG_IDS = (
+    "use the tokenizer that the model was made for, or give the model a larger vocabulary (model.vocab_size)"
+)
 
 
 class Head:
@@ -71,6 +80,9 @@ class Head:
         if self.asked is None:
             return vocabulary.logits(hidden, weight, size, None, context)
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
+        if self.asked.ids is not None:
+            counted = batch.loss_mask != 0
+            self.asked.ids.check(batch.labels, "labels", "the micro-batch", counted=counted, size=size)
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
         found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)
@@ -240,6 +252,7 @@ class RankBatch:
     labelled: int | None = None  # tokens whose loss_mask is not 0; None: the host does not know it
     logged_weight: float | None = None  # in the logged loss; None: the log has the step's own loss
     logged: Tensor | None = None  # float32 scalar: logged_weight · loss is added here
+    ids: TokenIds | None = None  # checks the labels at the model's end; None: they are checked
 
     def __getitem__(self, name: str) -> Tensor:
         return self.batch[name]
@@ -269,6 +282,7 @@ class ParallelModel:
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
+        self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
         self.own_loss = torch.zeros((), device=device)
         """What this rank gave to the last step's sum of losses: float32 scalar."""
         self.logged_loss = self.own_loss
@@ -380,6 +394,7 @@ class ParallelModel:
 
         Every rank gives the same tokens; data- and context-parallel ranks all compute the whole of them.
         """
+        self._ids.check(input_ids, "input_ids", "the batch")
         input_ids = input_ids.to(self.device)
         with run_eagerly():  # each call has another length
             if self.pipeline is not None:
@@ -394,7 +409,16 @@ class ParallelModel:
         return self
 
     def _parts(self, micro_batches: Sequence[Batch], loss: Loss) -> list[RankBatch]:
+        self._ids.check_batches(micro_batches, labels=self.config is not None)
         return [self._part(batch, loss) for batch in micro_batches]
+
+    def _vocab_size(self) -> int | None:
+        """The vocabulary of the tokens that the model reads; None: a model of one's own does not tell it."""
+        if self.config is not None:
+            return self.config.vocab_size
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        sizes = [one.num_embeddings for one in modules if isinstance(one, VocabParallelEmbedding)]
+        return sizes[0] if len(sizes) == 1 else None
 
     def _part(self, batch: Batch, loss: Loss) -> RankBatch:
         weights, objective, by_output = loss.weights(batch), None, loss.by_output(batch)
@@ -415,7 +439,8 @@ class ParallelModel:
                 objective, tokens={name: x[:, places] for name, x in objective.tokens.items()}
             )
         labelled = None if own.loss_mask.is_cuda else int(own.loss_mask.count_nonzero())
-        part = RankBatch(own, places, objective, labelled=labelled)
+        ids = self._ids if self.config is None else None
+        part = RankBatch(own, places, objective, labelled=labelled, ids=ids)
         if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data.batch import Batch, document_ends
+from megalith.data.token_ids import TokenIds
 from megalith.dialects.accelerate.replica_loader import IGNORED
 from megalith.errors import ConfigError
 
@@ -22,6 +23,10 @@ TYPES_IGNORED = (
     "tokenizer leaves them out"
 )
 WITHOUT_EFFECT = ("use_cache", "return_dict")
+WRONG_IDS = (
+    "use the tokenizer of the model, or give the model its new tokens before prepare: "
+    "model.resize_token_embeddings(len(tokenizer))"
+)
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -44,6 +49,21 @@ def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
         )
     given = {name: batch[name] for name in OF_ENCODERS if batch.get(name) is not None}
     return {name: batch.get(name) for name in TAKEN} | given
+
+
+def check_ids(ids: TokenIds, batch: Mapping[str, Any], *, causal: bool) -> None:
+    """Raise DataError for token ids and labels outside the vocabulary, as plain PyTorch does.
+
+    `causal`: the first label of a sample, which no token predicts, is not looked at.
+    """
+    for name in ("input_ids", "decoder_input_ids", *LABELS):
+        tensor = batch.get(name)
+        if tensor is None:
+            continue
+        counted = tensor != IGNORED if name in LABELS else None
+        if name == "labels" and causal:
+            counted[:, 0] = False
+        ids.check(tensor, name, "the batch", counted=counted)
 
 
 def _not_taken(names: Sequence[str]) -> str:

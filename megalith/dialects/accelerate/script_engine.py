@@ -27,6 +27,7 @@ from megalith.checkpoint.state import amax_shards, load_amaxes
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
+from megalith.data.token_ids import TokenIds
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import (
     PRECISIONS,
@@ -48,6 +49,8 @@ from megalith.dialects.accelerate.replica_loader import filled_up_rows, host_cop
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
     TYPES_IGNORED,
+    WRONG_IDS,
+    check_ids,
     checked_batch,
     filled_up,
     is_right_padded,
@@ -150,6 +153,7 @@ class MegatronEngine(nn.Module):
         self._loaded_step = self._loads = 0
         self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._ids = TokenIds(self.run.model.vocab_size, WRONG_IDS)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Trains by the script's optimizer, of its parameters before `prepare` or of `parameters()` after it."""
@@ -232,6 +236,8 @@ class MegatronEngine(nn.Module):
         asked = {name: self._placed(value) for name, value in asked.items()}
         if asked["position_ids"] is None:
             asked["position_ids"] = self._positions(asked["attention_mask"])
+        if not (self.plugin.custom_get_batch_function or self.plugin.custom_train_step_class):
+            check_ids(self._ids, asked, causal=self.run.model.causal)
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
