@@ -217,8 +217,21 @@ def _add_data_show(data: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--split", default="99,1,0", help="the run's data.split")
     parser.add_argument("--which", choices=("train", "valid", "test"), default="train", help="the part of it")
-    parser.add_argument("--index", default="0", help="samples to print, like 0,5,9")
-    parser.add_argument("--json", action="store_true", help='print [{"index": i, "tokens": [...]}]')
+    parser.add_argument("--index", help="samples of the dataset to print, like 0,5,9 (default: 0)")
+    parser.add_argument(
+        "--position", help="samples to print by their position in what the run reads, like 0,1,2"
+    )
+    parser.add_argument(
+        "--dataloader-type",
+        choices=("cyclic", "single"),
+        default="cyclic",
+        help="the run's data.dataloader_type, for --position",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help='print [{"index": i, "tokens": [...]}], with "position" by --position',
+    )
     parser.add_argument("--tokenizer-type", help="also print the text")
     parser.add_argument("--tokenizer-model", help="its file or folder")
 
@@ -227,14 +240,20 @@ def data_show(args: Arguments) -> int:
     from megalith.data.blend import render_samples, show_samples
 
     data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
-    try:
-        indices = [int(i) for i in args.index.split(",")]
-    except ValueError:
-        raise ConfigError(f"--index is {args.index!r}; give whole numbers with commas, like 0,5,9") from None
+    positions = _whole_numbers("--position", args.position)
+    indices = _whole_numbers("--index", args.index or (None if positions else "0"))
     if not 0 <= args.seed < 2**32:
         raise ConfigError(f"--seed is {args.seed}; give one from 0 to 2^32 - 1")
     samples = show_samples(
-        data_path, args.seq_length, args.seed, args.num_samples, args.split, args.which, indices
+        data_path,
+        args.seq_length,
+        args.seed,
+        args.num_samples,
+        args.split,
+        args.which,
+        indices,
+        positions,
+        args.dataloader_type,
     )
     if args.json:
         print(json.dumps(samples))
@@ -246,3 +265,10 @@ def data_show(args: Arguments) -> int:
         decode = build_tokenizer(args.tokenizer_type, args.tokenizer_model).decode
     print(render_samples(samples, decode))
     return 0
+
+
+def _whole_numbers(flag: str, given: str | None) -> list[int]:
+    try:
+        return [int(i) for i in given.split(",")] if given else []
+    except ValueError:
+        raise ConfigError(f"{flag} is {given!r}; give whole numbers with commas, like 0,5,9") from None

@@ -28,6 +28,7 @@ from megalith.config.data import DataConfig
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import MaskedLMDataset
+from megalith.data.order import SingleOrder, sample_order
 from megalith.errors import LINES, ConfigError, DataError, printable
 from megalith.progress import Progress
 
@@ -307,9 +308,20 @@ def show_samples(
     num_samples: int,
     split: str,
     which: str,
-    indices: Sequence[int],
+    indices: Sequence[int] = (),
+    positions: Sequence[int] = (),
+    dataloader_type: str = "cyclic",
 ) -> list[dict[str, object]]:
-    """`[{"index": i, "tokens": [seq_length + 1 ids]}, …]` of split `which`, built for `num_samples` samples."""
+    """Return samples of split `which`, built for `num_samples`, as a run reads them.
+
+    Args:
+        indices: of samples in the dataset.
+        positions: in the stream that the run reads, the first one 0: training data in the order of `dataloader_type`,
+            evaluation data from the beginning.
+
+    Returns:
+        `{"index": i, "tokens": [seq_length + 1 ids]}` per index, then the same with "position" per position.
+    """
     if which not in SPLITS:
         raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")
     if num_samples < 1 or seq_length < 1:
@@ -318,13 +330,20 @@ def show_samples(
     dataset = build_datasets(data_path, split, seq_length, wanted, seed, show_progress=True)[
         SPLITS.index(which)
     ]
-    for i in indices:
-        if not 0 <= i < num_samples:
+    if which == "train":
+        order = sample_order(dataloader_type, len(dataset), seed)
+    else:
+        order = SingleOrder(len(dataset), wrap=True)
+    if negative := [position for position in positions if position < 0]:
+        raise DataError(f"position {negative[0]} is before the first one, 0")
+    chosen = [{"index": i} for i in indices] + [{"index": order(at), "position": at} for at in positions]
+    for sample in chosen:
+        if not 0 <= sample["index"] < len(dataset):
             raise DataError(
-                f"sample {i} is not one of the {num_samples} {which} samples; "
-                f"choose 0 to {num_samples - 1}, or ask for more samples"
+                f"sample {sample['index']} is not one of the {len(dataset)} {which} samples; "
+                f"choose 0 to {len(dataset) - 1}, or ask for more samples"
             )
-    return [{"index": i, "tokens": dataset[i].tolist()} for i in indices]
+    return [{**sample, "tokens": dataset[sample["index"]].tolist()} for sample in chosen]
 
 
 def render_samples(
@@ -334,7 +353,8 @@ def render_samples(
     lines = []
     for sample in samples:
         tokens: list[int] = sample["tokens"]  # type: ignore[assignment]
-        lines.append(f"sample {sample['index']} ({len(tokens)} tokens)")
+        at = f"position {sample['position']}, " if "position" in sample else ""
+        lines.append(f"{at}sample {sample['index']} ({len(tokens)} tokens)")
         lines.append(" ".join(map(str, tokens)))
         if detokenize is not None:
             lines.append(printable(detokenize(tokens), LINES))
