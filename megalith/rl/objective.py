@@ -165,8 +165,10 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 
 
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
-    """What a token's entropy counts in the numerator of a step with these sequences, so that over its divisor the sum
-    is the mean over the tokens: a float64 scalar."""
+    """Return the weight of a token's entropy in the numerator of a step with these sequences, a float64 scalar.
+
+    Divided by the step's divisor, the weighted sum is the mean over the tokens.
+    """
     return divisor(rl, sequence_tokens) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
 
 

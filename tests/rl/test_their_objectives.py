@@ -16,7 +16,7 @@ MASKED = 3  # this sequence has no token in the loss
 
 
 class Padded:
-    """What all three systems know of a batch, float64 [sequences, tokens]."""
+    """The tensors of a batch that all three systems have, float64 [sequences, tokens]."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)

@@ -1,8 +1,8 @@
 """verl's and NeMo-RL's spellings of GRPO's objective that one field alone does not translate.
 
-A name of theirs stands for their formula: their defaults of what belongs to it come along, unless the run file sets
-these itself. `settings` is what a spelling sets, `defaults` what it brings along once all spellings are read. Both get
-its value and the section `rl`, in which other spellings may still stand. Read in verl 0.6 to 0.9.1 (core_algos.py,
+A name of theirs means their formula, so it brings their defaults along, unless the run file sets these settings itself.
+`settings` returns what a spelling sets, `defaults` what it brings along once all spellings are read. Both get its value
+and the section `rl`, which may still contain other spellings. Read in verl 0.6 to 0.9.1 (core_algos.py,
 rollout_corr_helper.py) and NeMo-RL 7ea279a (loss_functions.py); docs/grpo_objective.md has the formulas.
 """
 
@@ -24,7 +24,7 @@ def _nothing(value: Any, rl: Rl) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ObjectiveSpelling:
-    """A spelling that decides with others what the objective is."""
+    """A spelling whose meaning depends on other settings of the objective."""
 
     path: str
     """The setting that it mainly sets."""
@@ -34,14 +34,14 @@ class ObjectiveSpelling:
     """By names of the section `rl`; None takes a setting out."""
     defaults: Meaning = _nothing
     null_counts: bool = False
-    """Whether null sets something; else it is as if the spelling were left out."""
+    """Null sets something; otherwise it is as if the spelling were left out."""
     note: str = ""
-    """What the reference page says of it."""
+    """Its text on the reference page."""
 
 
 RATIO_CLIP = 0.2  # of verl and NeMo-RL, on both sides
 DUAL_CLIP = 3.0  # verl's clip_ratio_c
-EPSILON = 1e-6  # both systems', beside the deviation of rewards
+EPSILON = 1e-6  # of both systems, added to the deviation of rewards
 KL_COEFFICIENT = 0.001  # verl's kl_loss_coef
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # of verl's k3, and of NeMo-RL
 PER_SEQUENCE = "seq-mean-token-mean"
@@ -121,12 +121,12 @@ def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
 
 
 def _their_loss(value: Any, rl: Rl) -> dict[str, Any]:
-    """What belongs to verl's and NeMo-RL's CISPO, or to verl's plain PPO."""
+    """Return the bounds of CISPO, or the dual clip of verl's PPO."""
     return _cispo_bounds(value, rl) if _is_cispo(rl) else _dual_clip(value, rl)
 
 
 def _cispo_bounds(value: Any, rl: Rl) -> dict[str, Any]:
-    """Both clip the ratio on both sides."""
+    """Return the default bounds of verl and NeMo-RL, which clip the ratio on both sides."""
     return {"cispo_ratio_min": 1 - RATIO_CLIP, "epsilon_high": 1 + RATIO_CLIP} if _is_cispo(rl) else {}
 
 

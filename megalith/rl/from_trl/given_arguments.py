@@ -8,15 +8,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-# What a second object of the class is made with, so that its other fields are what the class makes of its defaults.
+# Fields copied to a second object of the class, whose other fields are then what the class makes of its defaults.
 MADE_WITH = ("output_dir", "use_cpu", "bf16", "fp16")
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenArguments:
+    """Arguments by name, with enums as their values."""
+
     values: dict[str, Any]
     changed: dict[str, Any]
-    """Those of a dict, and those of an object that differ from its class's defaults."""
+    """All of a dict's; of an object those that differ from its class's defaults."""
     defaults: dict[str, Any]
     """Empty for a dict."""
 

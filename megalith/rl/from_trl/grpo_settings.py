@@ -162,7 +162,7 @@ def _steps_per_generation(values: dict[str, Any], together: int, accumulation: i
 
 
 def _intervals(values: dict[str, Any], steps: int, epoch: int) -> Settings:
-    """Of the log, of evaluations and of checkpoints; a number below 1 is a share of all steps."""
+    """Return the intervals of log, evaluations and checkpoints; a number below 1 is a share of all steps."""
 
     def interval(kind: str, default: Any, never: int | None) -> int | None:
         when = values.get(f"{kind}_strategy", "steps" if kind != "eval" else "no")
