@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from megalith.accelerate import (
 )
 from megalith.dialects.accelerate import process_state
 from megalith.errors import ConfigError
+from megalith.launch import call_order
 from megalith.launch.launcher import TIMEOUT
+from megalith.launch.pool import RankFailed
 
 
 def exchanged(accelerator):
@@ -61,6 +64,28 @@ def exchanged(accelerator):
     )
     with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as share:
         assert share == (["a", "b", "c"] if replicas == 1 else [["a", "b"], ["c", "c"]][replica])
+
+
+def called_by_the_main_process(folder, name, then):
+    """As scripts for DDP have it, where these are no collectives."""
+    call_order.report = lambda error: (folder / "told").write_text(str(error)) and error.exit_code
+    accelerator = fresh_accelerator(tp_degree=2)
+    model, _, loader, _ = prepared(accelerator, "llama", samples(8))
+    if accelerator.is_main_process:
+        getattr(accelerator, name)(model)
+    model(**next(iter(loader))) if then == "the prepared model" else accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize(
+    "name, then", [("unwrap_model", "wait_for_everyone"), ("get_state_dict", "the prepared model")]
+)
+def test_a_collective_that_the_main_process_calls_alone_ends_with_a_sentence(pool, tmp_path, name, then):
+    before = time.monotonic()
+    with pytest.raises(RankFailed):
+        pool.run(called_by_the_main_process, tmp_path, name, then, size=2)
+    assert time.monotonic() - before < pool.timeout / 2
+    told = (tmp_path / "told").read_text()
+    assert f"different calls: rank 0 in {then}" in told and f"; rank 1 in {name}. Every rank has to" in told
 
 
 class Lines(GeneralTracker):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,10 @@ from megalith.dialects.accelerate.process_state import (
     gather_across_data_parallel_groups,
     gather_objects,
     megalith_for_megatron,
+    on_every_rank,
     reduce_over_replicas,
     set_replicas,
+    watch_calls,
 )
 from megalith.dialects.accelerate.replica_loader import Share, prepare_loader, skip_first_batches
 from megalith.dialects.accelerate.script_engine import MegatronEngine
@@ -67,6 +69,7 @@ class Accelerator(accelerate.Accelerator):
         with megalith_for_megatron(cpu, TIMEOUT if group is None else group.timeout):
             super().__init__(*args, cpu=cpu, megatron_lm_plugin=megatron_lm_plugin, **options)
         megatron_lm_plugin.data_parallel_size_of(self.num_processes)
+        watch_calls()
 
     @property
     def _engine(self) -> MegatronEngine | None:
@@ -253,7 +256,8 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(
                 f"clip_grad_norm_ was given norm_type {norm_type}; gradients are clipped by their 2-norm"
             )
-        return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)
+        with on_every_rank("clip_grad_norm_"):
+            return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cuts off every element of the gradients at ±clip_value."""
@@ -269,13 +273,17 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""
-        return gather_across_data_parallel_groups(tensor) if self._is_ours else super().gather(tensor)
+        if not self._is_ours:
+            return super().gather(tensor)
+        with on_every_rank("gather"):
+            return gather_across_data_parallel_groups(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, the mean or the maximum over the data-parallel replicas. `scale` is for TPUs, as in Accelerate."""
         if not self._is_ours:
             return super().reduce(tensor, reduction, scale)
-        return reduce_over_replicas(tensor, reduction)
+        with on_every_rank("reduce"):
+            return reduce_over_replicas(tensor, reduction)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -290,7 +298,8 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             return super().check_trigger()
         flag = torch.zeros((), dtype=torch.int64, device=self.device) + (self.flag_tensor or 0)
-        dist.all_reduce(flag)
+        with on_every_rank("check_trigger"):
+            dist.all_reduce(flag)
         self.flag_tensor = None
         return bool(flag)
 
@@ -299,7 +308,8 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             return super().gather_for_metrics(input_data, use_gather_object)
         tensors = not use_gather_object and _has_tensors_alone(input_data)
-        data = self.gather(input_data) if tensors else gather_objects(input_data)
+        with on_every_rank("gather_for_metrics"):
+            data = self.gather(input_data) if tensors else gather_objects(input_data)
         state = self.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0):
             return data
@@ -308,13 +318,15 @@ class Accelerator(accelerate.Accelerator):
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """The script's own model with the weights of now. Of a prepared one every rank calls it."""
         if isinstance(model, MegatronEngine):
-            return model.hugging_face_module()
+            with on_every_rank("unwrap_model"):
+                return model.hugging_face_module()
         return super().unwrap_model(model, *args, **options)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole model's weights by its own names, on every rank's CPU. Of a prepared one every rank calls it."""
         if isinstance(model, MegatronEngine):
-            return model.hugging_face_module().state_dict()
+            with on_every_rank("get_state_dict"):
+                return model.hugging_face_module().state_dict()
         return super().get_state_dict(model, unwrap)
 
     def save_model(
@@ -324,7 +336,8 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, MegatronEngine):
             super().save_model(model, save_directory, *args, **options)
             return
-        module = model.hugging_face_module()
+        with on_every_rank("save_model"):
+            module = model.hugging_face_module()
         super().save_model(module, save_directory, *args, **options)
         if self.is_main_process:
             module.config.save_pretrained(save_directory)
@@ -332,7 +345,8 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
         """Accelerate's own, with the schedulers. Every rank calls it; any layout loads it."""
-        where = super().save_state(output_dir, *args, **options)
+        with on_every_rank("save_state") if self._is_ours else nullcontext():
+            where = super().save_state(output_dir, *args, **options)
         if self._is_ours and self.is_main_process:
             states = [_plain(scheduler.state_dict()) for scheduler in self._schedulers]
             Path(where, SCHEDULERS).write_text(json.dumps(states, indent=1), encoding="utf-8")
@@ -341,7 +355,8 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
         """Loads what `save_state` saved, in whatever layout. Every rank calls it."""
-        super().load_state(input_dir, *args, **options)
+        with on_every_rank("load_state") if self._is_ours else nullcontext():
+            super().load_state(input_dir, *args, **options)
         if not self._is_ours or self._engine is None or self._plugin.no_load_optim:
             return
         file = (

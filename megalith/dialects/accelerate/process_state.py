@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from typing import Any
@@ -29,10 +29,12 @@ from megalith.config import ParallelConfig
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
+from megalith.launch.call_order import CallOrder, own_connection
 from megalith.launch.launcher import init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
 
 REPLICAS = "megalith_replicas"  # the data-parallel axis
+CALLS = "megalith_calls"  # the CallOrder of several processes
 
 
 class _GlooState(AcceleratorState):
@@ -96,6 +98,21 @@ def join_processes(cpu: bool, timeout: timedelta) -> None:
         dist.init_process_group(
             "gloo" if cpu else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
         )
+
+
+def watch_calls() -> None:
+    """Watch over the calls that every rank has to make. Every rank calls it alike."""
+    state = AcceleratorState._shared_state
+    if CALLS not in state and dist.is_initialized() and dist.get_world_size() > 1:
+        state[CALLS] = CallOrder(
+            dist.get_rank(), dist.get_world_size(), own_connection(timedelta(seconds=30))
+        )
+
+
+def on_every_rank(name: str) -> AbstractContextManager:
+    """A call of this name, in which the ranks wait for each other."""
+    order = AcceleratorState._shared_state.get(CALLS)
+    return nullcontext() if order is None else order.call(name)
 
 
 def replicas() -> Axis:
@@ -181,7 +198,8 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
 def barrier() -> None:
     """Waits for all processes."""
     if dist.is_initialized():
-        dist.barrier()
+        with on_every_rank("wait_for_everyone"):
+            dist.barrier()
 
 
 @cache

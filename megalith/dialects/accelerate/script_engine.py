@@ -35,7 +35,7 @@ from megalith.dialects.accelerate.plugin_settings import (
     run_config,
     token_multiple,
 )
-from megalith.dialects.accelerate.process_state import let_main_process_save
+from megalith.dialects.accelerate.process_state import let_main_process_save, on_every_rank
 from megalith.dialects.accelerate.published_weights import (
     GatheredParameter,
     family_of_module,
@@ -242,9 +242,9 @@ class MegatronEngine(nn.Module):
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
             micro_batches, objective = self._micro_batches(asked)
-            loss = (
-                self._train(micro_batches, objective) if trains else self._evaluate(micro_batches, objective)
-            )
+            with on_every_rank("the prepared model, with labels"):
+                passes = self._train if trains else self._evaluate
+                loss = passes(micro_batches, objective)
             if (items := asked.get("num_items_in_batch")) is not None:
                 loss = loss * (self._tokens(micro_batches) / torch.as_tensor(items, device=self.device))
         if loss is None or self.plugin.return_logits:

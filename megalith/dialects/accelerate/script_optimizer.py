@@ -18,6 +18,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
+from megalith.dialects.accelerate.process_state import on_every_rank
 from megalith.errors import ConfigError
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
@@ -161,7 +162,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._opt_called = True
         self.gradients.attach()
         clip = 0.0 if self.is_clipped else self.config.clip_grad
-        self.result = optimizer_step(self.inner, self.loss_scale, clip, self._total_squares)
+        with on_every_rank("optimizer.step"):
+            self.result = optimizer_step(self.inner, self.loss_scale, clip, self._total_squares)
         self.model.tallies = self.tallies
         self.model.end_step(self.result.skipped)
         self.model.parameters.clear_gradients()

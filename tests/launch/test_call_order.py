@@ -1,0 +1,71 @@
+"""Ranks that wait in different calls end with a sentence; ranks that are slow, or in the same call, go on."""
+
+import subprocess
+import sys
+
+import forked
+import pytest
+
+from megalith.launch.call_order import END, differing_calls
+
+SCRIPT = """import sys, time
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+from megalith.launch.call_order import CallOrder, own_connection
+
+rank, way = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[3]}", rank=rank, world_size=2)
+order = CallOrder(rank, 2, own_connection(timedelta(seconds=30)))
+for _ in range(20):
+    with order.call("step"):
+        dist.barrier()
+if way == "slow" and rank == 0:
+    time.sleep(6)
+if way == "slow" or rank == 1:
+    with order.call("unwrap_model"), order.call("gather"):
+        dist.barrier() if way == "slow" else dist.recv(torch.ones(1), 0)
+elif way == "other":
+    with order.call("wait_for_everyone"):
+        dist.recv(torch.ones(1), 1)
+print("done", flush=True)
+"""
+
+
+def run(way):
+    port = str(forked.free_port())
+    words = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), way, port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    return (
+        [rank.returncode for rank in ranks],
+        "".join(out for out, _ in outputs),
+        "".join(err for _, err in outputs),
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["slow", "other", "ended"])
+def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_for(way):
+    codes, printed, errors = run(way)
+    if way == "slow":
+        assert codes == [0, 0] and printed == "done\ndone\n", errors
+    else:
+        where = "wait_for_everyone" if way == "other" else END
+        assert 2 in codes, errors
+        assert errors.count(f"different calls: rank 0 in {where}; rank 1 in unwrap_model. Every rank") == 1
+
+
+def test_calls_are_compared_by_their_numbers():
+    one, more = {"4": "step", "5": "step"}, {"5": "step", "6": "unwrap_model"}
+    assert differing_calls([one, more, one]) is None  # some are behind
+    assert (
+        differing_calls([one | {"6": "gather"}, more, one]).count("rank 0 in gather; rank 1 in unwrap_model")
+        == 1
+    )
+    assert "ranks 0, 2 in gather" in differing_calls([{"6": "gather"}, more, {"6": "gather"}])
