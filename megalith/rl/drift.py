@@ -4,7 +4,8 @@ A completion is sampled by the engine and trained on by the trainer. Where their
 are not the same, the ratio of the objective is wrong, and a run learns something else or nothing, without an error. So
 each step gives, over its tokens with d = log π_trainer − log π_engine, the mean of exp|d|, of k3 = exp(d) − d − 1, the
 largest |d| and the share of |d| > 1. After each sync a canary is sampled too: a few prompts, the same each time. What
-is above rl.max_drift ends the run before the optimizer uses it. The cause is found by experiments on the canary:
+is above rl.max_drift ends the run before the optimizer uses it, and so does a step or a canary without a token that can
+be compared. The cause is found by experiments on the canary:
 
     the engine sampled as it did before the last steps                         weights one version behind
     the log-probabilities are those of another temperature, or with BOS twice  that
@@ -14,6 +15,7 @@ is above rl.max_drift ends the run before the optimizer uses it. The cause is fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +28,7 @@ from megalith.errors import TrainingError
 from megalith.rl.engines.rollout_engine import WeightPair
 from megalith.rl.objective import RolloutBatch
 from megalith.rl.prompts import policy_entries
-from megalith.rl.rollout_data import Sample, make_batch
+from megalith.rl.rollout_data import Sample, any_logprobs, make_batch
 from megalith.rl.rollouts import RatedCompletion
 from megalith.training.run_state import Run
 
@@ -50,9 +52,19 @@ class Gap:
 
 
 def mean_ratio(trainer: np.ndarray, engine: np.ndarray) -> float:
-    """The mean of exp|d|; engine's NaN count as equal."""
-    d = np.nan_to_num(trainer - engine, nan=0.0)
-    return float(np.exp(np.abs(d)).mean()) if d.size else 1.0
+    """The mean of exp|d| over the tokens that both have a log-probability of; NaN where there is none."""
+    d = trainer - engine
+    d = d[~np.isnan(d)]
+    return float(np.exp(np.abs(d)).mean()) if d.size else math.nan
+
+
+def nothing_to_compare(what: str) -> TrainingError:
+    """The error that ends a run whose drift cannot be measured."""
+    return TrainingError(
+        f"the engine and the trainer cannot be compared: no token {what} has a log-probability by both, so nothing "
+        "would show that the engine has other weights. Weights of the trainer that are NaN give none, nor does a "
+        "server that leaves them out; look at the losses before, and at the engine's log"
+    )
 
 
 def stop_for(
@@ -104,7 +116,10 @@ class Canary:
         trainer = self._score(found)
         ratio = self._ratio(trainer, found)
         world = self._run.mesh.world
-        worst = max(gather_json(ratio, world))
+        ratios = gather_json(ratio, world)
+        if any(map(math.isnan, ratios)):
+            raise nothing_to_compare("of the canary")
+        worst = max(ratios)
         limit = self._rl.drift_limit(self._run.config.train.precision)
         if worst > limit:
             cause = self._cause(found, trainer, versions, engine_weights)
@@ -121,7 +136,7 @@ class Canary:
     def _gap(self, trainer: Sequence[np.ndarray], found: Sequence[CanarySample]) -> Gap:
         def largest(number: int) -> Gap:
             mine, theirs = trainer[number], found[number].logprobs
-            at = int(np.abs(mine - theirs).argmax())
+            at = int(np.nan_to_num(np.abs(mine - theirs)).argmax())
             return Gap(self._names[number], at, float(mine[at]), float(theirs[at]))
 
         return max(map(largest, range(len(found))), key=lambda gap: gap.size)
@@ -232,7 +247,8 @@ def step_gap(run: Run, largest: Tensor | None) -> Gap | None:
         at, trainer, engine = values[micro].tolist()
         row, column = divmod(int(at), run.config.data.seq_length)
         begin = 0
-        for sample in run.data.own_rows(run.step)[micro][1][row]:
+        scored = [rows for _, rows in run.data.own_rows(run.step) if any_logprobs(rows)]
+        for sample in scored[micro][row]:
             if column < begin + sample.tokens:
                 own = [sample.where, column - begin - len(sample.prompt_ids) + 1, trainer, engine]
                 break

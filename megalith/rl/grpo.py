@@ -19,7 +19,7 @@ from megalith.config import RunConfig, require_run_config
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
-from megalith.rl.drift import Gap, step_gap, stop_for
+from megalith.rl.drift import Gap, nothing_to_compare, step_gap, stop_for
 from megalith.rl.judged_groups import prefixed
 from megalith.rl.loop import LiveRollouts
 from megalith.rl.objective import PolicyLoss
@@ -164,6 +164,8 @@ class PolicyTask(Task):
         known = step.figures | ({"drift_largest": gap.size} if gap else {})
         if self._live is None:
             return lambda: {**self._read(sums), **known}
+        if gap is None and sums[0] > 0:
+            raise nothing_to_compare(f"of step {run.step + 1}")
         self._check_drift(run, self._read(sums)["mismatch"], gap)
         number = run.step + 1  # figures may be read when later steps are counted
         tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)

@@ -397,6 +397,17 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
+def any_logprobs(rows: Sequence[Sequence[Sample]]) -> bool:
+    """Whether a token of these rows that is in the loss has a log-probability of the engine's."""
+    given = [
+        np.asarray(sample.completion.logprobs)[np.broadcast_to(sample.in_loss, len(sample.completion.ids))]
+        for row in rows
+        for sample in row
+        if sample.completion.logprobs is not None
+    ]
+    return not all(np.isnan(one).all() for one in given)
+
+
 def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
     for group in groups:
         for number, completion in enumerate(group.completions):

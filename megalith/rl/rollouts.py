@@ -338,6 +338,8 @@ class _Reader:
                     f"{at} has a log-probability of {logprobs[~np.isnan(logprobs)].max():.4g}, above 0; a "
                     "probability is at most 1: write natural logarithms of probabilities"
                 )
+            if np.isnan(logprobs).all():
+                logprobs = None
         rewards = _numbers(at, "rewards", sample.get("rewards"), kinds)
         version = _version(at, sample.get("version"), len(ids))
         if self.version is not None and (version is None or (version != self.version).any()):

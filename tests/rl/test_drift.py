@@ -1,13 +1,15 @@
 """The drift check stops a run at the first step in which engine and trainer differ, and names the planted fault."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from small_policy import configuration, metrics
 
 from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
-from megalith.rl.drift import CANARY_KEY
+from megalith.rl.drift import CANARY_KEY, mean_ratio
 from megalith.rl.engines import rollout_engine
 from megalith.rl.grpo import train_grpo
 
@@ -91,6 +93,27 @@ def test_a_planted_fault_stops_the_run_and_is_named(tmp_path, monkeypatch, fault
     place = rf"most at prompt q\d+ of the canary, token \d+: the trainer, with weights of step {good_steps}, says -"
     assert raised.match(place) and raised.match(rf"the engine, of step {good_steps}, -")
     assert len(metrics(tmp_path / "run")) == good_steps
+
+
+@pytest.mark.parametrize("where", ["of the canary", "of step 1"])
+def test_nothing_to_compare_stops_the_run(tmp_path, monkeypatch, where):
+    """As with an engine that has no log-probabilities: equal weights are not shown by them."""
+
+    def generate(engine, prompts, sampling, keys, **more):
+        found = REAL_GENERATE(engine, prompts, sampling, keys=keys, **more)
+        if (keys[0] >= CANARY_KEY) != (where == "of the canary"):
+            return found
+        return [replace(one, logprobs=[math.nan] * len(one.ids)) for one in found]
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    with pytest.raises(TrainingError, match=f"cannot be compared: no token {where} has"):
+        train_grpo(configuration(tmp_path))
+    assert not metrics(tmp_path / "run")
+
+
+def test_tokens_without_a_log_probability_do_not_hide_the_others():
+    trainer, engine = np.array([-1.0, -2.0, -3.0]), np.array([math.nan, -2.5, math.nan])
+    assert mean_ratio(trainer, engine) == pytest.approx(math.exp(0.5))
 
 
 def test_what_the_canary_does_not_show_stops_the_step_that_has_it(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import base64
 import math
 import pickle
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -225,6 +226,7 @@ BAD_ANSWERS = {
     "no ids": (first(tokens(None, [-0.5])), "it has no token ids"),
     "no log-probabilities": (first(tokens([1, 2], None)), "no log-probabilities"),
     "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
+    "NaN": (first(tokens([1, 2], [None, math.nan])), "no log-probabilities"),
     "fewer log-probabilities": (first(tokens([1, 2, 3], [-0.5])), "3 tokens but 1 log-prob"),
     "odd log-probabilities": (first(tokens([1, 2], [-0.5, "x"])), "log-probability 'x', no finite number"),
     "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens where at most 6"),
@@ -630,6 +632,47 @@ def test_a_deadline_covers_headers_that_trickle():
             server.get("/x", Deadline(0.2, server_engine.SYNC))
 
 
+@contextmanager
+def answering(head: bytes, piece: bytes) -> Iterator[json_http.JsonServer]:
+    """A server that answers with a head and a piece of a body, again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with listener.accept()[0] as client, suppress(OSError):
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.1 " + head + b"\r\n\r\n")
+                while True:
+                    client.sendall(piece)
+
+        Thread(target=answer, daemon=True).start()
+        yield json_http.JsonServer(f"http://127.0.0.1:{listener.getsockname()[1]}", "vLLM")
+
+
+def test_an_answer_without_end_is_ended_by_its_bytes(monkeypatch):
+    monkeypatch.setattr(json_http, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(json_http, "TOKEN_BYTES", 1 << 10)
+    for tokens in (0, 1024):
+        said = rf"answers POST /x with more than {(1 + tokens // 1024) << 20:,} bytes, which no engine does"
+        with answering(b"200 OK", b"x" * 4096) as server, pytest.raises(TrainingError, match=said):
+            server.post("/x", {}, Deadline(60.0, server_engine.SYNC), tokens)
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:9/other", "file:///etc/passwd", "/there"])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(status, target):
+    head = f"{status} Elsewhere\r\nLocation: {target}\r\nContent-Length: 0".encode()
+    said = f"redirects POST /x to {target}, and redirects are not followed"
+    with answering(head, b"") as server, pytest.raises(TrainingError, match=said):
+        server.post("/x", {"prompt": "private"}, Deadline(60.0, server_engine.SYNC))
+
+
+def test_json_that_is_nested_too_deeply_is_a_sentence():
+    body, said = b"[" * 1_000_000, "answers GET /x with JSON nested too deeply to read"
+    head = b"200 OK\r\nContent-Length: %d" % len(body)
+    with answering(head, body) as server, pytest.raises(TrainingError, match=said):
+        server.get("/x", Deadline(60.0, server_engine.SYNC))
+
+
 def test_a_deadline_covers_an_answer_that_trickles():
     deadline = Deadline(60.0, server_engine.SYNC)
 
@@ -640,4 +683,4 @@ def test_a_deadline_covers_an_answer_that_trickles():
 
     server = json_http.JsonServer("http://127.0.0.1:1", "vLLM")
     with pytest.raises(TrainingError, match="has not answered GET /x within 60 s"):
-        server._read(Trickle(), "GET /x", deadline)
+        server._read(Trickle(), "GET /x", deadline, 1)

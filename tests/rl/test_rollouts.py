@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from rollout_files import VOCAB, configuration, rollouts
+from test_grpo_layouts import run_of
 
 import megalith.cli.main
 from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import read_records
 from megalith.rl import rollouts as rollout_files
+from megalith.rl.drift import step_gap
 from megalith.rl.grpo import open_rollouts, train_grpo
 from megalith.rl.rollout_data import FileRollouts, RolloutData, Sample, make_batch, rows_of
 from megalith.rl.rollouts import RolloutFiles, load_rollouts, save_rollouts
@@ -203,6 +205,23 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_
     config = configuration(tmp_path, **settings).with_settings(other)
     with pytest.raises(DataError, match=r"line 2, sample 0 has no logprobs, but rl\.old_logprobs is rollout"):
         train_grpo(config)
+
+
+def test_where_the_engine_differs_most_is_found_behind_rows_without_log_probabilities(tmp_path):
+    """The longest completion is the first micro-batch, and has none: null for each token is none."""
+    ids = [list(range(9)), [1, 2, 3]]
+    samples = [SAMPLE | {"completion_ids": one, "logprobs": [None] * len(one), "version": 3} for one in ids]
+    samples[1]["logprobs"] = [-1.0, -4.0, None]
+    path = tmp_path / "rollouts.jsonl"
+    group = {"prompt_ids": [1, 2], "samples": samples}
+    path.write_text(json.dumps(HEADER | {"tokenizer": None}) + "\n" + json.dumps(group) + "\n")
+    assert load_rollouts(path).groups[0].completions[0].logprobs is None
+    train = dict(train_iters=1, micro_batch_size=1, global_batch_size=2)
+    run = run_of(configuration(tmp_path, train=train, num_generations=2))
+    largest = torch.tensor([[2.0, -1.5, -4.0]], dtype=torch.float64)
+    assert vars(step_gap(run, largest)) == dict(
+        where=f"{path}, line 2, completion 1", position=1, trainer=-1.5, engine=-4.0
+    )
 
 
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst", "rollouts.jsonl.gz"])

@@ -90,7 +90,7 @@ class Answer:
                 f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
                 "(rl.max_completion_length)"
             )
-        if not isinstance(logprobs, list) or all(one is None for one in logprobs):
+        if not isinstance(logprobs, list) or all(one is None or one != one for one in logprobs):
             raise TrainingError(
                 f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
                 "the server so that it gives them"

@@ -190,7 +190,7 @@ class ServerEngine:
     def _require_version(self, server: EngineServer, found: str | None) -> None:
         if found is not None and found != str(self.version):
             raise ServerLost(
-                f"{server.http} has weights that it calls {found!r}, not those of step {self.version} that it was "
+                f"{server.http} has weights that it calls {found!r:.60}, not those of step {self.version} that it was "
                 "sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
             )
 

@@ -32,7 +32,9 @@ class SglangServer(EngineServer):
         if at_path(info, "enable_dp_attention"):
             sizes[2] = 1  # its replicas are ranks of the tensor-parallel axis
         if not all(type(size) is int for size in sizes):
-            raise TrainingError(f"{self.http} says sizes of {sizes} at /server_info; is it an SGLang server?")
+            raise TrainingError(
+                f"{self.http} says sizes of {sizes!r:.60} at /server_info; is it an SGLang server?"
+            )
         return {"workers": sizes[0] * sizes[1] * sizes[2], "sizes": sizes}
 
     def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
@@ -57,7 +59,7 @@ class SglangServer(EngineServer):
             "stop_token_ids": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "stream": False}
-        found = self.http.post("/generate", body, deadline)
+        found = self.http.post("/generate", body, deadline, count * sampling.max_new_tokens)
         return [self._answer(one) for one in (found if isinstance(found, list) else [found])]
 
     def _answer(self, said: Any) -> Answer:
@@ -69,8 +71,8 @@ class SglangServer(EngineServer):
         why = at_path(meta, "finish_reason", "type")
         if why not in ("stop", "length"):
             raise TrainingError(
-                f"{self.http} ended a completion for {why!r}: somebody else paused or aborted it; one run has it for "
-                "itself"
+                f"{self.http} ended a completion for {why!r:.60}: somebody else paused or aborted it; one run has it "
+                "for itself"
             )
         ids, tokens = at_path(said, "output_ids"), at_path(meta, "output_token_logprobs")
         logprobs = None
@@ -92,7 +94,7 @@ class SglangServer(EngineServer):
     def _said(self, path: str, body: Any, deadline: Deadline) -> None:
         answer = self.http.post(path, body, deadline)
         if at_path(answer, "success") is False:
-            raise TrainingError(f"{self.http} failed at POST {path}: {at_path(answer, 'message')}")
+            raise TrainingError(f"{self.http} failed at POST {path}: {at_path(answer, 'message')!s:.300}")
 
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
         store = hold_store(address, 0, timedelta(seconds=timeout))

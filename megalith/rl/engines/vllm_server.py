@@ -37,12 +37,12 @@ class VllmServer(EngineServer):
         modes = self._logprobs_modes(deadline)
         if modes not in ([], ["processed_logprobs"]):
             raise TrainingError(
-                f"{self.http} has logprobs_mode {' and '.join(modes)}, but the ratio needs those after the "
+                f"{self.http} has logprobs_mode {' and '.join(modes):.60}, but the ratio needs those after the "
                 f"temperature; start it with: {START}"
             )
         workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
-            raise TrainingError(f"{self.http} says a world size of {workers!r}; is it a vLLM server?")
+            raise TrainingError(f"{self.http} says a world size of {workers!r:.60}; is it a vLLM server?")
         return {
             "model": model,
             "workers": workers,
@@ -93,18 +93,20 @@ class VllmServer(EngineServer):
             "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
-        choices = at_path(self.http.post("/v1/completions", body, deadline), "choices")
+        choices = at_path(
+            self.http.post("/v1/completions", body, deadline, count * sampling.max_new_tokens), "choices"
+        )
         if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
             raise TrainingError(f"{self.http} answered /v1/completions without choices; is it a vLLM server?")
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
         if aborted:
             raise TrainingError(
-                f"{self.http} ended a completion for {at_path(aborted[0], 'finish_reason')!r}: somebody else paused or "
-                "aborted it; one run has it for itself"
+                f"{self.http} ended a completion for {at_path(aborted[0], 'finish_reason')!r:.60}: somebody else "
+                "paused or aborted it; one run has it for itself"
             )
         places = [at_path(one, "index") for one in choices]
         if not all(type(place) is int for place in places):
-            raise TrainingError(f"{self.http} numbers its completions {places}; is it a vLLM server?")
+            raise TrainingError(f"{self.http} numbers its completions {places!r:.60}; is it a vLLM server?")
         order = sorted(choices, key=lambda one: one["index"])
         return [
             Answer(
