@@ -164,8 +164,8 @@ class RlConfig(Section):
     """Files of rollouts to train on in the place of prompts, JSONL or .jsonl.zst, in this order."""
 
     reward_funcs: Annotated[str | list[str] | None, Needs("prompts", strict=True)] = None
-    """How completions are judged: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length, or
-    path.py:function with TRL's or verl's signature; several are weighted by reward_weights."""
+    """How completions are judged: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length,
+    math_verify, or path.py:function with TRL's or verl's signature; several are weighted by reward_weights."""
 
     reward_workers: Annotated[NonNegativeInt, Needs("prompts"), Decides.NOTHING] = 4
     """Processes on each rank for reward functions of your own; 0: in the trainer's, without a time-out."""

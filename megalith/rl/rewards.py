@@ -7,12 +7,14 @@ layout. It has one of two signatures, told apart by their names:
     verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> number or {"score": number, …}
 
 The user's functions run in processes of their own, forked with the prompts in them, each call with a time-out: what
-raises, hangs or returns something else ends with a sentence that names the completion. None and NaN are absent rewards.
+raises, hangs or returns something else ends with a sentence that names the completion. They may start processes, which
+end with theirs. None and NaN are absent rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -22,6 +24,7 @@ import math
 import multiprocessing
 import numbers
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -35,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from megalith.errors import ConfigError, DataError, nearest_of
-from megalith.rl.named_rewards import NAMED, ground_truth
+from megalith.rl.named_rewards import IN_PROCESSES, NAMED, ground_truth, require_math_verify
 from megalith.rl.prompts import Prompt
 
 
@@ -118,6 +121,8 @@ def reward_function(given: str | Callable) -> RewardFunction:
     """By its name, as path.py:function, or as it is. Raises ConfigError."""
     if callable(given):
         return RewardFunction(getattr(given, "__name__", type(given).__name__), given)
+    if given == "math_verify":
+        require_math_verify()
     if given in NAMED:
         return RewardFunction(given, NAMED[given], named=True)
     path, colon, name = given.rpartition(":")
@@ -203,8 +208,10 @@ class Rewards:
         names = [one.name for one in self.functions]
         self.names = [f"{n}_{k}" if names.count(n) > 1 else n for k, n in enumerate(names)]
         self.prompts, self._longest, self._timeout = list(prompts), longest, timeout
-        apart = workers and any(not one.named for one in self.functions)
+        apart = any(not one.named or one.name in IN_PROCESSES for one in self.functions)
         self._workers = [_Worker(self) for _ in range(workers if apart else 0)]
+        self._owner = os.getpid()
+        atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons
 
     def __call__(self, groups: Sequence[tuple[int, list[str], list[list[int]]]], step: int = 0) -> Verdicts:
         """Of groups (index of the prompt, texts, ids). Raises DataError, which names function and completion."""
@@ -298,13 +305,17 @@ class Rewards:
         }
 
     def close(self) -> None:
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:  # what a reward has forked ends by itself
+            return
         for worker in self._workers:
             worker.end()
         self._workers = []
 
 
 class _Worker:
-    """A forked process that works for `rewards`: closures, and what they hold, need no pickling."""
+    """A forked process that works for `rewards`: closures, and what they hold, need no pickling. It is no daemon, which
+    could have no processes of its own, but the first of a group that is killed together."""
 
     def __init__(self, rewards: Rewards):
         self._rewards = rewards
@@ -315,8 +326,10 @@ class _Worker:
             self.end()
         fork = multiprocessing.get_context("fork")
         self.pipe, theirs = fork.Pipe()
-        self._process = fork.Process(target=_serve, args=(theirs, self._rewards), daemon=True)
+        self._process = fork.Process(target=_serve, args=(theirs, self._rewards), daemon=False)
         self._process.start()
+        with contextlib.suppress(OSError):  # the process does so too, whichever comes first
+            os.setpgid(self._process.pid, self._process.pid)
         theirs.close()
 
     def send(self, job: Sequence[Any]) -> None:
@@ -333,7 +346,8 @@ class _Worker:
             return {"error": f"its process ended with exit code {code}", "at": None}
 
     def end(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
         self.pipe.close()
 
@@ -341,10 +355,20 @@ class _Worker:
 def _serve(pipe: Connection, rewards: Rewards) -> None:
     """In the worker: one job after the other, until the trainer is gone."""
     os.setpgid(0, 0)  # an interrupt is the trainer's
+    signal.set_wakeup_fd(-1)
+    os.register_at_fork(after_in_child=_take_signals)
     gc.freeze()  # what the trainer left behind is not ended here: a process group's end waits for threads of its own
     while True:
         try:
             job = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            return
+            os.killpg(0, signal.SIGKILL)
         pipe.send_bytes(json.dumps(rewards.work(job)).encode())
+
+
+def _take_signals() -> None:
+    """In a process that a reward starts: the trainer's handlers take note of a signal and go on, so that a pool of
+    processes would never end."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)

@@ -1,12 +1,17 @@
 """Rewards: formulas that have a name, functions of the user's own in both signatures, and what goes wrong in them."""
 
 import asyncio
+import multiprocessing
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalith.errors import ConfigError, DataError
+from megalith.launch.signals import StopSignals
 from megalith.rl.prompts import Prompt
 from megalith.rl.rewards import NAMED, Rewards
 
@@ -21,11 +26,24 @@ GRADED = [
     ("gsm8k", "#### 5 no\n#### 72", dict(reward_model={"ground_truth": "72"}), 1.0),
     ("gsm8k", "it is 72", dict(answer="#### 72"), 0.0),
     ("gsm8k", "#### 72.0", dict(answer="#### 72"), 0.0),  # strict: as strings
+    ("gsm8k", "#### 72", dict(answer=72.0), 1.0),  # a column of numbers, as parquet has it
+    ("gsm8k", "#### 1,072", dict(answer=1072.0), 1.0),
+    ("gsm8k", "#### 0.50", dict(reward_model={"ground_truth": 0.5}), 1.0),
+    ("gsm8k", "#### 71", dict(answer=72.0), 0.0),
     ("gsm8k_flexible", "it is 72.0, I think", dict(answer="#### 72"), 1.0),
     ("gsm8k_flexible", "it is 72, or 73", dict(answer="#### 72"), 0.0),
     ("arithmetic", "12", dict(answer=12), 1.0),
     ("arithmetic", "-12", dict(answer=12), 0.0),
     ("arithmetic", "", dict(answer=12), 0.0),
+    ("arithmetic", "13-12", dict(answer=12), 1.0),
+    ("arithmetic", "13-12", dict(answer=-12), 0.0),
+    ("arithmetic", "13 - -12", dict(answer=-12), 1.0),
+    ("arithmetic", "(3)-12", dict(answer=12), 1.0),
+    ("arithmetic", "1,2", dict(answer=12), 0.0),
+    ("arithmetic", "1,2", dict(answer=2), 1.0),
+    ("arithmetic", "it is 1,234,567.5.", dict(answer="1234567.5"), 1.0),
+    ("arithmetic", "1,234,56", dict(answer="56"), 1.0),
+    ("arithmetic", "9007199254740993", dict(answer="9007199254740992"), 0.0),  # equal as floats
     ("countdown", "first\n<answer>(7 - 3) * 25</answer>", dict(target=100, nums=[3, 7, 25]), 1.0),
     ("countdown", "<answer>25 * 4</answer>", dict(target=100, nums=[3, 7, 25]), 0.0),
     ("countdown", "<answer>7 + 7</answer>", dict(target=14, nums=[7]), 0.0),
@@ -46,10 +64,68 @@ def test_a_named_reward_gives_what_its_formula_says(name, text, columns, worth):
     assert NAMED[name](text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
 
 
-def test_sort_counts_the_places_that_are_right():
-    asked = prompt("sort these:\n9 3 7")
-    found = [NAMED["sort"](text, asked, [], 10) for text in ("3 7 9", "3 9 7", "3 7 9 9", "")]
-    assert found == [1.0, pytest.approx(1 / 3), 0.75, 0.0]
+CHAT = [{"role": "user", "content": "Sort:\n9,3,7"}]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        prompt("sort these:\n9 3 7"),
+        prompt("9,3,7\n"),
+        prompt("Sort: 9, 3, 7."),
+        prompt("<user>…\n<assistant>", CHAT),
+    ],
+)
+def test_sort_counts_the_places_that_are_right(asked):
+    found = [
+        NAMED["sort"](text, asked, [], 10) for text in ("3 7 9", "3,7,9", "3 9 7", "9,3,7", "3 7 9 9", "")
+    ]
+    assert found == [1.0, 1.0, pytest.approx(1 / 3), 0.0, 0.75, 0.0]
+
+
+def test_sort_takes_numbers_below_0_and_of_three_digits():
+    assert NAMED["sort"]("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
+
+
+HUGE = {
+    "factors": "*".join(["9" * 4000] * 400),
+    "sums": "+".join("1" * 30_000),
+    "brackets": "(" * 20_000 + "7" + ")" * 20_000,
+    "powers": "9" * 5000,
+    "tags": "<answer>" * 20_000,
+}
+
+
+@pytest.mark.parametrize("what", HUGE)
+def test_a_huge_formula_of_countdown_takes_no_time(what):
+    began = time.process_time()
+    assert NAMED["countdown"](f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10) == 0.0
+    assert time.process_time() - began < 0.5
+
+
+VERIFIED = [
+    (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+    (r"$\frac{2}{4}$", "1/2", 1.0),
+    (r"\boxed{1+x}", "$x + 1$", 1.0),
+    (r"\boxed{3} no, \boxed{4}", r"… so \boxed{4}", 1.0),
+    (r"\boxed{4} no, \boxed{3}", "4", 0.0),
+    ("The answer is 1,072.", "Half…\n#### 1072", 1.0),
+    ("no idea", "4", 0.0),
+    (r"\boxed{9^{9^{9^9}}}", "4", 0.0),
+    ("4", "", np.nan),
+]
+
+
+def test_math_verify_compares_formulas_and_a_library_that_is_missing_is_named(monkeypatch):
+    pytest.importorskip("math_verify")
+    asked = [Prompt(n, [1], "p", None, {"answer": answer}) for n, (_, answer, _) in enumerate(VERIFIED)]
+    judge = Rewards(["math_verify"], asked, longest=10, workers=1)
+    found = judge([(n, [text], [[1]]) for n, (text, *_) in enumerate(VERIFIED)])
+    judge.close()
+    np.testing.assert_equal([rows[0, 0] for rows in found.rewards], [worth for *_, worth in VERIFIED])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"needs the math-verify package, .*; run: pip install .*\[math\]"):
+        Rewards(["math_verify"], asked, longest=10)
 
 
 def test_a_missing_column_is_named(tmp_path):
@@ -136,6 +212,41 @@ def test_a_reward_that_fails_names_function_and_completion(how):
     with pytest.raises(DataError, match=said):
         judge([GROUP])
     judge.close()
+
+
+def in_a_pool(completions, **columns):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(len, completions)
+
+
+def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
+    """Also in a run, which takes note of the signal that ends a pool's processes, and goes on."""
+    with StopSignals(announces=False):
+        judge = rewards(in_a_pool)
+        assert judge([GROUP]).rewards[0][:, 0].tolist() == [1, 2]
+        judge.close()
+
+    def leaves_one(completions, **columns):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=False)
+        child.start()
+        (tmp_path / "child").write_text(f"{child.pid}")
+        time.sleep(600)
+
+    judge = rewards(leaves_one, timeout=1.0, workers=1)
+    with pytest.raises(DataError, match="did not return within 1 s"):
+        judge([GROUP])
+    judge.close()
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
+    assert not state.exists() or "zombie" in state.read_text()
+
+
+def test_workers_end_with_a_program_that_does_not_close_them(tmp_path):
+    program = (
+        "from megalith.rl.rewards import Rewards; from megalith.rl.prompts import Prompt\n"
+        "judge = Rewards([lambda completions, **columns: [0.0]], [Prompt(0, [1], 'p')], longest=1, workers=2)\n"
+        "judge([(0, ['a'], [[1]])])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0
 
 
 def test_a_process_that_ended_between_two_calls_is_said():

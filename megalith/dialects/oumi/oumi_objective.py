@@ -31,7 +31,16 @@ OPTIMIZERS = {
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
              "constant_with_warmup": "constant"}  # fmt: skip
 REWARDS = {"gsm8k": "gsm8k", "countdown": "countdown"}  # what a dataset's name implies
-KNOWN_REWARDS = ("gsm8k", "gsm8k_flexible", "countdown", "arithmetic", "sort", "format", "length")
+KNOWN_REWARDS = (
+    "gsm8k",
+    "gsm8k_flexible",
+    "countdown",
+    "arithmetic",
+    "sort",
+    "format",
+    "length",
+    "math_verify",
+)
 KWARGS: dict[
     str, dict[str, str | None]
 ] = {  # training.trainer_kwargs: the setting, or None where it changes nothing
