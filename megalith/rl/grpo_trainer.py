@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalith.bridge.load import with_init_from
 from megalith.bridge.peft import ONLY
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_rollouts
@@ -79,11 +80,22 @@ class GRPOTrainer:
         names = ["reward_funcs"] * (1 if is_one else len(reward_funcs))  # train_grpo has their own names
         tree.setdefault("rl", {}).update(prompts="train_dataset", reward_funcs=names)
         self.config = RunConfig.from_tree(tree).with_notes(no_effect_notes(args))
+        if "data.seq_length" not in (settings or {}):
+            self.config = within_positions(self.config)
         check_rollouts(self.config)
 
     def train(self) -> TrainingResult:
         """Trains to the end; raises as `megalith.grpo` does. The result has the last evaluation's figures."""
         return train_grpo(self.config, self.reward_funcs, self.train_dataset, self.eval_dataset)
+
+
+def within_positions(config: RunConfig) -> RunConfig:
+    """`config` with rows no longer than the model's positions: prompts that leave no room for a completion are refused
+    one by one, not for the length that they may have."""
+    positions = with_init_from(config).model.max_position_embeddings
+    if positions is None or config.data.seq_length <= positions:
+        return config
+    return config.with_settings({"data.seq_length": positions, "rl.max_prompt_length": None})
 
 
 def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, Any]:

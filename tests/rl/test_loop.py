@@ -360,6 +360,15 @@ def test_the_trainer_with_trls_signature(tmp_path):
     lora = trainer.config.lora
     assert (lora.rank, lora.alpha, lora.targets) == (4, 4.0, ["q_proj", "v_proj"])
     assert trainer.train().step == 1 and (tmp_path / "lora" / "checkpoints").is_dir()
+    args |= dict(output_dir=str(tmp_path / "short"), reward_weights=None)
+    for args["max_prompt_length"] in (None, 512):  # TRL's default, beyond the 25 positions of the model
+        trainer = GRPOTrainer(str(tmp_path / "run"), reward, args, records, settings=settings)
+        assert trainer.config.data.seq_length == 25
+    assert trainer.train().step == 1
+    args["output_dir"] = str(tmp_path / "long")
+    long = [{"prompt": " ".join(["1"] * 18), "answer": 1}]
+    with pytest.raises(DataError, match="a prompt of 18 tokens, but at most 17 fit"):
+        GRPOTrainer(str(tmp_path / "run"), reward, args, long, settings=settings).train()
 
 
 def test_the_trainer_with_trls_signature_on_conversations_of_a_run_with_its_own_tokenizer(tmp_path):
