@@ -180,6 +180,7 @@ class VllmStandIn(StandIn):
 
     workers = 1
     logprobs_mode = "processed_logprobs"
+    transfer = {"backend": "gloo"}  # registered with it; vLLM's own are nccl and ipc
 
     def __init__(self, config, release="0.24.0", **more):
         self.release = release
@@ -211,7 +212,7 @@ class VllmStandIn(StandIn):
     def info(self, body, query):
         self.need(query == {"config_format": "json"}, "config_format is text")
         model = {"logprobs_mode": self.logprobs_mode, "dtype": "float32"}
-        return {"vllm_config": {"model_config": model}}
+        return {"vllm_config": {"model_config": model, "weight_transfer_config": self.transfer}}
 
     def pause(self, body, query):
         self.need(query.get("mode") in ("abort", "wait", "keep"), "mode")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import vllm_stand_in
 import yaml
 from oumi_job import QUICK_START
 
@@ -354,6 +355,24 @@ def test_the_keys_of_engines_say_the_same_or_are_refused(written):
         ),
     ):
         assert said in refusal(written(), *words)
+
+
+def test_the_backend_that_a_file_names_samples(written, monkeypatch):
+    """SGLang's server at its usual address, vLLM in the trainer's processes, where it is installed."""
+    rl = asked(written(), f"{BACKEND}sglang").tree["rl"]
+    assert (rl["engine"], rl["weight_sync_method"], "engine_url" in rl) == ("sglang", "nccl", False)
+    assert "engine" not in asked(written(), f"{BACKEND}megatron").tree["rl"]
+    without = yaml.safe_load(written().read_text())
+    del without["megatron"]["inference_backend"]
+    for key in ("grpo.use_vllm", "training.grpo.use_vllm"):
+        words = written(yaml.safe_dump(without)), f"--{key}=True"
+        assert "use_vllm is true, but vLLM is not installed here; install it, name" in refusal(*words)
+        assert asked(*words, URL).tree["rl"]["engine"] == "vllm"
+    vllm_stand_in.install(monkeypatch)
+    assert asked(*words).tree["rl"]["engine"] == "vllm"
+    run = asked(written(), "--training.grpo.vllm_gpu_memory_utilization=0.4")
+    assert run.tree["rl"]["engine"] == "vllm" and run.tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
+    assert "own engine" not in "".join(run.notes)
 
 
 ODD = [0, -1, 2.5, "x", "", [], {}, [{}], None, True, "1e999", "[1"]

@@ -340,6 +340,11 @@ OF_VLLM = {
         sets(logprobs_mode="raw_logprobs"),
         "logprobs_mode raw_logprobs, but the ratio needs",
     ),
+    "another backend": (
+        sets(transfer={"backend": "nccl"}),
+        "weight_sync_method is gloo, but the weight transfer backend of .* is nccl; vLLM has nccl and ipc",
+    ),
+    "no backend": (sets(transfer=None), "weight_sync_method is gloo, but the weight .* is none; vLLM has"),
     "not vLLM": (status("/v1/models", 200, {}), "names no model"),
     "no workers": (sets(workers=None), "says a world size of None"),
 }
@@ -519,6 +524,7 @@ def test_by_ipc_a_server_is_told_where_each_tensor_lies(run, tmp_path, monkeypat
     monkeypatch.setattr(server_engine, "memory_handles", handles)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with served(kind, model_tree(tmp_path)) as server:
+        server.transfer = {"backend": "ipc"}
         engine = engine_at(run, server, weight_sync_method="gloo")
         engine._rl = engine._rl.model_copy(update={"weight_sync_method": "ipc"})
         for version in (1, 2):

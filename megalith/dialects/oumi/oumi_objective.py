@@ -7,6 +7,7 @@ several all have to be the same.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,7 +200,8 @@ def set_objective(asked: Asked) -> None:
 def set_engine(asked: Asked) -> None:
     """Which engine samples, and how weights reach it."""
     backend = asked.one("megatron.inference_backend", f"{ROLLOUT}name", default=None)
-    if backend is None and (asked["training.grpo.use_vllm"] or asked["grpo.use_vllm"]):
+    uses_vllm = asked["training.grpo.use_vllm"] or asked["grpo.use_vllm"]
+    if backend is None and uses_vllm:
         backend = "vllm"
     if backend not in (None, "vllm", "sglang", "megatron"):
         asked.problems.append(f"megatron.inference_backend is {backend!r}; there are vllm, sglang, megatron")
@@ -210,7 +212,12 @@ def set_engine(asked: Asked) -> None:
         )
     kwargs = asked["training.trainer_kwargs"]
     url = kwargs.get("engine_url") or kwargs.get("vllm_server_base_url")
-    engine = kwargs.get("engine") or ((backend or "vllm") if url else "own")
+    engine = kwargs.get("engine") or _engine_of(backend, url)
+    if uses_vllm and engine == "own" and backend == "vllm":
+        asked.problems.append(
+            "use_vllm is true, but vLLM is not installed here; install it, name its server as "
+            "training.trainer_kwargs.engine_url, or leave it out for Megalith's own engine"
+        )
     if engine == "own" and url:
         asked.problems.append(
             f"training.trainer_kwargs.engine is own, but engine_url is {url!r:.60}, a server's; leave one out"
@@ -229,12 +236,12 @@ def set_engine(asked: Asked) -> None:
         asked.set("rl.weight_sync_method", method)
     elif colocated:
         asked.notes.append("megatron.inference_backend is vllm, in the trainer's processes (docs/engines.md)")
-    elif backend in ("vllm", "sglang"):
+    elif backend == "vllm":
         asked.notes.append(
-            f"megatron.inference_backend is {backend}, but completions are sampled by Megalith's own engine, with the "
-            "trainer's weights of that step, so that weight_sync_method changes nothing; name its server as "
-            "training.trainer_kwargs.engine_url to have it sample, or set engine to vllm there for one in the "
-            "trainer's processes"
+            "megatron.inference_backend is vllm, which is not installed here: completions are sampled by Megalith's "
+            "own engine, with the trainer's weights of that step, so that weight_sync_method changes nothing; install "
+            "vLLM to have it sample in the trainer's processes, or name its server as "
+            "training.trainer_kwargs.engine_url"
         )
     _set_share(asked, colocated)
     interval = asked["megatron.vllm_weight_sync_interval"]
@@ -251,6 +258,15 @@ def set_engine(asked: Asked) -> None:
                 f"{ENGINE_KEYS[path]} is {asked[ENGINE_KEYS[path]]}, which is refused: rollouts of our own engine are "
                 "always of the step's own weights; leave it out"
             )
+
+
+def _engine_of(backend: str | None, url: object) -> str:
+    """Which engine `megatron.inference_backend` names; vllm, Oumi's default, is ours where it is not installed."""
+    if url:
+        return backend or "vllm"
+    if backend == "vllm":
+        return "vllm" if "vllm" in sys.modules or find_spec("vllm") else "own"
+    return "sglang" if backend == "sglang" else "own"
 
 
 def _set_share(asked: Asked, colocated: bool) -> None:

@@ -60,9 +60,10 @@ class EngineServer(ABC):
         """What `check` found, on every rank; empty: nobody has looked, or it may be another by now."""
 
     @abstractmethod
-    def check(self, deadline: Deadline) -> dict[str, Any]:
+    def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         """Looks at what it is, once it is up: how many `workers` it has, and what its other methods need to know; of
-        what JSON takes. Raises TrainingError for log-probabilities that are not processed."""
+        what JSON takes. Raises TrainingError for log-probabilities that are not processed, and for one that takes no
+        weights by this rl.weight_sync_method."""
 
     @abstractmethod
     def complete(
@@ -259,7 +260,8 @@ class ServerEngine:
             if server.facts and server.weight_version(deadline) not in (None, str(self.version)):
                 self._run.log(f"{server.http} was restarted: it joins the group of weights anew")
                 self.forget()
-        return [server.facts or server.check(deadline) for server in self.servers]
+        method = self._rl.weight_sync_method
+        return [server.facts or server.check(deadline, method) for server in self.servers]
 
     def group(self, deadline: Deadline) -> BroadcastGroup:
         """Rank 0's side of the group, which all workers of all servers have joined."""

@@ -26,7 +26,7 @@ from megalith.rl.engines.weight_stream import WeightBucket
 class SglangServer(EngineServer):
     name = "SGLang"
 
-    def check(self, deadline: Deadline) -> dict[str, Any]:
+    def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         info = self._newest(("/server_info", "/get_server_info"), deadline)
         sizes = [at_path(info, name) or 1 for name in ("tp_size", "pp_size", "dp_size")]
         if at_path(info, "enable_dp_attention"):

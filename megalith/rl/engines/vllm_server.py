@@ -30,16 +30,19 @@ GROUP = "weights"  # of gloo: each has a store of its own
 class VllmServer(EngineServer):
     name = "vLLM"
 
-    def check(self, deadline: Deadline) -> dict[str, Any]:
+    def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         model = at_path(self.http.get("/v1/models", deadline), "data", 0, "id")
         if not isinstance(model, str):
             raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
-        modes = self._logprobs_modes(deadline)
+        info = self._server_info(deadline)
+        modes = sorted(set(map(str, _values(info, "logprobs_mode"))))
         if modes not in ([], ["processed_logprobs"]):
             raise TrainingError(
                 f"{self.http} has logprobs_mode {' and '.join(modes):.60}, but the ratio needs those after the "
                 f"temperature; start it with: {START}"
             )
+        if info is not None:
+            self._require_backend(info, method)
         workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
             raise TrainingError(f"{self.http} says a world size of {workers!r:.60}; is it a vLLM server?")
@@ -56,16 +59,28 @@ class VllmServer(EngineServer):
             return False
         return True
 
-    def _logprobs_modes(self, deadline: Deadline) -> list[str]:
-        """Whether its log-probabilities are processed, as it says; empty where it fails to say, which it does on some
-        machines: the canary then shows it."""
+    def _server_info(self, deadline: Deadline) -> Any:
+        """Return its settings; None where it fails to say, which it does on some machines: whether log-probabilities
+        are processed the canary then shows."""
         try:
-            info = self._developers("GET", "/server_info?config_format=json", None, deadline)
+            return self._developers("GET", "/server_info?config_format=json", None, deadline)
         except RequestRefused as error:
             if error.status < 500:
                 raise
-            return []
-        return sorted(set(map(str, _values(info, "logprobs_mode"))))
+            return None
+
+    def _require_backend(self, info: Any, method: str) -> None:
+        """vLLM's own backends of weights are nccl and ipc; one of another name has been registered with it."""
+        configs = _values(info, "weight_transfer_config")
+        backends = {backend for one in configs if isinstance(backend := at_path(one, "backend"), str)}
+        if method == "checkpoint" or backends == {method} or (not backends and method in ("nccl", "ipc")):
+            return
+        found = f"{' and '.join(sorted(backends)):.60}" if backends else "none"
+        raise TrainingError(
+            f"rl.weight_sync_method is {method}, but the weight transfer backend of {self.http} is {found}; vLLM has "
+            f"nccl and ipc: set the method to the backend that the server was started with "
+            "(--weight-transfer-config), or to checkpoint"
+        )
 
     def _developers(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
         """A request to what vLLM has in its developers' mode alone."""
