@@ -68,12 +68,16 @@ def test_every_layout_equals_one_process(pool, tree: dict):
         if name == "pp2":
             parallel["decoder_first_pipeline_num_layers"] = 1  # the model has 3 layers
         cases[name] = (config_of(tree, parallel=parallel),)
+    packed = {"dpo": {"packing": True, "loss_type": "ipo", "label_smoothing": 0.0}}
     for name, more, layout in (
-        ("packed", {"dpo": {"packing": True, "loss_type": "ipo", "label_smoothing": 0.0}}, "cp2"),
+        ("packed", packed, "cp2"),
         ("lora", {"lora": {"rank": 2, "alpha": 64}}, "tp2-sp"),
     ):
         cases[f"{name}, {layout}"] = (config_of(tree, parallel=LAYOUTS[layout].parallel, **more),)
         ones[f"{name}, {layout}"] = job(config_of(tree, **more))
+    interleaved = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|L"}
+    cases["packed, interleaved"] = (config_of(tree, parallel=interleaved, **packed),)
+    ones["packed, interleaved"] = ones["packed, cp2"]
     found = pool.run_cases(job, cases, size=2)
     for name, ranks in found.items():
         errors = compare(ranks, ones.get(name, ones[""]))

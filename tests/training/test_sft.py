@@ -69,6 +69,8 @@ def test_packed_rows_in_every_layout_equal_one_process(pool, tree: dict, alone: 
         if name == "pp2":
             parallel["decoder_first_pipeline_num_layers"] = 1  # the model has 3 layers
         cases[name] = (config_of(tree, parallel=parallel),)
+    interleaved = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|L"}
+    cases["pp2-interleaved"] = (config_of(tree, parallel=interleaved),)
     cases["padded, cp2"] = (config_of(tree, parallel=LAYOUTS["cp2"].parallel, sft={"packing": False}),)
     adapted = config_of(tree, lora={"rank": 2})
     cases["lora, tp2-sp"] = (config_of(tree, lora={"rank": 2}, parallel=LAYOUTS["tp2-sp"].parallel),)
