@@ -79,9 +79,10 @@ class GRPOTrainer:
         is_one = isinstance(reward_funcs, str) or callable(reward_funcs)
         names = ["reward_funcs"] * (1 if is_one else len(reward_funcs))  # train_grpo has their own names
         tree.setdefault("rl", {}).update(prompts="train_dataset", reward_funcs=names)
-        self.config = RunConfig.from_tree(tree).with_notes(no_effect_notes(args))
+        config = RunConfig.from_tree(tree)
         if "data.seq_length" not in (settings or {}):
-            self.config = within_positions(self.config)
+            config = within_positions(config)
+        self.config = config.with_notes(no_effect_notes(args))
         check_rollouts(self.config)
 
     def train(self) -> TrainingResult:
