@@ -38,9 +38,8 @@ def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: i
     """
     if isinstance(path, Path):
         return read_bounded(resolve_inside(path, Path(str(folder))), largest, path)
-    content = path.read_range(0, largest + 1)
-    _check_size(path, max(len(content), path.size() if len(content) > largest else 0), largest)
-    return content
+    _check_size(path, path.size(), largest)
+    return path.read_bytes()
 
 
 def read_optional_file(path: Path, folder: Path, largest: int = LARGEST) -> bytes | None:

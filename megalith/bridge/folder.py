@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -197,7 +196,7 @@ def _list_shards(index: Path) -> dict[str, Stored | Pickled]:
         raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
     tensors: dict[str, Stored | Pickled] = {}
     for file in sorted(set(where.values())):
-        if len(os.fsencode(file)) > LONGEST_NAME:
+        if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:
             raise CheckpointError(
                 f"{index} names a file of {len(file):,} characters ({file[:40]}…), longer than a name can be; fetch it "
                 "again"

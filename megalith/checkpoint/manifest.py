@@ -27,7 +27,7 @@ from pydantic import (
 from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError, printable
 from megalith.remote import StorePath
-from megalith.small_files import read_small_file
+from megalith.small_files import RefusedFile, read_small_file
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
@@ -223,7 +223,7 @@ def read_manifest(folder: Path | StorePath) -> Manifest:
             f"{folder} has no {MANIFEST}, so it is not a whole checkpoint; use another step"
         ) from None
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        if isinstance(error, OSError) and isinstance(path, StorePath):
+        if isinstance(path, StorePath) and isinstance(error, OSError) and not isinstance(error, RefusedFile):
             raise not_answering(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise DamagedCheckpointError(f"{path} is damaged ({reason}); use another step") from None

@@ -9,7 +9,15 @@ import forked
 import pytest
 import torch
 
-from megalith.checkpoint import Extent, RunRecord, list_steps, open_checkpoint, save_checkpoint, steps
+from megalith.checkpoint import (
+    Extent,
+    RunRecord,
+    list_steps,
+    manifest,
+    open_checkpoint,
+    save_checkpoint,
+    steps,
+)
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, WriteItem
@@ -214,8 +222,13 @@ def test_what_could_not_be_deleted_goes_with_a_later_save(tiny_run, tmp_path):
 
 
 def test_a_save_reads_no_manifest_that_it_has_read_before(tiny_run, tmp_path, monkeypatch):
-    read, read_bytes = [], Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.parent.name) or read_bytes(path))
+    read, real = [], manifest.read_small_file
+
+    def counted(path, folder, largest):
+        read.append(folder.name)
+        return real(path, folder, largest)
+
+    monkeypatch.setattr(manifest, "read_small_file", counted)
     run = tiny_run()
     for _ in range(4):
         run.train(1).save(tmp_path, keep_last=3)
@@ -234,22 +247,22 @@ def test_remains_of_other_kinds_are_left_alone(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("refusal", [errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("call", ["stat", "read_bytes"])
+@pytest.mark.parametrize(("owner", "call"), [(Path, "stat"), (manifest, "read_small_file")])
 def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_neither_deleted_nor_counted(
-    tiny_run, tmp_path, monkeypatch, call, refusal
+    tiny_run, tmp_path, monkeypatch, owner, call, refusal
 ):
     run = tiny_run()
     for _ in range(3):
         run.train(1).save(tmp_path)
     steps._save_number.cache_clear()
-    asked = getattr(Path, call)
+    asked = getattr(owner, call)
 
     def fails(path, *arguments, **options):
         if path.name == "manifest.json" and path.parent.name == "step_00000003":
             raise OSError(refusal, os.strerror(refusal))
         return asked(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, call, fails)
+    monkeypatch.setattr(owner, call, fails)
     newest = run.train(1).save(tmp_path, keep_last=2)
     monkeypatch.undo()
     assert list(list_steps(tmp_path / "checkpoints")) == [2, 3, 4]

@@ -211,7 +211,7 @@ def test_a_manifest_that_is_too_large_is_not_read(store, tiny_run, monkeypatch):
     monkeypatch.setattr("megalith.checkpoint.manifest.MOST_MANIFEST", 100)
     monkeypatch.setattr(StorePath, "read_bytes", lambda self: pytest.fail("it was read"))
     with pytest.raises(
-        CheckpointError, match=r"manifest.json is damaged \(it has \d+ bytes, and a manifest at most"
+        CheckpointError, match=r"manifest.json is damaged \(it has [\d,]+ bytes, and such a file at most"
     ):
         open_checkpoint(saved)
 
