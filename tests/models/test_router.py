@@ -68,6 +68,14 @@ def test_sigmoid_weights_with_groups_and_bias(x, size, counted):
         assert weights.tolist() == pytest.approx([s / sum(chosen) for s in chosen], rel=1e-5)
 
 
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_sigmoid_weights_of_several_experts_are_shares_and_of_one_the_sigmoid(x, topk):
+    router = router_of(**SIGMOID, moe_router_topk=topk)
+    scores = (x @ router.weight.T).sigmoid().topk(topk).values
+    expected = scores / scores.sum(1, keepdim=True) if topk > 1 else scores
+    torch.testing.assert_close(routed(router, x).weights, expected)
+
+
 @pytest.mark.parametrize(("topk", "score"), [(1, "sigmoid"), (2, "softmax")])
 def test_sinkhorn_balances_the_choices_of_training_alone(x, topk, score):
     """By the published iteration over exp(logits), to convergence; the weights are the scores as they are."""

@@ -8,8 +8,8 @@ import torch
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.moments import BLOCK, Moment, block_of, dynamic_code
-from megalith.optim.optimizer import Placement
+from megalith.optim.moments import BLOCK, Moment, _place, _random_bits, block_of, dynamic_code
+from megalith.optim.optimizer import Placement, TrainedParameter
 from megalith.planner.memory import moment_bytes
 
 NAME, SHAPE = "layers.0.weight", (24, 512)
@@ -105,6 +105,20 @@ def test_what_moves_by_less_than_is_told_apart_moves_as_far_in_the_mean(dtype):
         optimizer_step(optimizer, scale, clip_grad=0.0)
     left = second.float().mean() / before.mean()
     assert left.item() == pytest.approx(0.999**200, rel=2e-3)
+
+
+@pytest.mark.parametrize(("offset", "size"), [((1, 10, 256), (2, 14, 64)), ((0, 0, 64), (4, 24, 448))])
+def test_a_shard_of_stacked_matrices_has_the_random_bits_of_the_whole(offset, size):
+    shape, step = (4, 24, 512), torch.ones(())
+
+    def bits(offset, size):
+        item = TrainedParameter(
+            NAME, torch.nn.Parameter(torch.empty(size)), Placement(shape=shape, offset=offset)
+        )
+        return _random_bits(_place(item, shape), step, torch.empty(math.prod(size) // 64, 64)).view(size)
+
+    here = tuple(slice(at, at + length) for at, length in zip(offset, size))
+    assert torch.equal(bits(offset, size), bits((0, 0, 0), shape)[here])
 
 
 def test_both_moments_of_an_element_are_rounded_by_random_bits_of_their_own():

@@ -168,6 +168,15 @@ def test_a_nonfinite_gradient_changes_nothing_and_the_next_step_is_as_if_it_had_
         assert torch.equal(one, other)
 
 
+def test_clipping_divides_by_the_norm_and_a_millionth_as_in_megatron():
+    config = OptimConfig(optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = build_optimizer([("norm.weight", weight)], config)
+    weight.grad = torch.full((4,), 1e-6)  # a norm of 2e-6
+    optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), clip_grad=1e-6)
+    torch.testing.assert_close(weight.detach(), torch.full((4,), -1e-6 / 3), rtol=1e-4, atol=0)
+
+
 def test_parameters_without_a_gradient_are_left_alone():
     config = OptimConfig(lr=0.1)
     parameters = make_parameters("cpu")
