@@ -10,7 +10,15 @@ import torch
 from megalith.config import DpoConfig, RlConfig, RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.objective import PolicyLoss, PreferenceBatch, PreferenceLoss, RolloutBatch, divisor
+from megalith.rl.objective import (
+    PolicyLoss,
+    PreferenceBatch,
+    PreferenceLoss,
+    RolloutBatch,
+    Sequences,
+    divisor,
+    mismatch_weights,
+)
 
 SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
 
@@ -370,3 +378,14 @@ def test_preferences_are_their_formulas_and_what_fills_up_is_nothing(loss_type, 
         assert (grad[~rejected & (mask > 0)] < 0).all() and (grad[rejected & (mask > 0)] > 0).all()
     assert (grad[mask == 0] == 0).all()
     assert torch.autograd.gradcheck(lambda x: loss(x, None, batch), logprobs)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_log_probability_that_the_engine_did_not_give_counts_as_equal(level):
+    """NaN at one token: its weight is that of the trainer's own log-probability in its place."""
+    rl = RlConfig(vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=f"{level}_truncate")
+    batch, _ = batch_of(torch.Generator().manual_seed(3))
+    absent, same = (batch.rollout_logprobs.clone() for _ in range(2))
+    absent[0, 1], same[0, 1] = math.nan, batch.old_logprobs[0, 1]
+    found, wanted = (mismatch_weights(rl, batch.old_logprobs, x, Sequences.of(batch)) for x in (absent, same))
+    assert found.isfinite().all() and torch.equal(found, wanted)
