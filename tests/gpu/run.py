@@ -173,6 +173,8 @@ def main() -> int:
         "--record", type=Path, help="write the record here; tests/gpu/record.json is the one in git"
     )
     parser.add_argument("--commit", help="of the tree that is tested (default: git's HEAD)")
+    names = "quiet-measured", "quiet-auto", "several", "one_gpu"
+    parser.add_argument("--only", nargs="+", choices=names, help="jobs, in place of all of them")
     parser.add_argument(
         "--workers", type=int, default=10, help="processes per GPU that share the tests of one GPU"
     )
