@@ -287,7 +287,7 @@ def _bring_along(tree: dict[str, dict[str, Any]], name: str, value: Any) -> str:
     tree["rl"].update(added)
     words = ", ".join(f"rl.{setting} = {own}" for setting, own in added.items())
     return (
-        f"{name} = {value} also sets {words}, as where the name is from; set them to have it otherwise"
+        f"{name} = {value} also sets {words}, which its formula has there; set them to choose otherwise"
         if words
         else ""
     )
