@@ -31,6 +31,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.remote import StorePath, is_inside, place
 from megalith.training.build import vocabulary_rows
 from megalith.training.run_state import Run
+from megalith.training.skipped_steps import SkippedSteps
 
 
 def load_run(run: Run) -> Path | StorePath | None:
@@ -172,7 +173,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_amaxes(checkpoint, run.model.amaxes, world)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
-    run.skipped_steps, run.skipped_samples = record.skipped_steps, record.skipped_samples
+    run.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
     run.totals, run.left_out = dict(record.counters), record.left_out
     run.task.go_on_with(run, checkpoint.task_files)
     run.abandoned = _abandoned(run, checkpoint)

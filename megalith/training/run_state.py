@@ -45,6 +45,7 @@ from megalith.report.measured_step import PhaseTimers
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.own_loop import Optimizer
+from megalith.training.skipped_steps import SkippedSteps
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
 NAMED = 3  # parameters in the message
@@ -237,7 +238,7 @@ class Run:
         """Takes a line for the reader of the run's log."""
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
-        self.skipped_steps = self.skipped_samples = 0  # for fp16's overflows; schedules do not count them
+        self.skipped = SkippedSteps()  # for fp16's overflows; schedules do not count them
         self.totals: dict[str, int | float] = {}  # running ones of the task, kept in checkpoints
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
         self.base: str | None = (
@@ -284,9 +285,8 @@ class Run:
         work = self.data.work(self.consumed_samples, batch_size)
         self.step += 1
         self.consumed_samples += batch_size
-        if self.config.train.precision == "fp16" and result.skipped.item():
-            self.skipped_steps += 1
-            self.skipped_samples += batch_size
+        if self.config.train.precision == "fp16":
+            self.skipped.add(result.skipped, batch_size)
         return PendingStep(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -309,7 +309,7 @@ class Run:
     @property
     def schedule_position(self) -> tuple[int, int]:
         """Steps and samples that moved the schedules of learning rate and weight decay on."""
-        return self.step - self.skipped_steps, self.consumed_samples - self.skipped_samples
+        return self.step - self.skipped.steps, self.consumed_samples - self.skipped.samples
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
@@ -392,8 +392,8 @@ class Run:
         return RunRecord(
             step=self.step,
             consumed_samples=self.consumed_samples,
-            skipped_steps=self.skipped_steps,
-            skipped_samples=self.skipped_samples,
+            skipped_steps=self.skipped.steps,
+            skipped_samples=self.skipped.samples,
             config=self.config.to_tree(),
             loss_scale=self.loss_scale.state(),
             counters=dict(self.totals),
