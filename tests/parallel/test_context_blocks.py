@@ -7,7 +7,7 @@ from megalith.ops import attention_blocks
 from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
 from megalith.ops.documents import ends_within
 from megalith.parallel.context import ring
-from megalith.parallel.context.zigzag import KeyBlock
+from megalith.parallel.context.zigzag import KeyBlock, natural, spans, zigzag
 
 BATCH, HEADS, SEQ = 2, 4, 96
 WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -142,3 +142,14 @@ def test_dropout_of_the_gpu_kernel_is_the_same_in_backward():
     torch.testing.assert_close(
         (d_value.float() * value.float()).sum(), (grad.float() * out.float()).sum(), rtol=5e-2, atol=2.0
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_places_of_a_rank_are_those_of_its_shard(size):
+    places = torch.arange(24)
+    shards = zigzag(places, size, 0)
+    for rank in range(size):
+        assert [place for span in spans(rank, size, 24 // size) for place in span] == shards[
+            rank
+        ].flatten().tolist()
+    assert torch.equal(natural(shards, 0), places)
