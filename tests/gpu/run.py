@@ -53,7 +53,7 @@ def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
     halves = (gpus[:2], gpus[2:4]) if len(gpus) >= 4 else (gpus[:2], gpus[:2])
     measured = Job("quiet-measured", (folder, "-m", "quiet", "-k", "measured_step"), halves[0])
     compared = Job("quiet-auto", (folder, "-m", "quiet", "-k", "not measured_step"), halves[1])
-    several = Job("several", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), gpus, 2 * len(gpus))
+    several = Job("several", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), gpus, 3 * len(gpus))
     quiet = [[measured, compared]] if len(gpus) >= 4 else [[measured], [compared]]
     return [*quiet, [several, one_gpu]]
 
