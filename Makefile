@@ -85,12 +85,15 @@ test-install: $(READY)
 	$(BIN)/python tests/install_trials.py $(EXTRAS)
 	$(MAKE) test-minimum
 
-# The lowest version of each dependency that pyproject.toml declares, which uv finds.
+# The lowest declared version of each dependency and of the tokenizers' packages, which uv finds, with the newest tools to
+# test with that take them.
 MINIMUM := .minimum
 $(MINIMUM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(MINIMUM)
 	$(MINIMUM)/bin/pip install --quiet uv
-	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --resolution lowest-direct --editable '.[test]'
+	$(MINIMUM)/bin/uv pip compile --quiet --no-deps --resolution lowest-direct --extra tokenizers --python $(MINIMUM)/bin/python \
+	    --output-file $(MINIMUM)/lowest.txt pyproject.toml
+	$(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --constraint $(MINIMUM)/lowest.txt --editable '.[test]'
 	touch $@
 
 test-minimum: $(MINIMUM)/ready
