@@ -199,7 +199,9 @@ def test_a_dict_takes_the_same_names():
 
 
 def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():
-    given = dict(reward_funcs="length", train_dataset=[{"prompt": "a"}] * 2)
+    given = dict(
+        reward_funcs="length", train_dataset=[{"prompt": "a"}] * 2, settings={"data.seq_length": 768}
+    )
     args = {"num_generations": 4, "use_liger_kernel": True}
     trainer = GRPOTrainer("m", args=args, optimizers=(None, None), **given)
     assert "args.use_liger_kernel has no effect: kernels are Megalith's own" in " ".join(trainer.config.notes)
