@@ -28,6 +28,7 @@ from megalith.dialects.megatron.translate import REQUIRED, in_flags, translate
 from megalith.errors import ConfigError
 
 KNOWN = FLAGS | MODELOPT
+DATA = {"--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"}
 AXES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 LEFT_OUT = re.compile(
     r"inference|multimodal|mimo|llava|vlm|grpo|/rl/|mamba|hybrid|bert|t5|retro|vision|export|msdp|detxoify"
@@ -130,6 +131,8 @@ def problems_of(words: list[str]) -> list[str]:
     for flag, value in FILLED_IN.items():
         if flag not in known and not (flag == "--train-iters" and "--train-samples" in known):
             words = [*words, flag, value]
+    if not known & DATA:
+        words = [*words, "--mock-data"]
     try:
         translated = translate(words)
         sizes = translated.tree.get("parallel", {})

@@ -328,6 +328,12 @@ class DenseModel(Section):
     v_head_dim: Annotated[PositiveInt, LATENT, Shrinks(small.HEAD_DIM)] = 128
     """MLA: dimensions of a head's value."""
 
+    latent_layernorm: Annotated[bool, LATENT] = True
+    """MLA: the latents have norms."""
+
+    add_position_embedding: Annotated[bool, Needs("multi_latent_attention", True, strict=True)] = False
+    """MLA: learned positions are added to the embedding, beside the rotary ones of the heads, as in Megatron-LM."""
+
     mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
     """Multi-token prediction (MTP): layers that in training each predict one token further (DeepSeek-V3)."""
 
@@ -444,6 +450,11 @@ class DenseModel(Section):
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether learned positions are added to the embedding, of which there are max_position_embeddings."""
+        return self.position_embedding_type == "learned_absolute" or self.add_position_embedding
 
     @property
     def attention_divisor(self) -> int:

@@ -71,7 +71,7 @@ def answers(
     Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has learned
     positions, or settings out of range.
     """
-    longest, learned = sampling.max_new_tokens, model.config.position_embedding_type == "learned_absolute"
+    longest, learned = sampling.max_new_tokens, model.config.learns_positions
     if learned and longest > model.config.max_position_embeddings:
         raise ConfigError(
             f"max_new_tokens {longest} are more than the {model.config.max_position_embeddings} learned positions of "

@@ -271,7 +271,7 @@ class Stack(nn.Module):
 
 def _check_positions(config: ModelConfig, length: int) -> None:
     longest = config.max_position_embeddings
-    if config.position_embedding_type == "learned_absolute" and length > longest:
+    if config.learns_positions and length > longest:
         raise ConfigError(
             f"{length} tokens are more than the {longest} learned positions of the model "
             "(model.max_position_embeddings); shorten the input"

@@ -275,7 +275,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
             "tokenizer"
         )
     longest = model.max_position_embeddings
-    if model.position_embedding_type == "learned_absolute" and longest < config.data.seq_length:
+    if model.learns_positions and longest < config.data.seq_length:
         raise ConfigError(
             f"distill.teacher {path} has {longest} learned positions, but data.seq_length is "
             f"{config.data.seq_length}; shorten the sequences to the teacher's"

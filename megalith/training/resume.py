@@ -245,7 +245,7 @@ def check_same_function(folder: Path, trained: RunConfig, config: RunConfig) -> 
                 f"{folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
                 "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
             )
-    learned = config.model.position_embedding_type == "learned_absolute"
+    learned = config.model.learns_positions
     others = changed(trained.model, config.model, leave_out=() if learned else ("max_position_embeddings",))
     if others:
         raise CheckpointError(

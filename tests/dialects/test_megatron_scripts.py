@@ -378,6 +378,43 @@ def test_the_installed_convert_goes_from_hugging_face_to_megatron_and_back(tmp_p
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_counter_of_scripts_names_flags_and_keeps_quoted_values_whole(tmp_path):
+    counter = runpy.run_path(str(ROOT / "benchmarks" / "megatron_scripts.py"))
+    (tmp_path / "model_config.yaml").write_text(
+        "MODEL_ARGS:\n  --step-batch-size-schedule: 0:8 1K:16\n  --bf16: true\n"
+        "  --recompute-modules: '[mlp layernorm]'\n  --cp-comm-type: [p2p a2a]\n  --pipeline-model-parallel-layout: Et*2|(tt|)*3L\n"
+    )
+    assert counter["flags_of_yaml"](tmp_path / "model_config.yaml") == [
+        *("--step-batch-size-schedule", "0:8 1K:16", "--bf16", "--recompute-modules", "mlp", "layernorm"),
+        *("--cp-comm-type", "p2p", "a2a", "--pipeline-model-parallel-layout", "Et*2|(tt|)*3L"),
+    ]
+    (tmp_path / "train.sh").write_text(
+        "case $1 in\n  --data)\n  ;;\nesac\nARGS=\"--lr 1e-4 --step-batch-size-schedule '0:8 1K:16' \\\n    --bf16\"\n"
+        "DATA=(\n  \"--split '99,1,0'\"\n  --swiglu\n)\npython pretrain_gpt.py $ARGS ${DATA[@]}\n"
+    )
+    assert counter["flags_of_script"](tmp_path / "train.sh") == [
+        *(
+            "--lr",
+            "1e-4",
+            "--step-batch-size-schedule",
+            "0:8 1K:16",
+            "--bf16",
+            "--split",
+            "'99,1,0'",
+            "--swiglu",
+        ),
+    ]
+    for problem, subject in (
+        ("there is no flag --frob; did you mean --fp16?", "there is no flag --frob"),
+        (
+            "--moe-token-dispatcher-type flex is refused: there are alltoall",
+            "--moe-token-dispatcher-type flex",
+        ),
+        ("--a and --b contradict each other; leave one out", "--a and --b contradict each other"),
+    ):
+        assert counter["subject"](problem) == subject
+
+
 def test_every_target_of_the_notes_runs_its_script():
     targets = (
         "install-dependencies prepare-ds-openwebtext-10k train-gpt3-345m-1gpu-x-model-parallelism "

@@ -250,6 +250,12 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "data": DOCUMENTS,
     },
+    "latent attention without norms, learned positions": {
+        "model": GPT2
+        | UNTIED
+        | LATENT
+        | {"position_embedding_type": "rope", "latent_layernorm": False, "add_position_embedding": True},
+    },
     "moe dropping, dropout": {"model": MOE | DROPPING | DROPOUT | {"add_bias_linear": True}},
     "moe dropping by position, filled up": {
         "model": MOE
@@ -350,7 +356,7 @@ SHOWN_WITH = {
     "dp4-zero2-hybrid": "llama dropout",
     "dp4-zero3-hybrid": "gpt2",
     "tp2-cp2": "gpt2 untied, documents, dropout",
-    "tp2-sp-cp2": "neox recompute some, dropout",
+    "tp2-sp-cp2": "latent attention without norms, learned positions",
     "tp2-cp2-all_gather": "llama dropout",
     "tp2-sp-cp2-a2a": "t5 learned positions, untied, recompute all",
     "tp2-pp2": "gpt2 lora on some rows",
@@ -435,7 +441,7 @@ SHOWN_WITH = {
 BY_DEFAULT = (
     "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp4-zero3-hybrid",
     "cp2-auto",
-    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
+    "tp2-sp-cp2", "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
     "tp2-sp-dp2-zero3", "pp2-dp2-zero3", "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",

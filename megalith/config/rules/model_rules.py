@@ -150,15 +150,15 @@ def _check_latent_attention(model: ModelConfig) -> None:
         "no_rope_freq": (model.no_rope_freq, None),
         "qk_layernorm": (model.qk_layernorm, False),
         "qk_l2_norm": (model.qk_l2_norm, False),
-        "add_bias_linear": (model.add_bias_linear, False),
         "add_qkv_bias": (model.add_qkv_bias, False),
-        "add_proj_bias": (model.add_proj_bias, False),
     }
+    if model.add_position_embedding:
+        alone["mtp_num_layers"] = (model.mtp_num_layers, None)
     for name, (value, only) in alone.items():
         if value != only:
             raise ConfigError(
-                f"model.multi_latent_attention has heads, positions and norms of its own, and no biases, but "
-                f"model.{name} is {value}; set it to {only}"
+                f"model.multi_latent_attention has heads, positions and norms of its own, but model.{name} is {value}; "
+                f"set it to {only}"
             )
     if model.v_head_dim > model.head_dim:
         raise ConfigError(

@@ -120,7 +120,8 @@ def heads(given: Given) -> None:
 
 
 def positions(given: Given) -> None:
-    """model.position_embedding_type, the rotary settings, and model.rope_scaling."""
+    """model.position_embedding_type, the rotary settings, and model.rope_scaling; with --multi-latent-attention, whose
+    heads have rotary positions anyway, model.add_position_embedding for learned_absolute."""
     kind = "rope" if given["--use-rotary-position-embeddings"] else given["--position-embedding-type"]
     latent = given["--multi-latent-attention"]
     if latent and kind == "none":
@@ -133,16 +134,13 @@ def positions(given: Given) -> None:
             f"--position-embedding-type {kind} is refused: there are learned_absolute, rope and yarn"
         )
         return
-    if kind == "learned_absolute":
+    if kind == "learned_absolute" and latent:
+        given.set("model.add_position_embedding", not given["--no-position-embedding"])
+    elif kind == "learned_absolute":
         if given["--no-position-embedding"]:
             given.problems.append(
                 "--no-position-embedding is refused without rotary positions: Megatron has removed it, and every model "
                 "here has positions; give --position-embedding-type rope, or leave it out"
-            )
-        if latent:
-            given.problems.append(
-                "--multi-latent-attention is refused with --position-embedding-type learned_absolute, which is the "
-                "default: its heads have rotary positions alone; give --position-embedding-type rope"
             )
         return
     given.set("model.position_embedding_type", "rope")
@@ -209,7 +207,7 @@ def activation(given: Given) -> None:
 
 
 def latent_attention(given: Given) -> None:
-    """model.multi_latent_attention, whose latents always have norms here; without it model.qk_layernorm, or
+    """model.multi_latent_attention, and model.latent_layernorm with --qk-layernorm; without it model.qk_layernorm, or
     model.qk_l2_norm, which goes before it in Megatron."""
     if given["--qk-l2-norm"]:
         given.set("model.qk_l2_norm", True)
@@ -220,9 +218,7 @@ def latent_attention(given: Given) -> None:
     given.set("model.multi_latent_attention", True)
     given.tree["model"].pop("kv_channels", None)  # which Megatron does not read then
     if not given["--qk-layernorm"]:
-        given.problems.append(
-            "--multi-latent-attention is refused without --qk-layernorm: latents always have norms here; give it"
-        )
+        given.set("model.latent_layernorm", False)
 
 
 def linear_attention(given: Given) -> None:

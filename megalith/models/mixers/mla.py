@@ -4,6 +4,7 @@
         latent ──norm──linear_kv_up_proj──▶ for each head a key without position, and a value
     x ──linear_q_down_proj──norm──linear_q_up_proj──▶ queries: a part without position, a rotary part
         or, without q_lora_rank, x ──linear_q_proj──▶
+    no norms without latent_layernorm
 
 A head's query and key are the part without position followed by the rotary part, so that their product is the sum of
 both. A value may be narrower than a key: it is filled up with zeros for the attention's kernels, which every layout
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention, by_head
-from megalith.models.norm import Norm
+from megalith.models.norm import Norm, normed
 from megalith.models.pass_context import Context, own_tokens, runnable
 from megalith.models.rope import rotate
 
@@ -38,15 +39,15 @@ class LatentAttention(Attention):
             self.linear_q_proj = Linear(hidden, heads * config.head_dim, bias=False, device=device)
         else:
             self.linear_q_down_proj = Linear(hidden, config.q_lora_rank, bias=False, device=device)
-            self.q_down_layernorm = Norm(config, config.q_lora_rank, device)
+            self.q_down_layernorm = _norm(config, config.q_lora_rank, device)
             self.linear_q_up_proj = Linear(
                 config.q_lora_rank, heads * config.head_dim, bias=False, device=device
             )
         self.linear_kv_down_proj = Linear(hidden, self.latent + self.parts[1], bias=False, device=device)
-        self.kv_down_layernorm = Norm(config, self.latent, device)
+        self.kv_down_layernorm = _norm(config, self.latent, device)
         rows = heads * (config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj = Linear(self.latent, rows, bias=False, device=device)
-        self.linear_proj = Linear(heads * config.v_head_dim, hidden, bias=False, device=device)
+        self.linear_proj = Linear(heads * config.v_head_dim, hidden, bias=config.proj_bias, device=device)
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -55,7 +56,7 @@ class LatentAttention(Attention):
         query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
 
         latent, turning = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
-        up = self.linear_kv_up_proj(self.kv_down_layernorm(latent), context)
+        up = self.linear_kv_up_proj(normed(self.kv_down_layernorm, latent), context)
         sizes = [self.parts[0], self.value_size]
         plain, value = by_head(up, context.batch, sum(sizes)).split(sizes, dim=-1)  # [batch, seq, heads, ·]
         turning = by_head(self.gather(turning, context), context.batch, self.parts[1])
@@ -69,4 +70,10 @@ class LatentAttention(Attention):
     def _queries(self, x: Tensor, context: Context) -> Tensor:
         if self.linear_q_proj is not None:
             return self.linear_q_proj(x, context)
-        return self.linear_q_up_proj(self.q_down_layernorm(self.linear_q_down_proj(x, context)), context)
+        return self.linear_q_up_proj(
+            normed(self.q_down_layernorm, self.linear_q_down_proj(x, context)), context
+        )
+
+
+def _norm(config: ModelConfig, width: int, device: torch.device | None) -> Norm | None:
+    return Norm(config, width, device) if config.latent_layernorm else None
