@@ -58,7 +58,7 @@ def test_defaults_forgive_one_overflow_then_halve_at_each():
     for _ in range(4):
         scale.update(torch.tensor(1.0))
         seen.append(scale.scale.item())
-    assert seen == [2.0**32, 2.0**31, 2.0**30, 2.0**29]
+    assert seen == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
 
 
 def test_the_scale_stays_finite():
@@ -79,7 +79,7 @@ def test_state_is_plain_numbers_and_goes_on_where_it_was():
     assert all(type(value) in (int, float) for value in one.state().values())
     for scale in (one, other):
         scale.update(torch.tensor(0.0))
-    assert one.state() == other.state() == {"scale": 2.0**32, "growth_tracker": 0, "hysteresis_tracker": 2}
+    assert one.state() == other.state() == {"scale": 2.0**16, "growth_tracker": 0, "hysteresis_tracker": 2}
 
 
 def test_scale_is_one_outside_fp16_and_constant_when_given():
@@ -97,7 +97,7 @@ def test_scale_is_one_outside_fp16_and_constant_when_given():
 def test_a_dynamic_scale_starts_afresh_from_a_run_that_had_none():
     scale = build_loss_scale("fp16", OptimConfig(lr=1.0), "cpu")
     scale.load_state(build_loss_scale("bf16", OptimConfig(lr=1.0), "cpu").state())
-    assert scale.scale.item() == 2.0**32
+    assert scale.scale.item() == 2.0**16
 
 
 def test_a_floor_above_the_start_is_refused():
@@ -114,4 +114,4 @@ def test_an_overflowing_step_reports_the_scale_it_used_and_halves_the_next():
     scale = build_loss_scale("fp16", config, "cpu")
     parameter.grad = torch.tensor([1.0, float("inf"), 1.0])
     result = optimizer_step(optimizer, scale, clip_grad=1.0)
-    assert (result.loss_scale.item(), scale.scale.item(), result.skipped.item()) == (2.0**32, 2.0**31, 1.0)
+    assert (result.loss_scale.item(), scale.scale.item(), result.skipped.item()) == (2.0**16, 2.0**15, 1.0)
