@@ -382,7 +382,8 @@ def test_the_counter_of_scripts_names_flags_and_keeps_quoted_values_whole(tmp_pa
     counter = runpy.run_path(str(ROOT / "benchmarks" / "megatron_scripts.py"))
     (tmp_path / "model_config.yaml").write_text(
         "MODEL_ARGS:\n  --step-batch-size-schedule: 0:8 1K:16\n  --bf16: true\n"
-        "  --recompute-modules: '[mlp layernorm]'\n  --cp-comm-type: [p2p a2a]\n  --pipeline-model-parallel-layout: Et*2|(tt|)*3L\n"
+        "  --recompute-modules: '[mlp layernorm]'\n  --cp-comm-type: [p2p a2a]\n"
+        "  --pipeline-model-parallel-layout: Et*2|(tt|)*3L\n"
     )
     assert counter["flags_of_yaml"](tmp_path / "model_config.yaml") == [
         *("--step-batch-size-schedule", "0:8 1K:16", "--bf16", "--recompute-modules", "mlp", "layernorm"),
