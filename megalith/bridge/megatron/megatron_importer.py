@@ -38,6 +38,7 @@ from megalith.bridge.megatron.table import BERT, GPT
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
 from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.steps import CHECKPOINTS, list_steps
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.small_files import read_small_file
@@ -382,8 +383,13 @@ def import_megatron(
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a folder here is Megatron's: its save folder, or an iteration in it, damaged ones among them."""
+    """Whether a folder here is Megatron's: its save folder, or an iteration in it, damaged ones among them.
+
+    A folder that has steps of a run of ours is ours, whatever files for Megatron's scripts are beside them.
+    """
     folder = Path(path)
+    if (folder / CHECKPOINTS).is_dir() and list_steps(folder / CHECKPOINTS):
+        return False
     found = any((folder / name).is_file() for name in (LATEST, METADATA))
     found = found or any(any(folder.glob(name)) for name in ("mp_rank_*", "*.distcp", ITERATIONS))
     return found or ((folder / RELEASE).is_dir() and is_megatron_folder(folder / RELEASE))
