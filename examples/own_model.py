@@ -1,4 +1,4 @@
-"""A transformer of one's own, tensor parallel 2 × data parallel 2: trained, saved, loaded in one process, and equal.
+"""A custom transformer with TP2 × DP2: trained, saved, loaded, and compared with one process.
 
 torchrun --nproc-per-node 4 examples/own_model.py [folder]
 """
@@ -19,7 +19,7 @@ PARALLEL = megalith.ParallelConfig(
 
 
 class Block(nn.Module):
-    """Attention and an MLP side by side, as in PaLM. Between the linears are this rank's heads and units."""
+    """Parallel attention and MLP, as in PaLM. Tensors between the linears hold this rank's heads and units."""
 
     def __init__(self, tp):
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class OwnModel(megalith.Model):
-    """Two such blocks between an embedding and a head of its own."""
+    """Two blocks between an embedding and an output matrix of its own."""
 
     def __init__(self, mesh: megalith.Mesh):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The training loop by hand: a GPT on made-up data, tensor parallel 2; it saves, and goes on from what it saved.
+"""A training loop by hand: a GPT on mock data with tensor parallelism 2, saved, loaded and continued.
 
 torchrun --nproc-per-node 2 examples/train_loop.py [folder]
 """
@@ -21,7 +21,7 @@ config = megalith.RunConfig.from_tree(
 
 
 def train(model, optimizer, mesh, steps: range, consumed_samples: int = 0) -> int:
-    """Trains these steps; returns the number of samples consumed."""
+    """Train for the given steps and return the number of samples consumed."""
     train = config.train
     loader = megalith.Loader(
         megalith.MockDataset(config.model.vocab_size, config.data.seq_length, num_samples=1000, seed=0),
@@ -34,7 +34,7 @@ def train(model, optimizer, mesh, steps: range, consumed_samples: int = 0) -> in
     )
     micro_batches = train.global_batch_size // (train.micro_batch_size * mesh.dp.size)
     for step in steps:
-        loss = model.backward([next(loader) for _ in range(micro_batches)])  # the mean over all ranks' tokens
+        loss = model.backward([next(loader) for _ in range(micro_batches)])  # mean over all ranks' tokens
         result = optimizer.step()
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {result.grad_norm.item():.3f}")
     return consumed_samples + len(steps) * train.global_batch_size
@@ -47,7 +47,7 @@ def main(folder: str) -> None:
     consumed = train(model, optimizer, mesh, range(10))
     print("saved", megalith.save_checkpoint(folder, optimizer, step=10, consumed_samples=consumed))
 
-    model = megalith.parallelize(config, mesh, device)  # as a new start would: in any other layout, too
+    model = megalith.parallelize(config, mesh, device)  # as in a new process; any other layout works too
     optimizer = megalith.Optimizer(model, config.optim)
     record = megalith.load_checkpoint(folder, optimizer)
     train(model, optimizer, mesh, range(record.step, 20), record.consumed_samples)

@@ -1,5 +1,5 @@
-"""Puts the checkpoint of an Accelerate script, as `accelerator.save_state` saved it, together in one file that
-transformers loads: python merge_megatron_checkpoint.py --checkpoint-dir checkpoint-1000 --output pytorch_model.bin"""
+"""Merge a checkpoint that an Accelerate script saved with `accelerator.save_state` into one file that transformers
+loads: python merge_megatron_checkpoint.py --checkpoint-dir checkpoint-1000 --output pytorch_model.bin"""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""A script for Accelerate, with its own model, optimizer, scheduler and loop: here transformers' GPT-2 learns to count.
+"""An Accelerate script with its own model, optimizer, scheduler and loop: transformers' GPT-2 learns to count.
 
 python examples/accelerate/train.py                                                              # one process
-megalith accelerate launch --multi_gpu --num_processes 2 examples/accelerate/train.py --tp 2     # two, by TP
+megalith accelerate launch --multi_gpu --num_processes 2 examples/accelerate/train.py --tp 2     # two, with TP
 """
 
 import argparse
@@ -16,13 +16,13 @@ VOCABULARY, TOKENS = 64, 32
 
 
 def samples(count: int, seed: int) -> torch.Tensor:
-    """Sequences that count upwards from some number, int64 [count, TOKENS]."""
+    """Return sequences that count upwards from a random number, int64 [count, TOKENS]."""
     first = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed))
     return (first + torch.arange(TOKENS)) % VOCABULARY
 
 
 def train(tp: int = 1, pp: int = 1, micro_batches: int = 2, steps: int = 60) -> list[float]:
-    """The loss of each step."""
+    """Train and return the loss of each step."""
     plugin = MegatronLMPlugin(
         tp_degree=tp, pp_degree=pp, num_micro_batches=micro_batches, gradient_clipping=1.0
     )

@@ -1,4 +1,4 @@
-"""Writes preferences about sums, brief answers before wordy ones, and their text for a tokenizer.
+"""Write preferences about sums (brief answers over wordy ones), and their text to train a tokenizer on.
 
 python examples/dpo/make_preferences.py data [pairs]        # data/preferences.jsonl, data/preference_text.jsonl
 """
@@ -17,7 +17,7 @@ WORDY = (
 
 
 def preference(rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """A question, a brief answer to it, and a wordy one."""
+    """Return a question, a brief answer and a wordy answer."""
     a, b = rng.randrange(10), rng.randrange(10)
 
     def said(role: str, texts: tuple[str, ...]) -> list[dict[str, str]]:

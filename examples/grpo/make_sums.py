@@ -1,9 +1,9 @@
-"""Sums for the example of GRPO: `python examples/grpo/make_sums.py data` writes four files.
+"""Write sums for the GRPO example: `python examples/grpo/make_sums.py data` writes four files.
 
-data/sums_sft.jsonl: prompts with completions, of which most are wrong, for a short fine-tuning;
-data/sums_text.jsonl: the same as text, for a tokenizer of its own;
+data/sums_sft.jsonl: prompts with mostly wrong completions, for a short fine-tuning;
+data/sums_text.jsonl: the same as plain text, to train a tokenizer on;
 data/sums.jsonl: prompts with answers, for GRPO;
-data/held_out.jsonl: others, for its evaluations. Of numbers below 10 there are 100 sums, which training has too.
+data/held_out.jsonl: prompts for evaluation. Below 10 there are only 100 sums, so these also occur in training.
 """
 
 import argparse
@@ -17,9 +17,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", default="data")
-    parser.add_argument("--below", type=int, default=10, help="both numbers are")
-    parser.add_argument("--right", type=float, default=0.4, help="share of right completions")
-    parser.add_argument("--count", type=int, default=50_000, help="completions for fine-tuning")
+    parser.add_argument("--below", type=int, default=10, help="upper bound of both numbers (exclusive)")
+    parser.add_argument("--right", type=float, default=0.4, help="fraction of right completions")
+    parser.add_argument("--count", type=int, default=50_000, help="number of completions for fine-tuning")
     args = parser.parse_args()
     rng, out = random.Random(0), Path(args.folder)
     out.mkdir(parents=True, exist_ok=True)

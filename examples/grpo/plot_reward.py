@@ -1,4 +1,4 @@
-"""The reward over a run's steps: `python examples/grpo/plot_reward.py runs/sums_grpo` writes reward.png there."""
+"""Plot the reward over a run's steps: `python examples/grpo/plot_reward.py runs/sums_grpo` writes reward.png there."""
 
 import json
 import sys

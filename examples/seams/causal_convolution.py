@@ -1,7 +1,7 @@
-"""A second mixer: a causal convolution where attention stands, `Transformer(config, mixer=CausalConvolution)`.
+"""A mixer that replaces attention by a causal convolution: `Transformer(config, mixer=CausalConvolution)`.
 
-Each unit sees its own last tokens, the present one included. Its two matrices are cut as the MLP's are, and the taps of
-a unit stand with it.
+Each unit convolves its last tokens, including the current one. Its two matrices are sharded like the MLP's, and the
+taps are sharded by unit.
 """
 
 import torch
@@ -28,7 +28,7 @@ class CausalConvolution(Runnable):
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        x = self.linear_in(x, context)  # all tokens of the units here
+        x = self.linear_in(x, context)  # all tokens, this rank's units
         x = x.view(context.batch, -1, x.shape[-1]).mT  # [batch, units, seq]
         taps = local(self.taps.weight).to(x.dtype)  # [units, 1, TAPS]
         x = conv1d(pad(x, (TAPS - 1, 0)), taps, groups=len(taps))

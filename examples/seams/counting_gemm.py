@@ -1,4 +1,4 @@
-"""Another Gemm: the matmuls of every linear counted. An FP8 one would quantize in the same three methods."""
+"""A Gemm that counts the matmuls of every linear. An FP8 Gemm would quantize in the same three methods."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class CountingGemm(Gemm):
 
 
 def count_matmuls(chunks: Iterable[nn.Module]) -> Counter:
-    """From now on counts the matmuls of every linear in these chunks, by kind."""
+    """Start counting the matmuls of every linear in these chunks, by kind."""
     gemm = CountingGemm()
     for chunk in chunks:
         for module in chunk.modules():

@@ -1,4 +1,4 @@
-"""A loss of one's own: a clipped policy gradient on a GPT, tensor parallel 2 × pipeline 2, against one process.
+"""A custom loss: a clipped policy gradient on a GPT with TP2 × PP2, compared with one process.
 
 torchrun --nproc-per-node 4 examples/seams/custom_loss.py
 """
@@ -12,14 +12,14 @@ import megalith
 
 @dataclass
 class Rollouts(megalith.Batch):
-    """What the loss reads besides the tokens."""
+    """A batch with the additional inputs of the loss."""
 
     advantages: torch.Tensor  # float32 [batch]
     old_logprobs: torch.Tensor  # float32 [batch, seq]
 
 
 class ClippedPolicy(megalith.Loss):
-    """PPO's, averaged over sequences. Every tensor is a whole micro-batch's, in every layout."""
+    """PPO's clipped loss, averaged over sequences. Each tensor holds the whole micro-batch, in every layout."""
 
     temperature = 0.9
 

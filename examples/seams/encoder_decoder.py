@@ -1,7 +1,7 @@
-"""An encoder-decoder (Vaswani et al. 2017): a stack without a causal mask, and a model whose layers attend to it too.
+"""An encoder-decoder (Vaswani et al. 2017) with cross-attention in the decoder.
 
-Layers are numbered through both, so that a pipeline can be cut anywhere. Both residual streams go from stage to stage:
-while the encoder's layers last, the decoder's embedded tokens go along; after that, what the encoder has made.
+Layers are numbered through both stacks, so a pipeline can be split anywhere. Both residual streams pass from stage to
+stage: the embedded decoder tokens travel along with the encoder's layers, and the encoder's output with the decoder's.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from megalith.models.transformer import Stack, Transformer
 
 @dataclass
 class Pairs(Batch):
-    """Two sequences a sample."""
+    """A batch with two sequences per sample."""
 
     encoder_input_ids: Tensor  # int64 [batch, encoder seq]
-    encoder_padding_mask: Tensor  # bool [batch, encoder seq], False for what fills up
+    encoder_padding_mask: Tensor  # bool [batch, encoder seq], False for padding
 
 
 class EncoderDecoder(Transformer):
@@ -49,7 +49,7 @@ class EncoderDecoder(Transformer):
             sample_numbers=sample_numbers,
         )
         x = self.embed(encoder_input_ids, context) if streams is None else streams["encoded"]
-        x = self.encoder(x, context)  # those of its layers that are on this stage
+        x = self.encoder(x, context)  # this stage's layers
         encoded = Encoded(x, context, mask=encoder_padding_mask[:, None, None])
         y = super().forward(
             input_ids, streams=streams, encoded=encoded, sample_numbers=sample_numbers, **rest

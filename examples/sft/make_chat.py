@@ -1,4 +1,4 @@
-"""Writes conversations about sums as chat data, a tiny data set to fine-tune on, and their text for a tokenizer.
+"""Write a tiny chat data set about sums, and its text to train a tokenizer on.
 
 python examples/sft/make_chat.py data [conversations]        # data/chat.jsonl, data/chat_text.jsonl
 """
@@ -13,7 +13,7 @@ ANSWERS = ("It is {c}.", "{a} and {b} make {c}.")
 
 
 def conversation(rng: random.Random) -> list[dict[str, str]]:
-    """One to four questions, each with its answer; one in three begins with a system message."""
+    """Return a conversation of one to four questions and answers; one in three starts with a system message."""
     messages = [{"role": "system", "content": "You add numbers."}] if rng.random() < 1 / 3 else []
     for _ in range(rng.choice((1, 1, 2, 4))):
         a, b = rng.randrange(10), rng.randrange(10)
