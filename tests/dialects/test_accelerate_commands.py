@@ -361,7 +361,7 @@ def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
     told = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text().split("\n")
     table = {row.strip("| ").rpartition(" | ")[2]: row for row in told if row.startswith("| `")}
     assert [name for name in FIELDS if not any(f"`{name}`" in row for row in table.values())] == []
-    idle = set(re.findall(r"`(\w+)`", table["no effect, said at the start"]))
+    idle = set(re.findall(r"`(\w+)`", table["no effect; a note at the start says so"]))
     assert idle == {*IDLE, *ENCODERS}
     (note,) = [note for note in settings(train_samples=7)[1] if "train_samples" in note]
     assert "has no effect here: schedules are counted in steps" in note
