@@ -32,8 +32,8 @@ SCRIPTS = {  # beside the pages, where they have been fetched
     "mermaid.min.js": ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js",
     "iframe-worker.js": ROOT / "build" / "iframe-worker" / "package" / "shim" / "index.js",
 }
-WORDS = "words.md"
-ABBREVIATION = re.compile(r"^\| (\w*[A-Z]\w*[A-Z]\w*) \| ([^|]+) \|", re.MULTILINE)
+GLOSSARY = "glossary.md"
+ABBREVIATION = re.compile(r"^\| (\w*[A-Z]\w*[A-Z]\w*) \| [^|]*\| ([^|]+) \|", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 INLINE = re.compile(r"<code>([^<\n]*--[^<\n]*)</code>")
 OPTION = re.compile(r"(?<![\w-])--\w[\w.-]*")
@@ -80,7 +80,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
     text = spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
-    return text if here == WORDS else text + abbreviations()
+    return text if here == GLOSSARY else text + abbreviations()
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -141,8 +141,8 @@ def spaced_lists(markdown: str) -> str:
 
 @functools.cache
 def abbreviations() -> str:
-    """What a page says where its reader points at an abbreviation: the lines of docs/words.md."""
-    rows = ABBREVIATION.findall((ROOT / "docs" / WORDS).read_text("utf-8"))
+    """Return the Markdown that gives each page the tooltips of abbreviations, from docs/glossary.md."""
+    rows = ABBREVIATION.findall((ROOT / "docs" / GLOSSARY).read_text("utf-8"))
     return "\n\n" + "".join(f"*[{word}]: {meaning}\n" for word, meaning in rows)
 
 
