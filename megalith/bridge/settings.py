@@ -388,7 +388,18 @@ def meaning(model: ModelConfig) -> Tree:
     """What decides which function the weights are: every field of it that this model reads, resolved."""
     unread = model.unread(RunConfig(model=model))
     decides = model.deciding(Decides.FUNCTION, Decides.REACH)
-    return dict(model.resolved(name for name in decides if name not in unread))
+    fields = dict(model.resolved(name for name in decides if name not in unread))
+    if fields.get("rope_scaling") is not None:
+        fields["rope_scaling"] = _with_magnitude(fields["rope_scaling"])
+    return fields
+
+
+def _with_magnitude(scaling: RopeScaling) -> RopeScaling:
+    """YaRN's attention_factor as a number, explicit or not, without the rounding of Megatron's mscale."""
+    if scaling.type != "yarn" or (scaling.mscale and scaling.mscale_all_dim):
+        return scaling
+    factor = round(scaling.attention_factor or scaling.magnitude(), 12)
+    return scaling.model_copy(update={"attention_factor": factor})
 
 
 def differences(model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()) -> list[str]:

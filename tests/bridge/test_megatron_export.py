@@ -4,6 +4,7 @@ That Megatron core itself loads it is what `make megatron-core` shows (against_m
 """
 
 import errno
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import megalith
 from megalith.bridge.megatron.megatron_exporter import convert, export_megatron
 from megalith.bridge.megatron.megatron_importer import import_megatron
 from megalith.bridge.megatron.megatron_writer import CoreTensors
+from megalith.bridge.megatron.table import GPT
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig, RunConfig
@@ -79,6 +81,19 @@ def test_what_is_exported_comes_back_bitwise(name: str, tmp_path: Path) -> None:
         export_megatron(tmp_path / "run", out, **form)
         import_megatron(out, back, show_progress=False)  # what it writes needs no trust
         assert_same(back, model)
+
+
+@pytest.mark.parametrize("attention_factor", [None, 0.1 * math.log(4) + 1, 1.13, 0.83])
+def test_an_explicit_attention_factor_is_written_as_mscale(attention_factor: float | None) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "attention_factor": attention_factor}
+    expected = attention_factor or 0.1 * math.log(4) + 1
+    for shape in [LLAMA, LATENT] if expected >= 1 else [LLAMA]:
+        theirs = GPT.write_config(ModelConfig(**shape, rope_scaling=scaling))
+        above, below = (0.1 * theirs[name] * math.log(4) + 1 for name in ("mscale", "mscale_all_dim"))
+        assert above / below == pytest.approx(expected)
+    if expected < 1:
+        with pytest.raises(ConfigError, match=r"attention_factor 0\.83"):
+            GPT.write_config(ModelConfig(**LATENT, rope_scaling=scaling))
 
 
 def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: Path) -> None:

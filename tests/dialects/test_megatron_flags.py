@@ -228,6 +228,8 @@ CASES = [
      "--mscale-all-dim 0.5",
      {"model.rope_scaling.beta_fast": 32, "model.rope_scaling.beta_slow": 1,
       "model.rope_scaling.attention_factor": (0.1 * 0.7 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)}, ""),
+    ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64",
+     {"model.rope_scaling.type": "yarn", "model.rope_scaling.attention_factor": None}, ""),
     ("--position-embedding-type rope --rotary-interleaved --no-rope-freq 2",
      {"model.rotary_interleaved": True, "model.no_rope_freq": 2}, ""),
     ("--qk-l2-norm --qk-layernorm", {"model.qk_l2_norm": True, "model.qk_layernorm": False}, ""),

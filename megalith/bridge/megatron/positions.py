@@ -114,8 +114,15 @@ def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
     mscale, of_all = scaling.mscale or 1.0, scaling.mscale_all_dim or 0.0
     if (scaling.mscale or of_all) and not latent:
         raise ConfigError("rope_scaling with mscale, which Megatron core has for latent attention alone")
-    if scaling.attention_factor is not None and scaling.factor > 1:
-        mscale = (scaling.attention_factor - 1.0) / (scaling.magnitude() - 1.0)
+    if (magnitude := scaling.attention_factor) is not None and scaling.factor > 1:
+        if magnitude < 1 and latent:
+            raise ConfigError(
+                f"rope_scaling with attention_factor {magnitude}, which latents have from 1 there"
+            )
+        if magnitude < 1:
+            mscale, of_all = 0.0, (1 / magnitude - 1.0) / (scaling.magnitude() - 1.0)
+        else:
+            mscale = (magnitude - 1.0) / (scaling.magnitude() - 1.0)
     return {
         "rotary_scaling_factor": scaling.factor,
         "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,

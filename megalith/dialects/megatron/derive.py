@@ -196,6 +196,8 @@ def activation(given: Given) -> None:
     if len(chosen) > 1:
         given.problems.append(f"{' and '.join(chosen)} contradict each other; leave one")
     if "--swiglu" in chosen:
+    if not of_all and mscale == 1.0:
+        return scaling  # whose magnitude is the default
         given.set("model.swiglu", True)
     elif "--squared-relu" in chosen:
         given.set("model.activation", "squared_relu")
