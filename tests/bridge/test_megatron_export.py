@@ -50,6 +50,10 @@ MODELS = {
         rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
                       "mscale_all_dim": 0.9},
     ),
+    "latent without norms": ModelConfig(
+        **{**LATENT, "add_bias_linear": True}, q_lora_rank=8, latent_layernorm=False, add_position_embedding=True,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.13},
+    ),
     "latent keys": ModelConfig(**{**LATENT, "normalization": "LayerNorm"}, moe_grouped_gemm=True, num_experts=4),
     "bert": ModelConfig(**SHAPE, model_type="bert", lm_head_activation="gelu"),
 }  # fmt: skip
@@ -94,6 +98,21 @@ def test_an_explicit_attention_factor_is_written_as_mscale(attention_factor: flo
     if expected < 1:
         with pytest.raises(ConfigError, match=r"attention_factor 0\.83"):
             GPT.write_config(ModelConfig(**LATENT, rope_scaling=scaling))
+
+
+def test_rotary_arguments_that_latents_do_not_read_change_nothing() -> None:
+    """Megatron core scales the positions of latents by YaRN alone, and reads rotary_percent without YaRN alone."""
+    plain = GPT.write_config(ModelConfig(**LATENT))
+    scaled = {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2, "add_qkv_bias": True}
+    assert GPT.read_config(plain | scaled) == GPT.read_config(plain)
+    yarn = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7}
+    assert GPT.read_config(plain | yarn | {"rotary_percent": 0.5}) == GPT.read_config(plain | yarn)
+    with pytest.raises(
+        ConfigError, match=r"mscale_all_dim 0\.7 and rotary_scaling_factor 4\.0 with rope_type rope"
+    ):
+        GPT.read_config(plain | yarn | {"rope_type": "rope"})
+    with pytest.raises(ConfigError, match="no qk_layernorm"):
+        GPT.read_config({name: value for name, value in plain.items() if name != "qk_layernorm"})
 
 
 def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: Path) -> None:

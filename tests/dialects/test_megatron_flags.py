@@ -230,6 +230,8 @@ CASES = [
       "model.rope_scaling.attention_factor": (0.1 * 0.7 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)}, ""),
     ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64",
      {"model.rope_scaling.type": "yarn", "model.rope_scaling.attention_factor": None}, ""),
+    ("--multi-latent-attention --rope-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+     {"model.rope_scaling": None}, "has no effect with --multi-latent-attention"),
     ("--position-embedding-type rope --rotary-interleaved --no-rope-freq 2",
      {"model.rotary_interleaved": True, "model.no_rope_freq": 2}, ""),
     ("--qk-l2-norm --qk-layernorm", {"model.qk_l2_norm": True, "model.qk_layernorm": False}, ""),
@@ -428,6 +430,10 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--weight-decay inf", "a finite number is needed"),
         ("--rampup-batch-size 1 2", "three values are needed"),
         ("--no-position-embedding", "refused without rotary positions"),
+        (
+            "--multi-latent-attention --rope-type rope --mscale-all-dim 0.7 --rotary-scaling-factor 4",
+            "--mscale-all-dim 0.7 is refused with --rope-type rope",
+        ),
         (
             "--position-embedding-type yarn --rotary-scaling-factor 4",
             "--yarn-original-max-position-embeddings",

@@ -1,7 +1,8 @@
 """Positions in Megatron's arguments: which kind, the rotary settings, and what stretches rotary frequencies.
 
-Latent attention has rotary positions by itself, stretched by YaRN unless rope_type says otherwise. Elsewhere YaRN is a
-position_embedding_type. Both share its arguments, and a rotary_scaling_factor of 1 stretches nothing.
+Latent attention has rotary positions by itself, stretched by YaRN unless rope_type says otherwise; learned_absolute
+adds learned ones. Elsewhere YaRN is a position_embedding_type. Both share its arguments, and a rotary_scaling_factor of
+1 stretches nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ class CorePositions:
             kind = "rope"
         if kind not in KINDS:
             raise ConfigError(f"config.json has position_embedding_type {kind!r}; known: {', '.join(KINDS)}")
-        if kind == "learned_absolute":
+        if kind == "learned_absolute" and not latent:
             return {"position_embedding_type": kind}
         _check(theirs)
+        by_yarn = _takes_yarn(theirs, kind, latent)
         fields: Tree = {"position_embedding_type": "rope"} | {name: theirs[name] for name in ROTARY}
+        if latent and by_yarn:
+            del fields["rotary_percent"]  # which Megatron core does not read then
+        if latent:
+            fields["add_position_embedding"] = kind == "learned_absolute"
         if (every := theirs.get("no_rope_freq")) is not None:
             fields["no_rope_freq"] = every
-        if scaling := _scaling(theirs, kind, latent):
+        if scaling := _yarn(theirs, latent) if by_yarn else _scaling(theirs, latent):
             fields["rope_scaling"] = scaling
         return fields
 
@@ -48,6 +54,7 @@ class CorePositions:
         kind = model.position_embedding_type
         if model.multi_latent_attention:
             rope_type = "yarn" if yarn else "rope"
+            kind = "learned_absolute" if model.add_position_embedding else kind
         else:
             kind, rope_type = "yarn" if yarn else kind, None
         return {
@@ -74,14 +81,19 @@ def _check(theirs: Mapping[str, Any]) -> None:
         )
 
 
-def _scaling(theirs: Mapping[str, Any], kind: str, latent: bool) -> Tree | None:
-    if kind == "yarn" or (latent and theirs.get("rope_type") != "rope"):
-        factor = theirs.get("rotary_scaling_factor")
-        if factor is None:
+def _takes_yarn(theirs: Mapping[str, Any], kind: str, latent: bool) -> bool:
+    return theirs.get("rope_type") != "rope" if latent else kind == "yarn"
+
+
+def _scaling(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
+    if latent:  # rotary positions without scaling, whatever the arguments say, but perhaps scores with it
+        factor, of_all = theirs.get("rotary_scaling_factor") or 1, theirs.get("mscale_all_dim")
+        if of_all and factor > 1:
             raise ConfigError(
-                "config.json has no rotary_scaling_factor, which decides how far YaRN stretches; add it"
+                f"config.json has mscale_all_dim {of_all} and rotary_scaling_factor {factor} with rope_type rope, "
+                "which scale the attention scores but not the positions in Megatron core; no model here does that"
             )
-        return _yarn(theirs, factor, latent) if factor > 1 else None
+        return None
     if theirs.get("use_rope_scaling"):
         return {"type": "llama3", "factor": theirs.get("rope_scaling_factor", 8.0)}
     if (stretch := theirs.get("rotary_seq_len_interpolation_factor") or 1) > 1:
@@ -89,7 +101,14 @@ def _scaling(theirs: Mapping[str, Any], kind: str, latent: bool) -> Tree | None:
     return None
 
 
-def _yarn(theirs: Mapping[str, Any], factor: float, latent: bool) -> Tree:
+def _yarn(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
+    factor = theirs.get("rotary_scaling_factor")
+    if factor is None:
+        raise ConfigError(
+            "config.json has no rotary_scaling_factor, which decides how far YaRN stretches; add it"
+        )
+    if factor <= 1:
+        return None
     rounds = theirs.get("yarn_correction_range_round_to_int")
     scaling: Tree = {
         "type": "yarn",

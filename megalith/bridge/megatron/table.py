@@ -118,7 +118,7 @@ class _Required:
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         names = [*REQUIRED]
         names += ["moe_router_topk"] * bool(theirs.get("num_experts"))
-        names += LATENT * bool(theirs.get("multi_latent_attention"))
+        names += [*LATENT, "qk_layernorm"] * bool(theirs.get("multi_latent_attention"))
         if missing := [name for name in names if name not in theirs]:
             raise ConfigError(
                 f"config.json has no {', '.join(missing)}, which decide what the model computes; add them to the "
@@ -138,17 +138,14 @@ class _Heads:
             grouped = theirs.get("group_query_attention")
             fields: Tree = {"num_query_groups": theirs.get("num_query_groups", 0) if grouped else 0}
             return fields | {name: theirs[name] for name in HEADS if theirs.get(name) is not None}
-        if not theirs.get("qk_layernorm"):
-            raise ConfigError(
-                "config.json has multi_latent_attention without qk_layernorm, but latents always have norms here"
-            )
-        return {name: theirs[name] for name in ("multi_latent_attention", *LATENT)}
+        fields = {name: theirs[name] for name in ("multi_latent_attention", *LATENT)}
+        return fields | {"latent_layernorm": theirs["qk_layernorm"]}
 
     def write(self, model: ModelConfig) -> Tree:
         if model.multi_latent_attention:
             return {
-                "multi_latent_attention": True, "qk_layernorm": True, "qk_l2_norm": False, "kv_channels": None,
-                "group_query_attention": False, "num_query_groups": 1,
+                "multi_latent_attention": True, "qk_layernorm": model.latent_layernorm, "qk_l2_norm": False,
+                "kv_channels": None, "group_query_attention": False, "num_query_groups": 1,
                 **{name: getattr(model, name) for name in LATENT},
             }  # fmt: skip
         grouped = model.query_groups != model.num_attention_heads
@@ -223,16 +220,20 @@ class _Activation:
 
 
 class _Biases:
-    """add_bias_linear, in every linear layer and the router, and add_qkv_bias."""
+    """add_bias_linear, in every linear layer and the router, and add_qkv_bias, which latents have not."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        fields = {name: theirs[name] for name in ("add_bias_linear", "add_qkv_bias") if name in theirs}
+        names = ["add_bias_linear"] + ["add_qkv_bias"] * (not theirs.get("multi_latent_attention"))
+        fields = {name: theirs[name] for name in names if name in theirs}
         return fields | {
             "add_router_bias": bool(theirs.get("num_experts")) and fields.get("add_bias_linear", True)
         }
 
     def write(self, model: ModelConfig) -> Tree:
-        return {"add_bias_linear": model.proj_bias and model.mlp_bias, "add_qkv_bias": model.qkv_bias}
+        return {
+            "add_bias_linear": model.proj_bias and model.mlp_bias,
+            "add_qkv_bias": model.qkv_bias and not model.multi_latent_attention,
+        }
 
 
 class _Experts:

@@ -145,7 +145,7 @@ def positions(given: Given) -> None:
         return
     given.set("model.position_embedding_type", "rope")
     given.set("model.rotary_base", given["--rotary-base"])
-    if given["--rotary-percent"] != 1 and not latent:
+    if given["--rotary-percent"] != 1 and not (latent and given["--rope-type"] != "rope"):
         given.set("model.rotary_percent", given["--rotary-percent"])
     if given["--rotary-interleaved"]:
         given.set("model.rotary_interleaved", True)
@@ -157,8 +157,19 @@ def positions(given: Given) -> None:
 
 def _rope_scaling(given: Given, kind: str, latent: bool) -> dict[str, Any] | None:
     factor = given["--rotary-scaling-factor"]
+    unread = [flag for flag in ("--use-rope-scaling", "--rotary-seq-len-interpolation-factor") if given[flag]]
+    if latent and unread:
+        given.notes.append(f"{' '.join(unread)} has no effect with --multi-latent-attention, as in Megatron")
     if kind == "yarn" or (latent and given["--rope-type"] != "rope"):
         return _yarn(given, factor, latent) if factor > 1 else None
+    if latent:
+        if given["--mscale-all-dim"] and factor > 1:
+            given.problems.append(
+                f"--mscale-all-dim {given['--mscale-all-dim']} is refused with --rope-type rope and "
+                f"--rotary-scaling-factor {factor}: Megatron scales the attention scores but not the positions then, "
+                "which no model here does; leave one of them out"
+            )
+        return None
     if given["--use-rope-scaling"]:
         return {"type": "llama3", "factor": given["--rope-scaling-factor"]}
     if (stretch := given["--rotary-seq-len-interpolation-factor"] or 1) > 1:
@@ -185,6 +196,8 @@ def _yarn(given: Given, factor: float, latent: bool) -> dict[str, Any] | None:
     mscale, of_all = given["--mscale"], given["--mscale-all-dim"]
     if of_all and latent:
         return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
+    if not of_all and mscale == 1.0:
+        return scaling  # whose magnitude is the default
     magnitude = RopeScaling(factor=factor).magnitude
     return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
 
@@ -196,8 +209,6 @@ def activation(given: Given) -> None:
     if len(chosen) > 1:
         given.problems.append(f"{' and '.join(chosen)} contradict each other; leave one")
     if "--swiglu" in chosen:
-    if not of_all and mscale == 1.0:
-        return scaling  # whose magnitude is the default
         given.set("model.swiglu", True)
     elif "--squared-relu" in chosen:
         given.set("model.activation", "squared_relu")
