@@ -1,4 +1,4 @@
-"""`megalith generate`: a trained model continues prompts, in one process or spread over several."""
+"""`megalith generate`: generate text with a trained model, in one or several processes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ RULE = "-" * 80
 
 
 def add_generate_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "generate", "continue prompts with a trained model", run_generate)
+    parser = leaf(commands, "generate", "generate text with a trained model", run_generate)
     add = parser.add_argument
     add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
-    add("--prompt", action="append", help="text to continue; several make a batch")
-    add("--prompt-file", help='file with a prompt a line; .jsonl: an object a line with "prompt"')
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to add")
-    add("--num-generations", type=int, default=1, metavar="N", help="completions of each prompt")
-    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    add("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
-    add("--top-p", type=float, default=1.0, help="only the likeliest tokens up to this probability")
-    add("--min-p", type=float, default=0.0, help="only tokens with this share of the likeliest's probability")
-    add("--seed", type=int, default=0, help="of the random choices")
-    add("--stream", action="store_true", help="show the text of one prompt as it comes")
+    add("--prompt", action="append", help="prompt; repeat it for a batch")
+    add("--prompt-file", help='file with one prompt per line; .jsonl: one {"prompt": "text"} per line')
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens")
+    add("--num-generations", type=int, default=1, metavar="N", help="completions per prompt")
+    add("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
     add(
-        "--json", action="store_true", help="an object a completion: its prompt, text, ids, log-probabilities"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens up to this total probability",
     )
-    add("--nproc", type=int, metavar="N", help="start N processes; torchrun works as well")
+    add("--min-p", type=float, default=0.0, help="drop tokens below this fraction of the highest probability")
+    add("--seed", type=int, default=0, help="sampling seed")
+    add("--stream", action="store_true", help="print the text of a single completion as it is generated")
+    add("--json", action="store_true", help="print one object per completion: prompt, text, ids, logprobs")
+    add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
     add(
         "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-        help="processes that each layer is split over; the others share out the prompts",
+        help="tensor-parallel size; replicas share the prompts",
     )  # fmt: skip
-    add("--tokenizer-type", help="overrides the checkpoint's tokenizer, with `preprocess`'s choices")
-    add("--tokenizer-model", help="its file or folder")
+    add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
+    add("--tokenizer-model", help="file or folder of that tokenizer")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -51,8 +54,8 @@ def run_generate(args: Arguments) -> int:
         raise ConfigError(f"--num-generations is {args.num_generations}; it has to be at least 1")
     if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
         raise ConfigError(
-            f"--stream shows one completion as it comes, and there are {len(prompts) * args.num_generations}; give one "
-            "--prompt without --json, or leave --stream out"
+            f"--stream prints a single completion, but there are {len(prompts) * args.num_generations}; give one "
+            "--prompt without --json, or omit --stream"
         )
     if args.nproc is not None:
         from megalith.launch.launcher import launch
@@ -77,9 +80,9 @@ def run_generate(args: Arguments) -> int:
     tokenizer = _tokenizer(args, tokenizer, model.config.vocab_size)
     if model.config.encoder_layers and tokenizer.model_vocab_size != tokenizer.vocab_size:
         raise ConfigError(
-            f"{args.checkpoint} has word pieces behind which [BOS], [EOS] and sentinels stand: its decoder begins with "
-            "[BOS], and answers here begin with token 0, as those of T5's own tokenizer; model(decoder_ids, "
-            "encoder_input_ids=…) gives the logits at each place"
+            f"{args.checkpoint} uses a WordPiece tokenizer with [BOS], [EOS] and sentinels appended: its decoder "
+            "starts with [BOS], but `generate` starts with token 0, as T5's own tokenizer does; use "
+            "model(decoder_ids, encoder_input_ids=…), which returns the logits at each position"
         )
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens,
@@ -92,9 +95,9 @@ def run_generate(args: Arguments) -> int:
         vocab_size=tokenizer.vocab_size,
     )
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    # an encoder's text is not before its answer
+    # an encoder's text is not part of the decoder's output
     before = [[] if model.config.encoder_layers else tokenizer.encode(prompt) for prompt in prompts]
-    most = len(ids) * args.num_generations * args.max_new_tokens  # where none ends before
+    most = len(ids) * args.num_generations * args.max_new_tokens  # an upper bound: completions may end early
     with Progress("generate", most, "tokens", show=process.is_first and not args.stream) as progress:
         shown = (
             _Stream(tokenizer, before[0], process.is_first) if args.stream else lambda *token: progress.add()
@@ -143,7 +146,7 @@ def _prompt_of(line: str, where: str) -> str:
 
 
 def _without_nproc(args: Arguments) -> list[str]:
-    """The command's words again, for the processes that it starts."""
+    """Return the command's arguments without --nproc, for the processes that it starts."""
     words = [args.checkpoint]
     known = {action.dest: action for action in args.parser._actions if action.option_strings}
     for name, action in known.items():
@@ -182,7 +185,7 @@ def _complete(
     device,
     on_token: OnToken | None,
 ) -> list[Completion]:
-    """All completions; of several processes on the first."""
+    """Return all completions; with several processes, on the first one only."""
     from megalith.generation.sampling import complete, complete_in_shares
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
 
@@ -220,7 +223,7 @@ def _print(
 
 
 class _Stream:
-    """Prints the text of a prompt and what follows it, as far as its characters are whole."""
+    """Print a prompt and its completion as tokens arrive, in complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], prints: bool):
         self._tokenizer, self._prints, self._ids, self._shown = tokenizer, prints, list(prompt), 0

@@ -1,4 +1,4 @@
-"""Groups of commands and commands; a mistake on the command line is a ConfigError like any other."""
+"""Argument parsers whose errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Arguments = argparse.Namespace
 
 
 class Parser(argparse.ArgumentParser):
-    """A command or a group of commands. A mistake is a ConfigError like any other; a group alone shows its help."""
+    """Parser of a command or a group. Errors raise ConfigError; a group without arguments prints its help."""
 
     commands: Any = None
-    """Of a group: argparse's action that has them."""
+    """argparse's subparsers action, for a group."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         return self.commands
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As argparse has it, with the default at the end of the help."""
+        """Add an argument as in argparse, with the default at the end of its help."""
         default, text = options.get("default"), options.get("help") or ""
         if default not in (None, argparse.SUPPRESS) and "(default" not in text:
             options["help"] = f"{text} (default: %(default)s)".lstrip()
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` says what it takes")
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Refuses words that are no arguments of this command, with the nearest that is one."""
+        """Raise ConfigError for unknown arguments, suggesting the nearest known one."""
         known = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
         hint = did_you_mean(words[0].partition("=")[0], known) or f"; `{self.prog} --help` says what it takes"
         raise ConfigError(f"`{self.prog}` takes no {' '.join(words)!r}{hint}")

@@ -1,4 +1,4 @@
-"""`megalith rollout`: judged completions of prompts, and pass@k, without training; `megalith grpo --dry-run`."""
+"""`megalith rollout`: sample and score completions without training. Also `megalith grpo --dry-run`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ if TYPE_CHECKING:
 
 
 def add_rollout_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(
-        commands, "rollout", "sample completions of prompts, judge them, and give pass@k", run_rollout
-    )
+    parser = leaf(commands, "rollout", "sample completions, score them and print pass@k", run_rollout)
     parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
-    parser.add_argument("prompts", help="JSONL, parquet or a folder of save_to_disk")
+    parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
     parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
-                        help="as rl.reward_funcs; several are added up")  # fmt: skip
-    parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions of a prompt")
-    parser.add_argument("--max-completion-length", type=int, default=256, metavar="N", help="tokens at most")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest up to this probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+                        help="as in rl.reward_funcs; repeat it to add rewards up")  # fmt: skip
+    parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions per prompt")
     parser.add_argument(
-        "--pass-at", type=float, default=1.0, metavar="R", help="a completion passes with this reward"
+        "--max-completion-length", type=int, default=256, metavar="N", help="maximum number of tokens"
     )
-    parser.add_argument("--prompt-column", default="prompt", help="as rl.prompt_column")
-    parser.add_argument("--chat-prompts", action="store_true", help="as rl.chat_prompts")
-    parser.add_argument("--rows", type=int, default=256, help="completions that are generated at a time")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
     parser.add_argument(
-        "--output", metavar="FILE", help="write them as a file of rollouts, which rl.rollouts takes"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens up to this total probability",
     )
-    parser.add_argument("--json", action="store_true", help="also print an object with the figures")
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="minimum reward to pass")
+    parser.add_argument("--prompt-column", default="prompt", help="as in rl.prompt_column")
+    parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
+    parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
+    parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
+    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -71,7 +72,7 @@ def run_rollout(args: Arguments) -> int:
             )
     model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device), show_progress=True)
     if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer, so its completions have no text to judge")
+        raise ConfigError(f"{args.checkpoint} carries no tokenizer, which scoring completions needs")
     room, longest = model.config.max_position_embeddings, args.max_completion_length
     if longest >= room:
         raise ConfigError(
@@ -102,7 +103,7 @@ def run_rollout(args: Arguments) -> int:
         engine = engine_for(model, **sizes)
     asked = [GroupRecord(number, number) for number in range(len(prompts))]
     G = args.num_generations
-    most = len(prompts) * G * longest  # where none ends before
+    most = len(prompts) * G * longest  # an upper bound: completions may end early
     try:
         with Progress("rollout", most, "tokens") as progress:
             told = partial(engine.generate, on_token=lambda *token: progress.add())
@@ -142,14 +143,14 @@ def run_rollout(args: Arguments) -> int:
 
 
 def _pass_at(k: int, of: int, passed: int) -> float:
-    """The chance that one of k completions drawn out of `of` passes (Chen et al. 2021)."""
+    """Return the unbiased pass@k estimate from `of` completions (Chen et al. 2021)."""
     from math import comb
 
     return 1 - comb(of - passed, k) / comb(of, k)
 
 
 def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) -> str:
-    """What the engine takes of a rank's memory beside the trainer; a server's is its own."""
+    """Return a description of the engine's memory on a rank, or of the server."""
     if config.rl.is_colocated:
         return f"vLLM in the trainer's processes, {config.rl.vllm_gpu_memory_utilization:.0%} of each device"
     if config.rl.engine != "own":
@@ -167,13 +168,13 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     cache = empty_cache(config.model, rows, tokens, groups, torch.device("meta"), dtype).nbytes
     weights = sum(stage.parameters for stage in layout.stages) * dtype.itemsize / tp
     return (
-        f"{rows:,} rows of {tokens:,} tokens on a rank: {size_text(cache)} of keys and values while it generates, "
+        f"{rows:,} rows of {tokens:,} tokens on a rank: {size_text(cache)} of KV cache while generating, "
         f"{size_text(weights)} of weights"
     )
 
 
 def dry_run(config: RunConfig, processes: int) -> int:
-    """Prompts are read and rewards called once; layout and memory are said. Nothing is trained or written."""
+    """Read the prompts, call the rewards once, and print layout and memory. Train and write nothing."""
     from megalith.hardware import device_kind, pick_device
     from megalith.planner.layout import build_layout
     from megalith.report.layout_text import layout_text
@@ -191,7 +192,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
         print(f"note: {printable(note)}")
     rl = config.rl
     if not rl.prompts:
-        print("rl.prompts is not set: rollouts are read from files, which the run checks")
+        print("rl.prompts is not set: rollouts come from files, which the run itself checks")
         return 0
     found = run_prompts(config, tokenizer)
     lengths = [len(prompt.ids) for prompt in found.prompts]
@@ -202,7 +203,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
         print(printable(f"note: {note}"))
     first = found.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
-    text = first.text  # any that the tokenizer takes
+    text = first.text  # any text works
     rewards = Rewards(rl.rewards, found.prompts, longest=rl.max_completion_length, workers=rl.reward_workers,
                       timeout=rl.reward_timeout)  # fmt: skip
     try:

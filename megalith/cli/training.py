@@ -1,4 +1,4 @@
-"""`megalith train`, `sft`, `dpo`, `distill`, `grpo`, `evaluate` and `parity`: in one process, or by starting some.
+"""`megalith train`, `sft`, `dpo`, `distill`, `grpo`, `evaluate` and `parity`, in one or several processes.
 
 Importing this file is cheap.
 """
@@ -25,36 +25,41 @@ if TYPE_CHECKING:
 
 
 PROGRAMS = {
-    "train": "train as a run file says; `megalith train --help` lists every setting",
-    "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
-    "dpo": "train on preferences, chosen and rejected answers, as a run file says",
-    "distill": "train on a larger model's predictions, as a run file says",
-    "teacher-logits": "store a larger model's predictions for `distill`, as a run file says",
-    "grpo": "train by GRPO on what the model samples, or on rollouts from files, as a run file says",
+    "train": "train a model from a run file; `megalith train --help` lists every setting",
+    "sft": "fine-tune on conversations",
+    "dpo": "train on preference pairs (DPO)",
+    "distill": "train on a teacher's predictions",
+    "teacher-logits": "store a teacher's predictions for `distill`",
+    "grpo": "train with rewards (GRPO), on sampled completions or rollout files",
 }
-"""The commands that take a run file, with their help."""
+"""Commands that take a run file, and their help."""
 
 TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key …]
 
-`sft` fine-tunes on conversations: it is `train` with sft.enabled.
-Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
-`dpo` trains on pairs of a chosen and a rejected answer, with dpo.enabled.
-`distill` is `train`, or with sft.enabled `sft`, by what distill.teacher predicts.
-`teacher-logits` writes these predictions into distill.logits_dir, where `distill` then finds them.
-`grpo` trains by GRPO and its kin on completions of rl.prompts, or on files of rollouts (rl.rollouts); with --dry-run it
-reads the prompts, calls the rewards once, says layout and memory, and ends.
+Settings on the command line override those of the run file. torchrun works too.
+
+commands:
+  train           train a model
+  sft             fine-tune on conversations (`train` with sft.enabled)
+  dpo             train on pairs of a chosen and a rejected answer (`train` with dpo.enabled)
+  distill         train on the predictions of distill.teacher; with sft.enabled, on conversations
+  teacher-logits  store these predictions in distill.logits_dir, for `distill`
+  grpo            train with rewards on completions of rl.prompts, or on rollout files (rl.rollouts)
 
 processes:
-  --nproc N                  start N processes on this machine, one a GPU
-  --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
-  --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
-  --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
-  --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
-  --device NAME              with --dry-run: the GPUs, as `plan` names them, which it has to fit, and `auto` chooses by
-  --device-json FILE         with --dry-run: as the file says that `plan calibrate` has made of them
-  --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
-  --rdzv-id ID               the job's name there, the same on each (default: made of the command)
-What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun say in the environment is read first.
+  --nproc N                  start N processes on this node, one per GPU
+  --nnodes N                 number of nodes; run the same command on each. MIN:MAX: elastic
+  --rdzv-endpoint HOST:PORT  rendezvous on one of the nodes (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+  --rdzv-id ID               name of the job, the same on all nodes (default: derived from the command)
+  --max-restarts N           after a failure, restart up to N times from the newest complete checkpoint
+Environment variables of Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and of Slurm's srun are read first.
+
+dry run:
+  --dry-run                  check settings, data, layout and memory without training; grpo also reads the prompts and
+                             calls the rewards once
+  --world-size N             number of processes of the job (default: --nproc, or 1)
+  --device NAME              check memory and choose `auto` settings for this GPU, named as in `plan`
+  --device-json FILE         use the calibration file written by `plan calibrate`
 """
 
 
@@ -63,7 +68,7 @@ def train(arguments: list[str]) -> int:
     program, *arguments = arguments
     typed = program
     arguments = [*arguments, *implied(program)]
-    if program == "sft":  # `train` on conversations
+    if program == "sft":  # `train` with sft.enabled
         program = "train"
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
@@ -140,24 +145,24 @@ def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
     for name in ("world_size", "device", "device_json"):
         if (value := getattr(launcher, name)) is not None and not launcher.dry_run:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}, and without --dry-run nothing reads it: give --dry-run, or "
-                "for a run --nproc and --runtime.device"
+                f"--{name.replace('_', '-')} is {value}, but only --dry-run uses it: add --dry-run, or use --nproc "
+                "and --runtime.device for a run"
             )
     for name in ("device", "device_json"):
         if program == "grpo" and (value := getattr(launcher, name)) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}, and the dry run of grpo is of this machine; leave it out, and "
-                "see `megalith plan show`"
+                f"--{name.replace('_', '-')} is {value}, but the dry run of grpo uses this machine; omit it, and see "
+                "`megalith plan show`"
             )
 
 
 def implied(program: str) -> list[str]:
-    """The settings that a program has beside those of its run file."""
+    """Return the settings that a command implies."""
     return [f"--{program}.enabled"] if program in ("sft", "dpo") else []
 
 
 def check_source(program: str, config: RunConfig) -> None:
-    """Raises ConfigError for a run without what the program learns from beside data."""
+    """Raise ConfigError if the run lacks the command's source: prompts or rollouts (grpo), a teacher (distill)."""
     if program == "grpo":
         from megalith.rl.grpo import require_source
 
@@ -169,11 +174,11 @@ def check_source(program: str, config: RunConfig) -> None:
 
 
 def _say_that_it_starts(program: str, arguments: list[str]) -> None:
-    """A line on the first rank's screen: what is imported next takes seconds."""
+    """Print a line on rank 0, because the imports that follow take seconds."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if rank == "0":
         who = f"rank 0 of {ranks}" if ranks != "1" else " ".join([program, *arguments[:1]])
-        with contextlib.suppress(OSError):  # a screen that is gone is no reason not to train
+        with contextlib.suppress(OSError):  # a closed terminal must not stop training
             print(f"megalith {megalith.__version__}: {who}, loading PyTorch", flush=True)
 
 
@@ -192,27 +197,27 @@ def _launcher_options() -> Parser:
 
 
 def add_evaluate_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "evaluate", "the loss and perplexity of a checkpoint", run_evaluate)
+    parser = leaf(commands, "evaluate", "evaluate a checkpoint: loss and perplexity, or tasks", run_evaluate)
     parser.description = (
-        "The mean loss and perplexity of a checkpoint on the validation and the test data of its run, in one process "
-        "or any layout: `--section.key value` changes its settings, as to `train`. Nothing is written. With --tasks "
-        "those of lm-evaluation-harness instead, of a Hugging Face folder too; one row of data.seq_length tokens holds "
-        "a request."
+        "Print the mean loss and perplexity of a checkpoint on its run's validation and test data, in any layout. "
+        "`--section.key value` overrides settings, as in `train`. With --tasks, evaluate a checkpoint or a Hugging "
+        "Face folder with lm-evaluation-harness instead; requests longer than data.seq_length are truncated. "
+        "Nothing else is written."
     )
     add = parser.add_argument
-    add("checkpoint", help="a run's folder, or one of its steps; with --tasks also a Hugging Face folder")
+    add("checkpoint", help="run folder or one of its step folders; with --tasks also a Hugging Face folder")
     add(
         "--tasks",
         metavar="NAME[,NAME]",
-        help="tasks or groups of lm-evaluation-harness, or YAML files of them",
+        help="tasks or groups of lm-evaluation-harness, or YAML task files",
     )
-    add("--include-path", metavar="FOLDER", help="tasks of your own, by name")
-    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    add("--apply-chat-template", action="store_true", help="prompts as chats, by the tokenizer's template")
+    add("--include-path", metavar="FOLDER", help="folder with your own task files")
+    add("--num-fewshot", type=int, metavar="N", help="few-shot examples (default: the task's)")
+    add("--limit", type=int, metavar="N", help="use only the first N documents per task")
+    add("--apply-chat-template", action="store_true", help="format prompts with the chat template")
     add("--output", metavar="FILE", help="write the tasks' results as JSON")
-    add("--nproc", type=int, help="start so many processes; torchrun works as well")
-    parser.add_argument("--json", action="store_true", help="also print an object with the figures")
+    add("--nproc", type=int, help="start N processes; torchrun works too")
+    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
     parser.set_defaults(takes_settings=True)
 
 
@@ -221,7 +226,7 @@ def run_evaluate(args: Arguments) -> int:
         return run_tasks(args)
     given = [f"--{name.replace('_', '-')}" for name in TASK_OPTIONS if getattr(args, name) is not None]
     if given := [*given, *["--apply-chat-template"] * args.apply_chat_template]:
-        raise ConfigError(f"{', '.join(given)} is for tasks of lm-evaluation-harness; name them by --tasks")
+        raise ConfigError(f"{', '.join(given)} requires --tasks")
     from megalith.bridge.load import config_of
     from megalith.checkpoint.open import open_existing
     from megalith.config import RunConfig
@@ -262,7 +267,7 @@ def run_evaluate(args: Arguments) -> int:
 
 
 TASK_OPTIONS = ("tasks", "include_path", "num_fewshot", "limit", "output")
-LONGEST_REQUEST = 4096  # tokens, where data.seq_length is not given and the model has more positions
+LONGEST_REQUEST = 4096  # tokens: upper bound of the default data.seq_length
 
 
 def run_tasks(args: Arguments) -> int:
@@ -298,7 +303,7 @@ def run_tasks(args: Arguments) -> int:
             config_of(checkpoint).train.precision,
         )
     if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer, so it reads no task")
+        raise ConfigError(f"{args.checkpoint} carries no tokenizer, which --tasks needs")
     tree = {
         "model": {"init_from": args.checkpoint},
         "data": {

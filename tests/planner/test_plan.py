@@ -310,7 +310,7 @@ def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
             "has no FP8 matmuls",
         ),
         (["train", "--dry-run", "--world-size", "0"], "--world-size is 0; give 1 or more"),
-        (["train", "--world-size", "8"], "--world-size is 8, and without --dry-run nothing reads it"),
+        (["train", "--world-size", "8"], "--world-size is 8, but only --dry-run uses it"),
         (
             ["plan", "gpt2", "--gpus", "256", "--global-batch-size", "63"],
             "train.global_batch_size is 63, and 256 GPUs need 64 or a multiple of it",
