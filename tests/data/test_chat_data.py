@@ -2,7 +2,9 @@
 
 import json
 import os
+import select
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -180,6 +182,22 @@ def test_a_forked_process_renders_by_a_process_of_its_own():
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert os.read(reader, 99) == b"theirs" and template.render([{"content": "again"}]) == "again"
+
+
+def test_a_template_is_freed_while_a_forked_process_has_its_pipes():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"content": "ours"}]) == "ours"
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.close(writer)
+        select.select([reader], [], [], 30)  # until the test is over
+        os._exit(0)
+    before = time.monotonic()
+    del template
+    assert time.monotonic() - before < 20
+    os.close(writer)
+    os.waitpid(pid, 0)
+    os.close(reader)
 
 
 BAD = {

@@ -53,12 +53,13 @@ class TemplateProcess:
             process_group=0,  # an interrupt is ours
         )  # fmt: skip
         self._owner = os.getpid()
-        weakref.finalize(self, _end, self._process)
+        weakref.finalize(self, _kill, self._process)
         try:
             answer = self._exchange(self._source)
         except ValueError as error:
             raise ConfigError(f"{error}; correct the template") from error
         if "error" in answer:
+            self._process.kill()
             self._stop()
             raise ConfigError(f"the chat template is not one ({answer['error']}); correct it")
 
@@ -93,8 +94,14 @@ class TemplateProcess:
         return _end(process)
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process at once: processes forked since hold its pipes open. In those it is left alone."""
+    process.kill()
+    _end(process)
+
+
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Close the pipes, upon which the process ends, and return its exit code."""
+    """Close the pipes of a process that has ended, or is about to, and return its exit code."""
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             pipe.close()
