@@ -5,7 +5,7 @@
     wgrad     gradᵀ · x                     the gradient of weight
 
 Linears compose around it: plain here, column- and row-parallel in parallel/tensor/, with deferred wgrads for a
-zero-bubble schedule in parallel/pipeline/executor.py. Other arithmetic is another Gemm.
+zero-bubble schedule in parallel/pipeline/deferred_wgrad.py. Other arithmetic is another Gemm.
 
 Split-K. wgrad is a matmul over all tokens. A GPU computes it in tiles, one per SM at a time. When there are one and a
 half times as many tiles as SMs, the second wave leaves half of them idle: on an H200 the two of GPT-2-large's MLP

@@ -15,7 +15,7 @@ from megalith.launch.hang_watch import LISTENING_LOOKS, HangWatch
 from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.parallel.context.context_parallel import _levels
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.executor import Links
+from megalith.parallel.pipeline.links import Links
 
 RANKS = 512
 FINDING = 8  # ranks that find at the same time that the job stands still

@@ -26,7 +26,7 @@ from megalith.parallel.data.data_parallel import (
 from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.executor import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 

@@ -6,7 +6,7 @@ from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline.executor import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
 
 CONFIG = ModelConfig(
     num_layers=2,

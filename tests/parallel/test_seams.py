@@ -20,7 +20,7 @@ from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
-from megalith.parallel.pipeline.executor import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
 from megalith.parallel.seams import SEAMS, plug
 from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor

@@ -1,55 +1,36 @@
 """Pipeline parallelism: each rank runs its list of a schedule's actions (schedules.py).
 
-Sent are a micro-batch's streams from each stage to the next, and their gradients back. A stream is the residual
-stream of some tokens, [batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder two, and a
-stage hands on what it has nothing to do with. A receive is posted one action ahead, so that the transfer overlaps the
-action before; sends wait for nothing. The first pass over micro-batches of a shape posts nothing ahead: on a GPU a
-kernel that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive
-included, while the sender may wait in the same way before its own receive.
+A stage sends a micro-batch's streams to the next stage and receives their gradients. A stream is a residual stream,
+[batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder has two, and a stage passes on a
+stream that it does not use. A receive is posted one action ahead, so that the transfer overlaps the action before it;
+sends do not block.
 
-For each micro-batch in flight a stage saves its inputs and its autograd graph, but not its outputs: the gradients come
-back to the graph's edges.
+The first pass over micro-batches of a shape posts no receive ahead. On a GPU, a kernel that runs for the first time is
+loaded, compiled or tuned, which waits for all work on the device, including a receive. The sender may wait in the same
+way before its own receive, and the two would deadlock.
 
-Each pair of neighbours has a communicator for each direction and pass. NCCL processes the transfers of a communicator
-in the order in which a rank posted them, and each blocks those after it until both ends have reached it. With one
-communicator for several neighbours or for both passes, schedules deadlock (tests/parallel/schedule_check.py shows
-which). One that carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the
-same order.
-
-A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
-
-Deferred wgrads: what lets a zero-bubble schedule run dgrad and wgrad of a backward pass separately.
-
-A linear's backward pass has two matmuls: dgrad, which the stage before waits for, and wgrad, which nobody does. Here
-every linear has a Gemm that puts its wgrads into a list, with the edge of autograd's graph where each belongs; later
-the list is run, and accumulates into the parameters' gradients as any backward pass does.
-
-torch.compile does not see through it, so layers are not compiled. Every linear's input is saved until its wgrad runs,
-so recomputing a layer gains nothing.
-
-When a rank's actions ran: on a GPU by events in its stream, so that measuring holds nothing up.
+For each micro-batch in flight, a stage saves its inputs and its autograd graph but not its outputs: the gradients
+enter the graph through its edges.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.profiler import record_function
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad, gather_json
-from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.ops.gemm import DeferredWgrad
-from megalith.parallel.pipeline import executor as deferred
+from megalith.parallel.pipeline import deferred_wgrad as deferred
+from megalith.parallel.pipeline.links import Links
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
@@ -57,121 +38,8 @@ from megalith.parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
 )
+from megalith.parallel.pipeline.stopwatch import Stopwatch
 from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
-from megalith.parallel.seams import plug
-
-
-class Stopwatch:
-    """Starts and stops of one rank, in milliseconds since all ranks of `axis` stood at the same point."""
-
-    def __init__(self, device: torch.device, axis: Axis):
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.synchronize(device)
-        dist.barrier(group=axis.group)
-        self._zero = self._now()
-        self._marks: list = []
-
-    def start(self) -> None:
-        self._marks.append(self._now())
-
-    def stop(self) -> None:
-        self._marks.append(self._now())
-
-    def read(self) -> list[tuple[float, float]]:
-        """(start, end) of each pair of marks; waits for the device to come to the last."""
-        if self._cuda:
-            self._marks[-1].synchronize()
-            times = [self._zero.elapsed_time(mark) for mark in self._marks]
-        else:
-            times = [1000.0 * (mark - self._zero) for mark in self._marks]
-        return list(zip(times[::2], times[1::2]))
-
-    def _now(self) -> torch.cuda.Event | float:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class DeferredWgrads:
-    """The list of what one backward pass has put off."""
-
-    def __init__(self, modules: Iterable[nn.Module]):
-        """Of every Linear in `modules`."""
-        self._wgrads: list[DeferredWgrad] = []
-        for module in modules:
-            for linear in module.modules():
-                if isinstance(linear, Linear):
-                    plug(linear, "gemm", linear.gemm.deferring(self._wgrads))
-
-    def take(self) -> list[DeferredWgrad]:
-        """What has been put off since the last call."""
-        taken = list(self._wgrads)
-        self._wgrads.clear()
-        return taken
-
-
-def compute(wgrads: list[DeferredWgrad]) -> None:
-    """Runs the deferred wgrads of a list."""
-    if wgrads:
-        torch.autograd.backward([each.weight for each in wgrads], [each.compute() for each in wgrads])
-
-
-class Links:
-    """The links of this rank to the stages before and behind it. Every process of the world makes them together."""
-
-    def __init__(self, axis: Axis, laps: int):
-        """`laps` > 1, chunks of layers a rank: the last rank is a neighbour of the first."""
-        self._ranks = dist.get_process_group_ranks(axis.group)
-        self._groups: dict[tuple[int, int, bool], ProcessGroup] = {}  # by sender and receiver, forward
-        self._sending: deque[tuple[Work, Tensor]] = deque()
-        spacing = (
-            self._ranks[1] - self._ranks[0]
-        )  # of a pipeline's ranks: as many pipelines stand side by side
-        for pipeline in range(spacing):
-            mine = pipeline == self._ranks[0]
-            for stage in range(axis.size if laps > 1 else axis.size - 1):
-                following = (stage + 1) % axis.size
-                for sender, receiver, forward in ((stage, following, True), (following, stage, False)):
-                    group = dist.new_group([pipeline + spacing * sender, pipeline + spacing * receiver])
-                    if mine and axis.rank in (sender, receiver):
-                        self._groups[sender, receiver, forward] = group
-        self._rank = axis.rank
-        self._open(axis)
-
-    def _open(self, axis: Axis) -> None:
-        """Sends a first number over every link, in an order that all ranks share.
-
-        NCCL makes a communicator at its first use, when each end waits for the other; in a step, where
-        receives are asked for ahead, they might wait for each other for ever.
-        """
-        for (sender, receiver, _), group in self._groups.items():
-            number = torch.zeros(1, device=axis.mesh.device_type)
-            if axis.rank == sender:
-                dist.send(number, self._ranks[receiver], group=group)
-            else:
-                dist.recv(number, self._ranks[sender], group=group)
-
-    def send(self, tensor: Tensor, receiver: int, forward: bool) -> None:
-        """Begins to send `tensor` to pipeline rank `receiver`; it must not be written to until `finish`."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
-        group = self._groups[self._rank, receiver, forward]
-        tensor = tensor.contiguous()
-        self._sending.append((dist.isend(tensor, self._ranks[receiver], group=group), tensor))
-
-    def receive(self, tensor: Tensor, sender: int, forward: bool) -> Work:
-        """Begins to fill `tensor` with what pipeline rank `sender` sends next; it is there after the Work's wait."""
-        return dist.irecv(tensor, self._ranks[sender], group=self._groups[sender, self._rank, forward])
-
-    def finish(self) -> None:
-        """Waits until everything sent has gone."""
-        while self._sending:
-            work, _ = self._sending.popleft()
-            work.wait()
-
 
 # What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
 PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
