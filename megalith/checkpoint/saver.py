@@ -1,133 +1,41 @@
 """Saving a run from all its ranks, at once or in the background.
 
-Each rank writes its share (saver.py) into files of its own; the first makes the folder before, and the step whole
-after (store.py). Between these phases all ranks tell each other how it went (agree.py): when one cannot write, all
-learn it, the folder is removed, and the steps before stay as they were.
+Each rank writes its share (plan.py) into files of its own. The first rank creates the folder before that and commits
+the step after it (store.py). Between these phases the ranks exchange errors (agree.py): if one rank cannot write, all
+learn of it, the folder is removed, and the earlier steps stay unchanged.
 
-In the background, training waits for a copy in host memory only (saver.py); a thread does the rest. One save is in
-flight at a time: the next one waits for it. No step has its name, and `latest` does not point to it, before all of it
-is on the disk.
-
-Copies of tensors in host memory, in buffers that stay from one save to the next.
-
-A background save writes what the state was when the save began, so the state is copied first; only for that does
-training wait. From a GPU the copies go into page-locked memory, at the full speed of the bus, all of them queued and
-waited for once. The buffers are slabs of a power of two, for torch's allocator of page-locked memory rounds up to one;
-a tensor may lie in several.
-
-Who saves what: each piece of a run's state once, the bytes spread evenly over the ranks that hold copies.
-
-Every rank tells rank 0 its shards, which makes the plan from all of them and tells each its share. A shard that several
-ranks hold (under data parallelism without sharding, or a norm under tensor parallelism) goes to the one of them that
-has least to write so far, the largest shards first.
-
-PyTorch's planner (torch.distributed.checkpoint) was weighed and left: it plans over DTensors, and our optimizer state
-is plain local shards whose padding rows are cut off, each of which would have to be dressed as a DTensor with a
-placement that does not exist; its plans and metadata are pickled between ranks and into the checkpoint; and what it
-gives, this file has in full.
+In the background, training waits only for a copy in host memory (staging.py), and a thread does the rest. One save is
+in flight at a time; the next one waits for it. A step gets its final name, and `latest` points to it, only after all of
+it is on the disk.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, byte_count, byte_view
-from megalith.checkpoint.manifest import RunRecord, TensorRecord
+from megalith.checkpoint.manifest import RunRecord
+from megalith.checkpoint.plan import Plan, StateShards, make_plan
+from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import Model, state_shards
 from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.checkpoint.writer import ShardWriter, WriteItem, not_saved, shard_bytes_for
-from megalith.comm.collectives import Axis, gather_json, scatter_json
+from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
 from megalith.optim.moments import Moment
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place
-
-StateShards = Mapping[str, Mapping[str, LocalShard]]  # by part and name
-Table = dict[str, dict[str, TensorRecord]]  # by part and name
-Key = tuple[str, str]  # part and name
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is stored, and this rank's share of the writing."""
-
-    table: Table
-    """Every part, and on rank 0, which writes the manifest, the world's global tensors in it. A part may have none:
-    SGD without momentum has no state."""
-
-    share: list[Key]
-    """The shards that this rank writes."""
-
-    total_bytes: int
-    """What all ranks' shares take; every rank has it, for all tell the same where the disk is full."""
-
-
-def make_plan(shards: StateShards, world: Axis) -> Plan:
-    """The plan for `shards`, of which each rank of the world gives its own; every rank calls it."""
-    table, shares = divide(gather_json(entries(shards), world, to_first=True))
-    total = sum(
-        byte_count(tensor.shape, DTYPES[tensor.dtype])
-        for named in table.values()
-        for tensor in named.values()
-    )
-    share, total = scatter_json([[share, total] for share in shares], world)
-    return Plan({part: {} for part in shards} | table, [(part, name) for part, name in share], total)
-
-
-def entries(shards: StateShards) -> list[list[Any]]:
-    """What a rank tells of its shards, plain JSON: part, name, type, global shape, offset and shape of the shard."""
-    return [
-        [
-            part,
-            name,
-            DTYPE_CODES[shard.values.dtype],
-            *map(list, (shard.shape, shard.offset, shard.values.shape)),
-        ]
-        for part, named in shards.items()
-        for name, shard in named.items()
-    ]
-
-
-def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
-    """Every tensor, and each rank's share, from what each rank has told.
-
-    Shards of a tensor are alike or apart, as axes copy it or cut it.
-    """
-    table: Table = {}
-    holders: dict[tuple, list[int]] = {}  # of a shard: part, name, offset and shape
-    sizes: dict[tuple, int] = {}
-    for rank, shards in enumerate(told):
-        for part, name, code, whole, offset, shape in shards:
-            named = table.setdefault(part, {})
-            if name not in named:
-                named[name] = TensorRecord(dtype=code, shape=whole)
-            shard = (part, name, *offset, *shape)
-            if shard in holders:
-                holders[shard].append(rank)
-            elif 0 not in shape:
-                holders[shard], sizes[shard] = [rank], byte_count(shape, DTYPES[code])
-    load = [0] * len(told)
-    shares: list[list[Key]] = [[] for _ in told]
-    for shard in sorted(holders, key=sizes.__getitem__, reverse=True):
-        rank = min(holders[shard], key=load.__getitem__)
-        load[rank] += sizes[shard]
-        shares[rank].append(shard[:2])
-    return table, shares
-
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)
@@ -377,38 +285,3 @@ def _staged(share: list[WriteItem], staging: Staging) -> Share:
         return refuse
     staged = [replace(item, values=copy) for item, copy in zip(share, copies)]
     return lambda: staged
-
-
-SLAB = 2**28  # bytes
-
-
-class Staging:
-    """Host memory for one copy of a rank's share of the state."""
-
-    def __init__(self, slab: int = SLAB):
-        self._slab = slab
-        self._slabs: list[Tensor] = []
-
-    def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
-        """The tensors as they are now. The copies last until the next call, which reuses the memory."""
-        devices, copies, at = set(), [], 0
-        for tensor in tensors:  # one at a time: some are made for this
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-            source, parts = byte_view(tensor), []
-            while source.numel():
-                room = self._room(at, pinned=bool(devices))[: source.numel()]
-                room.copy_(source[: room.numel()], non_blocking=True)
-                parts.append(room)
-                source, at = source[room.numel() :], at + room.numel()
-            copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return copies
-
-    def _room(self, at: int, pinned: bool) -> Tensor:
-        """What is free behind the byte `at`, up to the end of its slab."""
-        number, start = divmod(at, self._slab)
-        if number == len(self._slabs):
-            self._slabs.append(torch.empty(self._slab, dtype=torch.uint8, pin_memory=pinned))
-        return self._slabs[number][start:]

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from megalith.checkpoint.saver import divide, entries
+from megalith.checkpoint.plan import divide, entries
 from megalith.checkpoint.state import model_shards
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig

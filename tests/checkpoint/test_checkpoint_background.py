@@ -8,7 +8,7 @@ import torch
 import megalith
 from megalith.checkpoint import Saver, list_steps, open_checkpoint, saver
 from megalith.checkpoint.fingerprint import tensor_digests
-from megalith.checkpoint.saver import Staging
+from megalith.checkpoint.staging import Staging
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 

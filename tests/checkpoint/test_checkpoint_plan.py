@@ -2,7 +2,7 @@
 
 import torch
 
-from megalith.checkpoint.saver import divide, entries
+from megalith.checkpoint.plan import divide, entries
 from megalith.comm.collectives import scatter_json
 from megalith.config import ParallelConfig
 from megalith.parallel.mesh import build_mesh

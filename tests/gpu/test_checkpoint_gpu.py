@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from megalith.checkpoint import RunRecord, Saver, load_model, open_checkpoint
-from megalith.checkpoint.saver import Staging
+from megalith.checkpoint.staging import Staging
 
 LATE = 2_000_000  # cycles: about a millisecond
 

@@ -1,0 +1,50 @@
+"""Copies of tensors in host memory, in buffers that are reused from one save to the next.
+
+A background save writes the state as it was when the save began, so the state is copied first, and training waits only
+for that copy. Copies from a GPU go into page-locked memory at the full speed of the bus; all are queued and waited for
+once. The buffers are slabs whose size is a power of two, because torch's allocator of page-locked memory rounds up to
+one. A tensor may span several slabs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.files import HostBytes, byte_view
+
+SLAB = 2**28  # bytes
+
+
+class Staging:
+    """Host memory for one copy of a rank's share of the state."""
+
+    def __init__(self, slab: int = SLAB):
+        self._slab = slab
+        self._slabs: list[Tensor] = []
+
+    def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
+        """The tensors as they are now. The copies last until the next call, which reuses the memory."""
+        devices, copies, at = set(), [], 0
+        for tensor in tensors:  # one at a time: some are made for this
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            source, parts = byte_view(tensor), []
+            while source.numel():
+                room = self._room(at, pinned=bool(devices))[: source.numel()]
+                room.copy_(source[: room.numel()], non_blocking=True)
+                parts.append(room)
+                source, at = source[room.numel() :], at + room.numel()
+            copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _room(self, at: int, pinned: bool) -> Tensor:
+        """What is free behind the byte `at`, up to the end of its slab."""
+        number, start = divmod(at, self._slab)
+        if number == len(self._slabs):
+            self._slabs.append(torch.empty(self._slab, dtype=torch.uint8, pin_memory=pinned))
+        return self._slabs[number][start:]
