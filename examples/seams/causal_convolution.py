@@ -11,7 +11,8 @@ from torch.nn.functional import conv1d, pad
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.pass_context import Context, Runnable, runnable
+from megalith.models.pass_context import Context
+from megalith.models.runnable import Runnable, runnable
 
 TAPS = 4
 

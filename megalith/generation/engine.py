@@ -41,10 +41,11 @@ from megalith.generation.requests import (
 from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
 from megalith.hardware import to_device
 from megalith.models.adapters import add_adapters
+from megalith.models.cache import Cache
 from megalith.models.mixers.attention import SoftmaxOffset
 from megalith.models.mixers.gated_delta_net import Decay
 from megalith.models.norm import HeadNorms, Norm
-from megalith.models.pass_context import Cache, Context, PassLayout
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of

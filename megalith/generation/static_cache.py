@@ -5,7 +5,7 @@
 Layers of linear attention have in their place a state of each row, whatever the sequence's length: LinearStates.
 
 A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds a token to each;
-both are the Cache of one pass (models/pass_context.py).
+both are the Cache of one pass (models/cache.py).
 """
 
 from __future__ import annotations

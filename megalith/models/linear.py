@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.pass_context import Context, Runnable, runnable
+from megalith.models.pass_context import Context
+from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, gated_activation
 from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
 

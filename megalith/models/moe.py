@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import MLP, Linear
-from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing
+from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, Prepared, RowGroups, add_bias, grouped_linear, prepared
 from megalith.ops.permute import Permutation, bounded_pairs, places, sorted_pairs, sum_rows, take_rows

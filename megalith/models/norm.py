@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.pass_context import Runnable, runnable
+from megalith.models.runnable import Runnable, runnable
 from megalith.ops.dropout import Mask
 from megalith.ops.fused_norm import add, add_norm, norm
 

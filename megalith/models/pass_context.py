@@ -1,20 +1,12 @@
-"""What a pass through the model carries: how its tokens stand here, and what every layer needs to know of them.
-
-Keys and values of the tokens already seen, so that generating a token costs one token's work.
-
-How a part of a layer is run: its formula at once, unless something is plugged. What is plugged is a function, the same
-one for every layer, so that all layers share compiled code.
-"""
+"""Context of a forward pass: the layout of its tokens on this rank, and the inputs that every layer reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from megalith.models.cache import Cache
 from megalith.models.rope import Tables
 from megalith.ops.dropout import DropoutKeys
 
@@ -96,37 +88,3 @@ class Encoded:
 def own_tokens(x: Tensor, context: Context | None) -> Tensor:
     """What ranks that share heads or units use of x: what is here. Tensor parallelism has it gathered."""
     return x
-
-
-class Cache(Protocol):
-    """Keys and values of the tokens before those of a pass: generation/static_cache.py has two."""
-
-    def at_layer(self, number: int) -> Cache:
-        """What a layer gets: the cache of its own keys and values."""
-
-    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        """What `core` gives with these arguments over the layer's cached tokens and the new ones, which are kept."""
-
-    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        """As ops.delta_rule.causal_conv of the new tokens behind the layer's last ones, which are kept."""
-
-    def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-        """As ops.delta_rule.gated_delta_rule of the new tokens behind the layer's state, which is kept."""
-
-
-class Runnable(nn.Module):
-    """A part of a layer, of which methods can be run another way: `runner(method, *args)`. A seam."""
-
-    runner: Callable | None = None
-
-
-def runnable(method: Callable) -> Callable:
-    """A method of a Runnable that its runner runs, where it has one."""
-
-    @wraps(method)
-    def run(self: Runnable, *args):
-        if self.runner is None:
-            return method(self, *args)
-        return self.runner(partial(method, self), *args)
-
-    return run

@@ -30,8 +30,9 @@ from megalith.models.mixers.attention import CrossAttention, RelativeBias
 from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed, normed_after
-from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
+from megalith.models.pass_context import Context, Encoded, PassLayout, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
+from megalith.models.runnable import Runnable, runnable
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import document_ids, mask_of_ids, mask_of_padding, prepared
 from megalith.ops.dropout import (

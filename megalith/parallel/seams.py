@@ -21,8 +21,8 @@ from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
-from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
+from megalith.models.runnable import Runnable
 from megalith.models.transformer import Stack, Transformer
 from megalith.models.vocabulary import Embedding
 

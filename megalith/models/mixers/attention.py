@@ -25,8 +25,9 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
-from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import rotate
+from megalith.models.runnable import Runnable, runnable
 from megalith.ops.attention_core import attention, split_qkv
 
 

@@ -20,7 +20,8 @@ from torch.nn.functional import silu, softplus
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.pass_context import Context, Runnable, runnable
+from megalith.models.pass_context import Context
+from megalith.models.runnable import Runnable, runnable
 from megalith.ops.delta_rule import causal_conv, gated_delta_rule
 from megalith.ops.documents import document_ids
 

@@ -21,8 +21,9 @@ from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention, by_head
 from megalith.models.norm import Norm, normed
-from megalith.models.pass_context import Context, own_tokens, runnable
+from megalith.models.pass_context import Context, own_tokens
 from megalith.models.rope import rotate
+from megalith.models.runnable import runnable
 
 
 class LatentAttention(Attention):
