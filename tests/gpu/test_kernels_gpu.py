@@ -13,7 +13,7 @@ from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
-from megalith.optim.optimizer import LEAST, AdamW
+from megalith.optim.adamw import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
            attention_dropout=0.0, hidden_dropout=0.0)  # fmt: skip

@@ -11,7 +11,8 @@ import megalith
 from megalith.config import OptimConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.optimizer import Placement, decay_groups, orthogonalized
+from megalith.optim.muon import orthogonalized
+from megalith.optim.optimizer import Placement, decay_groups
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
@@ -86,7 +87,7 @@ def test_newton_schulz_is_in_fp32_where_the_run_is_or_where_it_is_asked_for():
         config = OptimConfig(optimizer="muon", lr=0.1, muon_fp32_matmul_prec=asked)
         placements = {"w": Placement(matrices=(4,))}
         optimizer = build_optimizer([("w", weight)], config, (), placements, precision)
-        with mock.patch("megalith.optim.optimizer.orthogonalized", side_effect=orthogonalized) as made:
+        with mock.patch("megalith.optim.muon.orthogonalized", side_effect=orthogonalized) as made:
             weight.grad = torch.eye(4)
             optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
         assert made.call_args.args[2] == dtype

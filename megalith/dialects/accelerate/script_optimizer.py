@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from megalith.config import OptimConfig
 from megalith.dialects.accelerate.process_state import on_every_rank
 from megalith.errors import ConfigError
+from megalith.optim.adamw import AdamW
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
-from megalith.optim.optimizer import AdamW
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel

@@ -1,0 +1,117 @@
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of the layers, AdamW for everything else.
+
+The update of a matrix is its Nesterov momentum with all singular values brought close to 1 by five steps of a quintic
+Newton-Schulz iteration, which needs only matmuls. It is a function of the whole matrix, so each rank gathers the
+shards of a matrix's momentum over the axes that its placement names, orthogonalizes the whole matrix, and keeps its
+own shard of the result, one matrix at a time. A fused weight (query, key and value; gate and up) consists of several
+matrices, and each is orthogonalized separately, as is each expert's.
+
+The update is scaled by the shape of its matrix (`muon_scale_mode`). By default its RMS is about that of AdamW's, so
+one learning rate and one weight decay serve both (Liu et al. 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.config import OptimConfig
+from megalith.optim.optimizer import _REGISTERED, TrainedParameter, adamw, decay_groups
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+
+SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+
+
+def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """U · Vᵀ of each matrix U · S · Vᵀ of x [..., rows, columns], but for singular values between about 0.7 and 1.2.
+    Computed in `dtype`."""
+    a, b, c = COEFFICIENTS
+    wide = x.shape[-2] <= x.shape[-1]
+    y = x.to(dtype) if wide else x.to(dtype).mT
+    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y if wide else y.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """It is stepped by `optimizer_step`, which sets `grad_scale` and `found_inf`. Every rank steps together."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        matrices: Sequence[TrainedParameter],
+        others: torch.optim.Optimizer | None,
+        config: OptimConfig,
+        dtype: torch.dtype,
+    ):
+        """`matrices` have a `placement.matrices`; `others` steps the rest. `dtype` is Newton-Schulz's."""
+        groups = [group | {"is_muon": True} for group in decay_groups(matrices, config)]
+        super().__init__(groups + (others.param_groups if others else []), {"lr": config.lr})
+        self._others, self._config, self._dtype = others, config, dtype
+        if others is not None:
+            self.state = others.state
+        self._placements = {item.parameter: item.placement for item in matrices}
+        for item in matrices:
+            self.state[item.parameter] = {"momentum_buffer": torch.zeros_like(item.parameter)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps every parameter that has a gradient."""
+        if self._others is not None:
+            self._others.grad_scale, self._others.found_inf = self.grad_scale, self.found_inf
+            self._others.step()
+        for group in self.param_groups:
+            for parameter in group["params"] if group.get("is_muon") else ():
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, group)
+
+    def _step_matrix(self, parameter: Tensor, group: Mapping) -> None:
+        momentum, buffer = self._config.muon_momentum, self.state[parameter]["momentum_buffer"]
+        gradient = parameter.grad / self.grad_scale
+        moved = buffer.lerp(gradient, 1 - momentum)
+        update = gradient.lerp(moved, momentum) if self._config.muon_nesterov else moved
+        placement = self._placements[parameter]
+        update = placement.own(self._orthogonalized_parts(placement.whole(update), placement.matrices))
+        stepped = parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+        keep = self.found_inf > 0  # decided on the device: the host waits for nothing
+        parameter.copy_(torch.where(keep, parameter, stepped))
+        buffer.copy_(torch.where(keep, buffer, moved))
+
+    def _orthogonalized_parts(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Of whole [..., rows, columns], whose rows alternate between matrices of `sizes` rows at a time."""
+        config, results = self._config, []
+        blocks = whole.unflatten(-2, (-1, sum(sizes)))
+        for part in blocks.split(list(sizes), dim=-2):
+            matrix = part.flatten(-3, -2)
+            factor = config.muon_extra_scale_factor * SCALES[config.muon_scale_mode](*matrix.shape[-2:])
+            made = orthogonalized(matrix, config.muon_num_ns_steps, self._dtype).float() * factor
+            results.append(made.unflatten(-2, part.shape[-3:-1]))
+        return torch.cat(results, dim=-2).flatten(-3, -2)
+
+
+def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str) -> Muon:
+    """Muon for the parameters that are matrices of layers, AdamW for the others, with their state at zero."""
+    matrices = [item for item in parameters if item.placement.matrices is not None]
+    rest = [item for item in parameters if item.placement.matrices is None]
+    if config.muon_fp32_matmul_prec is not None:
+        exact = config.muon_fp32_matmul_prec == "highest"
+    else:
+        exact = precision == "fp32"
+    return Muon(
+        matrices, adamw(rest, config) if rest else None, config, torch.float32 if exact else torch.bfloat16
+    )
+
+
+_REGISTERED["muon"] = build_muon
