@@ -9,7 +9,8 @@ import pytest
 import zstandard
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocessing.preprocess import preprocess, split_sentences
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.preprocessing.sentences import split_sentences
 from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.data.preprocessing.preprocess import split_sentences
+from megalith.data.preprocessing.sentences import split_sentences
 
 
 @pytest.mark.parametrize(
