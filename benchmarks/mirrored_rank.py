@@ -195,7 +195,7 @@ def worker(arguments: Sequence[str]) -> None:
     from megalith.comm import collectives
     from megalith.launch.launcher import this_process
     from megalith.parallel.context import ring
-    from megalith.parallel.expert import expert_parallel
+    from megalith.parallel.expert import dispatch_buffer
     from megalith.training import trainer
 
     def join(device: torch.device, *args, **kwargs):
@@ -205,7 +205,7 @@ def worker(arguments: Sequence[str]) -> None:
 
     with (
         mock.patch.object(trainer, "init_distributed", join),
-        mock.patch.object(expert_parallel, "inverse", with_rows_for_all),
+        mock.patch.object(dispatch_buffer, "inverse", with_rows_for_all),
         mock.patch.object(collectives, "begin_group_all_gather", all_gather_of_any_group),
         mock.patch.object(ring, "begin_group_all_gather", all_gather_of_any_group),
     ):

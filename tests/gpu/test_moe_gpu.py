@@ -16,15 +16,15 @@ from megalith.ops.fp8.recipes import Fp8GroupedGemm
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.expert_parallel import (
+from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
-    ExpertParallel,
     gathered_rows,
     pack,
     plan_dispatch,
     spread,
     unpack,
 )
+from megalith.parallel.expert.expert_parallel import ExpertParallel
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.seams import plug, replace_parameter
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all
 from megalith.config import ParallelConfig
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.expert_parallel import pack, plan_dispatch, unpack
+from megalith.parallel.expert.dispatch_buffer import pack, plan_dispatch, unpack
 from megalith.parallel.mesh import build_mesh
 
 EXPERTS, TOPK, HIDDEN = 6, 3, 8

@@ -14,7 +14,7 @@ from megalith.ops import compiled
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.expert_parallel import gathered_rows, spread
+from megalith.parallel.expert.dispatch_buffer import gathered_rows, spread
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job

@@ -1,56 +1,28 @@
 """Expert parallelism (Lepikhin et al. 2020): the experts of a layer are spread over ranks, and tokens are dispatched.
 
-The ranks of a pipeline stage, which for everything else are data × context × tensor, are for the experts edp replicas
-of ep ranks, each expert sharded over etp of them (mesh.py). Every rank brings the tokens that it has:
+The ranks of a pipeline stage (data × context × tensor for everything else) are for the experts edp replicas of ep
+ranks, with each expert sharded over etp of them (mesh.py). Every rank brings its own tokens:
 
     1. Without sequence parallelism the TP ranks have the same tokens: each dispatches its share.
     2. The etp ranks of an expert need the same tokens: they all-gather each other's.
-    3. alltoall   each token goes to the ranks that have its experts, once to each, and the sum of these experts'
-                  outputs comes back: fewer bytes than a row for each pair of token and expert
-       allgather  all ranks that have experts all-gather all tokens; each computes what its experts add
+    3. alltoall   each token goes once to each rank that has some of its experts, and the sum of their outputs
+                  comes back: fewer bytes than a row for each pair of token and expert
+       allgather  all ranks with experts all-gather all tokens; each computes the part of its own experts
     4. Partial outputs are reduced where tokens were gathered, and the shares of 1 are all-gathered.
 
-What alltoall sends depends on the tokens, so the host reads the sizes, once a layer, and so do the rows of allgather.
-In static dispatch (moe_static_dispatch) it reads nothing: every rank gets every token, so that buffers have one size in
-any routing, and how many rows the experts here have stands on the device, where grouped matmuls read it. Nor does it
-with experts padded to their capacity, where each pair is a row. A token and its routing are one row of the dispatch
-buffer (below). Every step is the gradient of another, so an expert's gradient is that of all tokens of its replica,
-complete, and is reduced over edp only.
-
-What needs no tokens overlaps the all-to-alls. In the backward pass the order is reversed, so the same two lines hide
-its all-to-alls too:
-
-                     forward                              backward, read upwards
-    dispatch         weights cast, while the host reads   wgrads of the experts
-    combine          shared expert                        shared expert's backward pass
-
-The dispatch buffer of expert parallelism: a token and its routing as one row.
-
-    row of a parcel    | x [hidden] | weights of its experts, float32 [topk] | numbers of its rows, int32 [topk] |
-
-in one tensor of x's dtype, whose last columns have the bits of other dtypes: no arithmetic may touch them. The ranks
-exchange how many pairs of token and expert they have for every expert. So a sender can number the rows of the experts
-of all ranks: expert by expert, in each rank by rank, in the tokens' order. The receiver of a parcel takes those of its
-numbers that are rows here, and neither sorts nor counts.
-
-The gradient of a parcel is a parcel: x's, the weights', and zeros.
-
-Where buffers are as large as any routing needs, every rank gets a parcel of each token, without numbers: it knows the
-experts of all ranks' tokens, and finds the rows itself.
+Every step is the gradient of another step. So an expert's gradient covers all tokens of its replica, and only has to
+be reduced over edp.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megalith.comm.collectives import (
-    Axis,
     all_gather,
     all_gather_no_grad,
     all_gather_replicated,
@@ -65,195 +37,25 @@ from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_r
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer, layers_of
-from megalith.ops import kernels
-from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import (
     Permutation,
-    copies,
-    inverse,
-    places,
-    rows_at,
-    starts,
-    sum_at,
     sum_rows,
     take_rows,
     transposed,
+)
+from megalith.parallel.expert.dispatch_buffer import (
+    DispatchPlan,
+    gathered_rows,
+    pack,
+    plan_dispatch,
+    spread,
+    unpack,
 )
 from megalith.parallel.expert.expert_counts import SplitTokenShare
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
-
-NOWHERE = 2**31 - 1  # behind all rows
-# Of four bytes, of which a parcel without numbers of rows has a multiple: 16 bytes, what a GPU loads at once.
-PARCEL_NUMBERS = 4
-
-
-class DispatchPlan(NamedTuple):
-    """Which tokens go where; every parcel's place is known, but not how many there are."""
-
-    weights: Tensor  # float32 [tokens, topk]
-    choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the numbers of the rows
-    token: Tensor  # int64 [parcels or more]
-    row: Tensor  # int64 [tokens, ranks]: the parcels of each token, by the rank that they go to
-    first: Tensor  # int64 [1]: the number of the first row here
-    counts: Tensor  # int64 [experts here]: rows of each
-    sizes: Tensor  # int64 [2 · ranks + experts here]: parcels to each rank, from each rank, and counts
-
-
-def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> DispatchPlan:
-    """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
-    number behind the last expert is nowhere."""
-    ranks, experts = axis.size, here * axis.size
-    # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
-    groups = torch.cat([destinations, destinations // here + experts + 1], 1)
-    sizes, before, has = places(groups, experts + ranks + 2)
-    to = slice(experts + 1, -1)
-    token, row = copies(sizes[to], before[:, to], has[:, to])
-    table = all_gather_no_grad(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
-    to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
-    totals = to_experts.sum(0)
-    begin = starts(totals)
-    mine = begin + to_experts[: axis.rank].sum(0)
-    number = torch.cat([mine, totals.sum()[None]])[destinations] + before.gather(1, destinations)
-    choices = torch.cat([weights.detach().view(torch.int32), number.int()], 1)
-    own = slice(axis.rank * here, axis.rank * here + here)
-    counts = totals[own]
-    told = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
-    return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
-
-
-def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Permutation]:
-    """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
-    order = Permutation(plan.token[:count], plan.row, all_kept=False)
-    return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
-
-
-def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Permutation]:
-    """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
-    [rows, 1]; and the order of these rows."""
-    topk = plan.weights.shape[1]
-    rows, weights, token, row = _Unpack.apply(packed, plan.first, topk, count, fused)
-    return rows, weights, Permutation(token, row, all_kept=False)
-
-
-def spread(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
-    """The parcels of the tokens x [tokens, hidden] with weights float32 [tokens, topk], the same for each of the
-    ranks: [ranks · tokens, hidden and the weights' bits]."""
-    return _Spread.apply(x, weights, ranks, fused)
-
-
-def gathered_rows(
-    parcels: Tensor, plan: ExpertRows, end: Tensor, hidden: int, fused: bool
-) -> tuple[Tensor, Tensor, Permutation]:
-    """As unpack, of parcels that have come from spread, with as many rows as there may be; from `end` on, int32 [1],
-    they may hold anything."""
-    rows, weights = _GatheredRows.apply(parcels, plan.pair, plan.row, end, hidden, fused)
-    order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, end=end)
-    return rows, weights, order
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
-        ctx.hidden, ctx.topk, ctx.ranks, ctx.fused = x.shape[1], weights.shape[1], ranks, fused
-        bits = F.pad(weights.detach(), (0, -ctx.topk % PARCEL_NUMBERS)).view(x.dtype)
-        return torch.cat([x, bits], 1).repeat(ranks, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
-        args = grad[:, : ctx.hidden], weights, ctx.ranks
-        sums = (
-            as_one_kernel(_sums_over_ranks, *args, sizes_vary=True) if ctx.fused else _sums_over_ranks(*args)
-        )
-        return *sums, None, None
-
-
-class _GatheredRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parcels: Tensor, pair: Tensor, row: Tensor, end: Tensor, hidden: int, fused: bool):
-        x, weights, topk = parcels[:, :hidden], parcels[:, hidden:].view(torch.float32), row.shape[1]
-        ctx.row, ctx.width, ctx.fused = row, weights.shape[1], fused
-        weights = weights[:, :topk]
-        if fused and kernels.AVAILABLE and x.is_cuda:
-            taken = as_one_kernel(rows_at, weights.reshape(-1, 1), pair, False, sizes_vary=True)
-            return kernels.take_rows(x, pair, end, topk), taken
-        args = x, weights, pair
-        return as_one_kernel(_rows_of_pairs, *args, sizes_vary=True) if fused else _rows_of_pairs(*args)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor, grad_weights: Tensor):
-        args = grad, grad_weights, ctx.row, ctx.width
-        x, weights = as_one_kernel(_both_taken, *args, sizes_vary=True) if ctx.fused else _both_taken(*args)
-        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None, None
-
-
-class _Pack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weights: Tensor, choices: Tensor, order: Permutation, fused: bool) -> Tensor:
-        ctx.hidden, ctx.topk, ctx.row, ctx.fused = x.shape[1], weights.shape[1], order.row, fused
-        return torch.cat([x, choices.view(x.dtype)], 1).index_select(0, order.token)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
-        args = grad[:, : ctx.hidden], weights, ctx.row
-        sums = as_one_kernel(_both_sums, *args, rows_vary=True) if ctx.fused else _both_sums(*args)
-        return *sums, None, None, None
-
-
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, packed: Tensor, first: Tensor, topk: int, count: int, fused: bool):
-        bits = packed.view(torch.int32)
-        weights, numbers = bits[:, -2 * topk : -topk].view(torch.float32), bits[:, -topk:]
-        x = packed.narrow(1, 0, packed.shape[1] - 2 * topk * 4 // packed.element_size())
-        args = x, weights, numbers, first, packed.new_empty(count, dtype=torch.bool)
-        found = as_one_kernel(_unpacked, *args, rows_vary=True) if fused else _unpacked(*args)
-        rows, row_weights, token, ctx.row = found
-        ctx.fused = fused
-        ctx.mark_non_differentiable(token, ctx.row)
-        return rows, row_weights, token, ctx.row
-
-    @staticmethod
-    def backward(ctx, grad: Tensor, grad_weights: Tensor, *nothing):
-        args = grad, grad_weights, ctx.row, 2 * ctx.row.shape[1]
-        x, weights = as_one_kernel(_both_taken, *args, rows_vary=True) if ctx.fused else _both_taken(*args)
-        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
-
-
-def _both_sums(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a token's parcels, added."""
-    return sum_at(x, row, False), sum_at(weights, row, False)
-
-
-def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows, as many as `rows` has, and their weights; the parcel of each row, and the rows of each parcel."""
-    topk, count = numbers.shape[1], len(rows)
-    row = numbers - first
-    row = torch.where(row < 0, NOWHERE, row).clamp(max=count)
-    pair = inverse(row.flatten(), count + 1)[:-1]
-    token = pair // topk
-    return x[token], weights.reshape(-1, 1)[pair], token, row
-
-
-def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, width]."""
-    weights = rows_at(grad_weights, row.flatten(), False).view(row.shape)
-    return sum_at(grad, row, False), F.pad(weights, (0, width - row.shape[1]))
-
-
-def _rows_of_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of pairs of a token and one of its weights, and those weights."""
-    return rows_at(x, pair // weights.shape[1], False), rows_at(weights.reshape(-1, 1), pair, False)
-
-
-def _sums_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The sums of the ranks' parts, which stand one after the other, in fp32 at least, rounded once."""
-    return tuple(part.unflatten(0, (ranks, -1)).sum(0) for part in (x, weights))
-
 
 # The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
 # fc1, rows of fc2. Of the bias of fc2 each rank adds some columns, so that the ranks' sum has it once, and none shares
@@ -300,7 +102,20 @@ class HostCopy:
 
 
 class ExpertParallel(Dispatch):
-    """The way of a rank's tokens to their experts, wherever these are, and back."""
+    """Send a rank's tokens to their experts on any rank, and their outputs back.
+
+    The sizes that alltoall sends, and the number of rows that allgather computes, depend on the tokens, so the host
+    reads them once per layer. It reads nothing in static dispatch (moe_static_dispatch): every rank gets every token,
+    so buffers have one size for any routing, and the number of rows of the experts here stays on the device, where
+    grouped matmuls read it. It also reads nothing with experts padded to their capacity, where each pair is a row.
+
+    Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two lines
+    hide its all-to-alls too:
+
+                         forward                              backward, read upwards
+        dispatch         weights cast, while the host reads   wgrads of the experts
+        combine          shared expert                        shared expert's backward pass
+    """
 
     def __init__(
         self,
