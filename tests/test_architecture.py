@@ -141,7 +141,7 @@ SET_IN_PARALLEL = {
     "gather.py": {"tensor.own"},
     "pipeline/stages.py": {"parameter.grad"},  # zeros, where a copy is not read
     "memory/activation_offload.py": {"stored.uses"},
-    "overlap/copy_engine.py": {  # of structures that CUDA's driver takes
+    "overlap/cuda_driver.py": {  # of structures that CUDA's driver takes
         "step.operation",
         "value.address",
         "value.flags",

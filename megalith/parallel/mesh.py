@@ -125,7 +125,7 @@ def build_mesh(
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
     direct = parallel.direct_axes if device_type == "cuda" else set()
     if direct:
-        import megalith.parallel.overlap.copy_engine  # noqa: F401 (it registers operators)
+        import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it and copy_engine.py register operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     names = ("ep", "etp", "edp", "ep_etp", "cp_tp")
     experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megalith.comm.collectives import Axis
 from megalith.parallel.context.zigzag import spans
-from megalith.parallel.overlap import copy_engine as direct_heads
-from megalith.parallel.overlap.copy_engine import StridedRows
+from megalith.parallel.overlap import copy_engine_heads as direct_heads
+from megalith.parallel.overlap.cuda_driver import StridedRows
 
 
 def places(rank: int, size: int, seq: int) -> list[int]:

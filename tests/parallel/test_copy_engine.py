@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.errors import TrainingError
-from megalith.parallel.overlap import copy_engine
+from megalith.parallel.overlap import copy_engine, cuda_driver
 
 CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")
 
@@ -120,9 +120,9 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
 
 
 def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
-    copy_engine._bindings.cache_clear()
+    cuda_driver._bindings.cache_clear()
     with mock.patch.dict(sys.modules, {"cuda.bindings": None}), pytest.raises(TrainingError) as raised:
-        copy_engine.Flags([64])
+        cuda_driver.Flags([64])
     assert "parallel.symmetric_memory_groups" in str(raised.value)
     assert "install it, or leave the setting out" in str(raised.value)
 
@@ -142,8 +142,8 @@ def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
         return (0,)
 
     cuda.cuStreamBatchMemOp = launch
-    with mock.patch.object(copy_engine, "_bindings", lambda: (cuda, None)):
-        flags = copy_engine.Flags([64, 128], [192])
+    with mock.patch.object(cuda_driver, "_bindings", lambda: (cuda, None)):
+        flags = cuda_driver.Flags([64, 128], [192])
         flags(7, 1)
         flags(2**32 + 8, 2)
     assert calls == [
@@ -155,9 +155,9 @@ def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: copy_engine.copy(0, 0, 8, 0),
-        lambda: copy_engine.copy_rows(copy_engine.StridedRows(0, 8, 0, 8, 8, 3), 0, 0, 0),
-        lambda: copy_engine.Flags([64])(1, 0),
+        lambda: cuda_driver.copy(0, 0, 8, 0),
+        lambda: cuda_driver.copy_rows(cuda_driver.StridedRows(0, 8, 0, 8, 8, 3), 0, 0, 0),
+        lambda: cuda_driver.Flags([64])(1, 0),
     ],
     ids=["copy", "rows", "flags"],
 )
@@ -166,7 +166,7 @@ def test_what_the_driver_refuses_is_told(call):
     status.name = "CUDA_ERROR_INVALID_VALUE"
     answering = mock.Mock(**{f"{name}.return_value": (status,) for name in CALLS})
     with (
-        mock.patch.object(copy_engine, "_bindings", lambda: (answering, answering)),
+        mock.patch.object(cuda_driver, "_bindings", lambda: (answering, answering)),
         pytest.raises(TrainingError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) to .*leave out parallel"),
     ):
         call()

@@ -14,7 +14,7 @@ from megalith.ops import kernels as fused
 from megalith.ops.attention_core import split_heads
 from megalith.parallel.context.context_parallel import apply_context, heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.overlap import copy_engine as direct_heads
+from megalith.parallel.overlap import copy_engine_heads as direct_heads
 
 TINY = {"preset": "gpt2", "num_layers": 1}
 # heads of each tensor, head_dim, batch, tokens of a rank

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
 
-import megalith.parallel.overlap.copy_engine  # noqa: F401 (it registers operators)
+import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it registers operators)
 from megalith.comm.collectives import Axis
 from megalith.parallel.overlap import inductor
 from megalith.parallel.overlap.inductor import Interleave, awaited, begins_collective, seconds, waits

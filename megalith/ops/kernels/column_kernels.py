@@ -5,7 +5,7 @@ A program makes some columns of some rows and sums the columns as it goes; the p
 a fixed order.
 
 The local part of Ulysses' all-to-all by copy engines, in one pass over memory
-(parallel/overlap/copy_engine.py).
+(parallel/overlap/copy_engine_heads.py).
 
 A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
 rank fetches them, or, where the rank is this one, to their place in the result.

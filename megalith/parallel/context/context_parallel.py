@@ -19,8 +19,8 @@ the two chunks that zigzag gives to the group in the ring of groups.
 
 Gradients of the parameters are partial: they are reduced over data and context together.
 
-By NCCL or gloo the shares of an all-to-all are packed, sent and unpacked. By copy engines (copy_engine.py) they are
-fetched to their final addresses, so that nothing is packed.
+By NCCL or gloo the shares of an all-to-all are packed, sent and unpacked. By copy engines (copy_engine_heads.py) they
+are fetched to their final addresses, so that nothing is packed.
 """
 
 from __future__ import annotations

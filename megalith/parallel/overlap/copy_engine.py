@@ -2,33 +2,14 @@
 
 NCCL's kernels take SMs from the matmuls that they overlap: 20 all-gathers of 7.1 ms beside matmuls of 5.8 ms take
 10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies its input into symmetric
-memory, which all ranks of the group can read, they signal each other by flags, and each fetches its share by copies.
-None of that takes an SM: a kernel that synchronizes ranks would wait for the matmul begun before it, 0.2 ms in
-GPT-2-large.
+memory, which all ranks of the group can read; the ranks signal each other with flags (cuda_driver.py), and each
+fetches its share by copies. None of that takes an SM. A kernel that synchronizes ranks would wait for the matmul that
+began before it, 0.2 ms in GPT-2-large.
 
-Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor`
-completes, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones
-with the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
-Raises TrainingError where the GPUs of a group do not reach each other's memory.
-
-The all-to-all of Ulysses takes one local kernel, and strided copies. The kernel reads a rank's tensors. What the others
-are to get it writes into the slot, a region for each, and the rank's own share to its place in the result. The others
-fetch their regions by two-dimensional copies (rows of so many bytes, with one pitch here and another there), which put
-every row where it belongs:
-
-    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a region for each of the others, in order
-    to heads      of a region, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
-    to tokens     of a region, the heads of every token go to the sender's place among all heads
-
-Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
-
-CUDA's driver copies from address to address, strided too, and sets the flags. A flag is an int32 in device memory, of
-this GPU or of one that it reaches over NVLink. A stream sets it to a number when all before it is done, or waits
-until it has that number or a later one; numbers may wrap around. Neither takes an SM, where a kernel that
-synchronizes with other ranks would wait for the matmul that runs on all of them.
-
-A stream is its handle, addresses are those of the device. Raises TrainingError with the driver's answer where it
-refuses, and where the package cuda-bindings is missing.
+Each function begins a collective on its own stream and returns a tensor that `torch.ops._c10d_functional.wait_tensor`
+completes, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same
+functions with the same shapes in the same order. Kernels launched afterwards may free or overwrite the input. Raises
+TrainingError if the GPUs of a group cannot reach each other's memory.
 """
 
 from __future__ import annotations
@@ -37,7 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
@@ -46,101 +27,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.library import Library, register_fake
 
 from megalith.errors import TrainingError
-from megalith.ops import kernels as fused
-from megalith.parallel.context.zigzag import spans
-
-
-class StridedRows(NamedTuple):
-    """`height` rows of `width`, which stand apart by one pitch at the source and by another at the target. All is in
-    bytes; source and target are where the first row begins, in something whose address comes later."""
-
-    source: int
-    source_pitch: int
-    target: int
-    target_pitch: int
-    width: int
-    height: int
-
-
-def copy(source: int, target: int, size: int, stream: int) -> None:
-    """Copies `size` bytes from one address to another."""
-    _, cuda = _bindings()
-    (status,) = cuda.cudaMemcpyAsync(
-        target, source, size, cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice, stream
-    )
-    if int(status):
-        raise _refusal(status, f"copying {size:,} bytes from another GPU")
-
-
-def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
-    """Copies rows from what begins at address `source` to what begins at `target`."""
-    _, cuda = _bindings()
-    (status,) = cuda.cudaMemcpy2DAsync(
-        target + rows.target,
-        rows.target_pitch,
-        source + rows.source,
-        rows.source_pitch,
-        rows.width,
-        rows.height,
-        cuda.cudaMemcpyKind.cudaMemcpyDefault,
-        stream,
-    )
-    if int(status):
-        raise _refusal(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
-
-
-class Flags:
-    """Flags, by their addresses, that a stream raises and others that it then awaits: at most 255, in one call.
-
-    The call is made ready here, once; with all its flags it takes the host as long as one for a single flag.
-    """
-
-    def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()):
-        self._cuda, _ = _bindings()
-        kinds = self._cuda.CUstreamBatchMemOpType
-        raising = [self._step(kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, "writeValue", flag) for flag in raised]
-        awaiting = [self._step(kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, "waitValue", flag) for flag in awaited]
-        self._steps, self._values = zip(*raising, *awaiting, strict=True)
-
-    def _step(self, kind: Any, name: str, address: int) -> tuple[Any, Any]:
-        """What the driver is to do, and the part of it that has the number."""
-        step = self._cuda.CUstreamBatchMemOpParams()
-        step.operation, value = kind, getattr(step, name)
-        # By the default of a write all that stands before it in the stream is seen with it, by a wait's numbers are
-        # compared by a difference of int32 that is ≥ 0.
-        value.address, value.flags = self._cuda.CUdeviceptr(address), 0
-        return step, value
-
-    def __call__(self, number: int, stream: int) -> None:
-        """When all that stands before in the stream is done, the raised ones have this number; the stream goes on when
-        the awaited ones have it or a later one."""
-        number = self._cuda.cuuint32_t(number % 2**32)
-        for value in self._values:
-            value.value = number
-        (status,) = self._cuda.cuStreamBatchMemOp(stream, len(self._steps), self._steps, 0)
-        if int(status):
-            raise _refusal(status, "raising and awaiting flags of GPUs")
-
-
-@cache
-def _bindings() -> tuple[Any, Any]:
-    """CUDA's driver and its runtime."""
-    try:
-        from cuda.bindings import driver, runtime
-    except ImportError as error:
-        raise TrainingError(
-            "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's builds for CUDA bring "
-            "along on Linux: install it, or leave the setting out"
-        ) from error
-    return driver, runtime
-
-
-def _refusal(status: Any, doing: str) -> TrainingError:
-    return TrainingError(
-        f"CUDA answered {status.name} ({int(status)}) to {doing}; "
-        "leave out parallel.symmetric_memory_groups, whose collectives need that"
-    )
-
+from megalith.parallel.overlap.cuda_driver import Flags, copy
 
 SLOTS = 4  # collectives of a group under way before the next one waits for the memory of the first
 FLAG = 64  # bytes from one flag to the next, which is written by another GPU
@@ -357,80 +244,3 @@ def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Ten
     fetch(slot, stream.cuda_stream)
     torch._C._distributed_c10d._register_work(out, _Begun(slot.end(stream), device))
     return out
-
-
-def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
-    batch, seq, _, head_dim = xs[0].shape
-    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
-
-
-def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
-    batch, seq, _, head_dim = xs[0].shape
-    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
-
-
-@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
-def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
-    """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
-
-    From one tensor or three [batch, seq, heads of each, head_dim] to one, contiguous, [batch, size · seq, heads of all
-    / size, head_dim]: this rank's heads of the first, then of the second, then of the third.
-    """
-    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
-
-
-@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens)
-def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
-    """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim].
-
-    Of three tensors the heads then stand by group as in linear_qkv, a group for each head of the last: its heads of
-    the first, its head of the second, its head of the third. So a rank's share is one span of them.
-    """
-    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
-
-
-def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
-    """Begins what makes `out` whole."""
-    batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
-    shape = size - 1, batch, seq, out.shape[2] // (1 if to_heads else size), head_dim  # of what is in a slot
-    row = shape[3] * head_dim * out.element_size()
-    pulls = heads_pulls if to_heads else tokens_pulls
-
-    def give(slot: Slot, stream: int) -> None:
-        fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads)
-
-    def fetch(slot: Slot, stream: int) -> None:
-        target = out.data_ptr()
-        for peer in slot.peers:
-            for pull in pulls(slot.rank, peer, size, batch, seq, row):
-                copy_rows(pull, slot.addresses[peer], target, stream)
-
-    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch)
-
-
-@cache
-def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
-    """What `rank` fetches from `peer` for heads_from_tokens: a rank's share of a token takes `row` bytes, and `seq`
-    tokens of a sequence are a rank's."""
-    chunk = seq // 2
-    start = _part(rank, peer) * batch * seq * row
-    pulls = []
-    for number, span in enumerate(spans(peer, size, seq)):
-        source, target = start + number * chunk * row, span.start * row
-        if batch > 1:
-            pulls.append(StridedRows(source, seq * row, target, size * seq * row, chunk * row, batch))
-        else:  # by token, as a pitch is less than 2 GiB
-            pulls.append(StridedRows(source, row, target, row, row, chunk))
-    return pulls
-
-
-@cache
-def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
-    """The same for tokens_from_heads."""
-    start = _part(rank, peer) * batch * seq * row
-    return [StridedRows(start, row, peer * row, size * row, row, batch * seq)]
-
-
-def _part(rank: int, peer: int) -> int:
-    """Where the part for `rank` stands among those in the slot of `peer`."""
-    return rank - (rank > peer)

@@ -274,7 +274,7 @@ def _bytes_sent(node: Node) -> int:
     if node.target is torch.ops._c10d_functional.all_to_all_single.default:
         ranks = len(node.args[1])
         return before * (ranks - 1) // ranks
-    if isinstance(node.args[0], list | tuple):  # heads for tokens (copy_engine.py), among args[1] ranks
+    if isinstance(node.args[0], list | tuple):  # heads for tokens (copy_engine_heads.py), among args[1] ranks
         return before * (node.args[1] - 1) // node.args[1]
     after = _bytes(node)
     if str(node.target) == "megalith_copy_engine.scatter.default":
