@@ -10,8 +10,8 @@ from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
 
 import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it registers operators)
 from megalith.comm.collectives import Axis
-from megalith.parallel.overlap import inductor
-from megalith.parallel.overlap.inductor import Interleave, awaited, begins_collective, seconds, waits
+from megalith.parallel.overlap import interleave
+from megalith.parallel.overlap.interleave import Interleave, awaited, begins_collective, seconds, waits
 
 collectives, aten = torch.ops._c10d_functional, torch.ops.aten
 TOKENS, HIDDEN, FFN, RANKS = 32768, 1280, 2560, 2
@@ -157,7 +157,7 @@ def test_a_direct_scatter_takes_as_long_as_a_reduce_scatter(ranks):
     x, part = t.input("x", TOKENS, HIDDEN), (TOKENS // ranks, HIDDEN)
     one = t.call(direct, x, ranks, "tp", name="one", shape=(ranks - 1, *part))
     other = t.call(collectives.reduce_scatter_tensor.default, x, "sum", ranks, "tp", name="other", shape=part)
-    assert seconds(one) == seconds(other) > inductor.LATENCY
+    assert seconds(one) == seconds(other) > interleave.LATENCY
 
 
 def test_only_the_first_and_the_last_collective_are_exposed():
@@ -183,7 +183,7 @@ def test_weight_gradients_fill_waits_and_come_last_where_there_are_none(monkeypa
 
     gradients, last = places()
     assert max(gradients) < last
-    monkeypatch.setattr(inductor, "seconds", lambda node: 0.0 if begins_collective(node) else seconds(node))
+    monkeypatch.setattr(interleave, "seconds", lambda node: 0.0 if begins_collective(node) else seconds(node))
     gradients, last = places()
     assert min(gradients) > last
 
@@ -213,8 +213,8 @@ def test_attention_takes_as_long_with_grouped_heads_and_as_long_as_its_matmuls(n
         shape, matmul = query.meta["val"].shape, 2 * batch * heads * seq * seq * head_dim
         there = t.call(forward, query, key, value, name=f"there{groups}", shape=shape)
         back = t.call(backward, query, query, key, value, name=f"back{groups}", shape=shape)
-        assert seconds(there) * inductor.FLOPS == pytest.approx(2 * matmul)
-        assert seconds(back) * inductor.FLOPS == pytest.approx(5 * matmul)  # scores are computed again
+        assert seconds(there) * interleave.FLOPS == pytest.approx(2 * matmul)
+        assert seconds(back) * interleave.FLOPS == pytest.approx(5 * matmul)  # scores are computed again
 
 
 TP2_SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -264,7 +264,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
     else:
         assert exposed(orders[0]) < 0.4 * alone[0]
     for slower in (1.0, 1.4):  # than the order was made for
-        monkeypatch.setattr(inductor, "LINK", 180e9 / slower)
+        monkeypatch.setattr(interleave, "LINK", 180e9 / slower)
         first = next(seconds(node) for node in orders[1] if begins_collective(node))
         assert exposed(orders[1]) == pytest.approx(first if parallel is TP2_SP else 0.0, abs=1e-6)
 

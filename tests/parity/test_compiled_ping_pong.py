@@ -10,7 +10,7 @@ from parity_cases import run_config
 from torch._inductor.utils import run_and_get_code
 
 from megalith.config import RunConfig
-from megalith.parallel.overlap import inductor
+from megalith.parallel.overlap import interleave
 from megalith.parallel.overlap.inductor import prepare_compiler
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
@@ -32,7 +32,7 @@ def run_compiled(config: RunConfig) -> tuple[Outcome, list[str]]:
     """The outcome of a run, and the code of its layers' graphs that have collectives."""
     prepare_compiler()
     anew = torch._functorch.config.patch(enable_autograd_cache=False)
-    with torch._inductor.config.patch(QUICK), anew, mock.patch.multiple(inductor, **RATES):
+    with torch._inductor.config.patch(QUICK), anew, mock.patch.multiple(interleave, **RATES):
         outcome, codes = run_and_get_code(run_job, config)
     torch._dynamo.reset()
     return outcome, [code for code in codes if COLLECTIVE.search(code)]

@@ -3,7 +3,7 @@ sequences runs, the other half computes.
 
 With tensor parallelism each layer gets both halves and runs one after the other, each as if it were the micro-batch;
 the layer is unchanged. Compiled, that is one graph of two chains without an edge between them, whose nodes
-inductor.py orders so that a collective of either overlaps matmuls of the other, forward and backward. Not compiled,
+interleave.py orders so that a collective of either overlaps matmuls of the other, forward and backward. Not compiled,
 the halves run one after the other and nothing is gained.
 
 With context parallelism alone only attention communicates, so only attention and its linears run as two halves, as a
@@ -51,7 +51,7 @@ def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: Tensor
 
 def interleaving() -> dict[str, Any]:
     """Inductor's options for ping-pong layers: the order of their nodes, and to leave it as it is."""
-    from megalith.parallel.overlap.inductor import Interleave  # imports torch's compiler: seconds
+    from megalith.parallel.overlap.interleave import Interleave  # imports torch's compiler: seconds
 
     return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
 
