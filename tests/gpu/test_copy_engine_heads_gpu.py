@@ -9,7 +9,7 @@ from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
 from megalith.launch.pool import Pool
 from megalith.ops.attention_core import split_heads
-from megalith.parallel.context.context_parallel import heads_from_tokens, tokens_from_heads
+from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 
 SIZES = [pytest.param(2, marks=pytest.mark.two_gpus), pytest.param(4, marks=pytest.mark.four_gpus)]

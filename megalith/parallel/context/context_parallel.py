@@ -6,26 +6,17 @@ each token's global position, so the model runs on them unchanged. Attention nee
 
     p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
     all_gather  keys and values are all-gathered
-    a2a         Ulysses: an all-to-all of heads for tokens, so a rank has the whole sequence of some heads
-                (Jacobs et al. 2023)
+    a2a         Ulysses: an all-to-all of heads for tokens (ulysses.py)
     a2a+p2p     a2a among adjacent ranks, a ring among the groups of them
 
-Cross-attention (T5) goes by a2a: its queries and its keys are cut each by the length of their own sequence, and after
-the exchange a rank has whole sequences of both. Relative positions' biases are then made of this rank's heads alone.
-
-All are one algorithm on two levels: an all-to-all over `inner`, which may have size 1, within a ring or all-gather over
-`outer`, which may have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into
-the two chunks that zigzag gives to the group in the ring of groups.
-
-Gradients of the parameters are partial: they are reduced over data and context together.
-
-By NCCL or gloo the shares of an all-to-all are packed, sent and unpacked. By copy engines (copy_engine_heads.py) they
-are fetched to their final addresses, so that nothing is packed.
+All are one algorithm on two levels: an all-to-all over `inner` within a ring or all-gather over `outer`; either may
+have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into the two chunks
+that zigzag gives to the group in the ring of groups. Gradients of the parameters are partial: they are reduced over
+data and context together.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,86 +26,19 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm.collectives import Axis, all_gather, all_gather_replicated, all_to_all, wait
+from megalith.comm.collectives import Axis, all_gather, all_gather_replicated
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
-from megalith.ops.attention_core import attention, split_heads
+from megalith.ops.attention_core import attention
 from megalith.parallel.context.ring import ring_attention
-from megalith.parallel.context.zigzag import natural, spans, zigzag
+from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
+from megalith.parallel.context.zigzag import natural, spans
 from megalith.parallel.seams import plug
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
-
-
-def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one exchange for the three.
-
-    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
-    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
-    sum over its copies.
-    """
-    if axis.size == 1:
-        return query, key, value
-    groups = key.shape[2]
-    copies = math.lcm(groups, axis.size) // groups
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
-    if query.shape[1] == key.shape[1]:
-        return _exchanged([query, key, value], axis)
-    (query,) = _exchanged([query], axis)  # cross-attention's, over a sequence of another length
-    (both,) = _exchanged([torch.cat([key, value], dim=-1)], axis)
-    return query, *both.chunk(2, dim=-1)
-
-
-def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
-    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
-    if axis.size == 1:
-        return out
-    if axis.by_copy_engine(out):
-        return _TokensFromHeads.apply(out, axis)
-    return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
-
-
-def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """One exchange for one tensor, or for queries, keys and values, [batch, seq, ·, head_dim] each."""
-    if axis.by_copy_engine(xs[0]):
-        return _HeadsFromTokens.apply(axis, *xs)
-    shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
-    exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
-    return natural(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
-
-
-class _HeadsFromTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, axis: Axis, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(list(xs), axis.size, axis.name))
-        return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        axis = ctx.axis
-        tokens = wait(torch.ops.megalith_copy_engine.tokens_from_heads(list(grads), axis.size, axis.name))
-        if len(grads) == 1:
-            return None, tokens
-        query, key, _ = grads
-        return None, *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3])
-
-
-class _TokensFromHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, out: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return wait(torch.ops.megalith_copy_engine.tokens_from_heads([out], axis.size, axis.name))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return wait(
-            torch.ops.megalith_copy_engine.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)
-        ), None
 
 
 def apply_context(

@@ -1,0 +1,89 @@
+"""Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
+
+After the exchange a rank has the whole sequence of some heads. Cross-attention (T5) always goes this way: its queries
+and its keys are each cut by the length of their own sequence, and after the exchange a rank has whole sequences of
+both. Biases of relative positions are then computed for this rank's heads alone.
+
+With NCCL or gloo, the shares are packed, sent and unpacked. Copy engines (copy_engine_heads.py) fetch them to their
+final addresses, so that nothing is packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.comm.collectives import Axis, all_to_all, wait
+from megalith.ops.attention_core import split_heads
+from megalith.parallel.context.zigzag import natural, zigzag
+
+
+def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one exchange for the three.
+
+    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
+    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
+    sum over its copies.
+    """
+    if axis.size == 1:
+        return query, key, value
+    groups = key.shape[2]
+    copies = math.lcm(groups, axis.size) // groups
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
+    if query.shape[1] == key.shape[1]:
+        return _exchanged([query, key, value], axis)
+    (query,) = _exchanged([query], axis)  # cross-attention's, over a sequence of another length
+    (both,) = _exchanged([torch.cat([key, value], dim=-1)], axis)
+    return query, *both.chunk(2, dim=-1)
+
+
+def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
+    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
+    if axis.size == 1:
+        return out
+    if axis.by_copy_engine(out):
+        return _TokensFromHeads.apply(out, axis)
+    return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
+
+
+def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """One exchange for one tensor, or for queries, keys and values, [batch, seq, ·, head_dim] each."""
+    if axis.by_copy_engine(xs[0]):
+        return _HeadsFromTokens.apply(axis, *xs)
+    shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
+    exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
+    return natural(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
+
+
+class _HeadsFromTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis: Axis, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(list(xs), axis.size, axis.name))
+        return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        axis = ctx.axis
+        tokens = wait(torch.ops.megalith_copy_engine.tokens_from_heads(list(grads), axis.size, axis.name))
+        if len(grads) == 1:
+            return None, tokens
+        query, key, _ = grads
+        return None, *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3])
+
+
+class _TokensFromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return wait(torch.ops.megalith_copy_engine.tokens_from_heads([out], axis.size, axis.name))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return wait(
+            torch.ops.megalith_copy_engine.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)
+        ), None
