@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalith.data.preprocessing.jsonl import write_stdlib_corpus
+from megalith.data.preprocessing.corpus import write_stdlib_corpus
 from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer

@@ -37,7 +37,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_corpus(args: argparse.Namespace) -> int:
-    from megalith.data.preprocessing.jsonl import write_stdlib_corpus
+    from megalith.data.preprocessing.corpus import write_stdlib_corpus
 
     summary = write_stdlib_corpus(args.output, overwrite=args.overwrite)
     print(
@@ -143,7 +143,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     if (args.dataset is None) == (args.input is None):
         raise ConfigError("preprocess needs --input FILE or --dataset NAME[:SPLIT], one of the two")
     if args.dataset is not None:
-        from megalith.data.preprocessing.jsonl import write_dataset
+        from megalith.data.preprocessing.corpus import write_dataset
 
         text = f"{args.output_prefix}.jsonl"
         args.input = [write_dataset(args.dataset, text, args.json_keys, overwrite=args.overwrite)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.data.preprocessing.jsonl import write_stdlib_corpus
+from megalith.data.preprocessing.corpus import write_stdlib_corpus
 from megalith.errors import DataError
 
 
