@@ -86,7 +86,7 @@ def make(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from megalith.data.tokenizers.huggingface import train_tokenizer
+    from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
     disable_progress_bar()
     text = json.dumps({"text": " ".join(word for texts in TEXTS for word in texts)})

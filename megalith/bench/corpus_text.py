@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megalith.data.preprocessing.corpus import write_stdlib_corpus
 from megalith.data.preprocessing.preprocess import preprocess
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
 VOCAB_SIZE = 32_000
 

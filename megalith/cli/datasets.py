@@ -65,7 +65,7 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer_train(args: argparse.Namespace) -> int:
-    from megalith.data.tokenizers.huggingface import train_tokenizer
+    from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
     start = time.monotonic()
     summary = train_tokenizer(

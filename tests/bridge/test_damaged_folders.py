@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.cli.main import main
-from megalith.data.tokenizers.huggingface import train_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.launch.lock import OutputLock
 from megalith.parallel.shards import LocalShard

@@ -16,8 +16,8 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.verify import certify, same_bits
 from megalith.checkpoint import RunRecord, StepWriter
 from megalith.config import RunConfig
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.generation.sampling import generate
 from megalith.models.init import initialize

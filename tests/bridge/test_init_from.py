@@ -19,8 +19,8 @@ from megalith.bridge.load import tokenizer_notes, with_init_from
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.training.trainer import prepare
 

@@ -19,8 +19,8 @@ from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, ma
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
 PLAIN = """{%- for m in messages -%}

@@ -11,8 +11,8 @@ from test_chat_data import read
 from megalith.data.chat.chat_template import ChatTemplate
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.samples import ENDLESS
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import DataError
 
 # G and E become marks in the template that transformers makes its masks by; the template under test has none.

@@ -11,8 +11,8 @@ import zstandard
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.preprocessing.sentences import split_sentences
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
 WORDS = ["alpha", "βeta", "gamma 3.14", "delta. Next", "\n\n", "naïve", "🦊", "the", "the", "of"]
 

@@ -12,8 +12,8 @@ import tokenizers
 import transformers
 
 from megalith.data.tokenizers import tiktoken as ours_tiktoken
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
 TEXTS = [

@@ -6,8 +6,8 @@ import json
 import pytest
 import transformers
 
-from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
 TEXT = (

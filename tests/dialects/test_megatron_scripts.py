@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.data.tokenizers.huggingface import train_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.dialects.megatron.door import FILES, install, run_command, run_script
 from megalith.dialects.megatron.translate import translate
 from megalith.errors import ConfigError

@@ -1,0 +1,111 @@
+"""Training of a byte-level byte-pair encoding like GPT-2's, which encodes every text without loss.
+
+Text is cut into words (GPT-2's pattern: a word keeps the space before it) and words into bytes. The most frequent
+neighbours are merged, one pair at a time, until the vocabulary is full. [Sennrich et al. 2016, arXiv:1508.07909;
+Radford et al. 2019]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, expand_inputs, read_texts
+from megalith.errors import ConfigError, DataError
+from megalith.io import atomic_file
+from megalith.progress import REDRAWN, Progress
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB_SIZE = 256 + 1  # the bytes and the end of text
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """`vocab_size` is smaller than asked for when the text has too few repetitions. `bytes` of UTF-8."""
+
+    path: Path
+    vocab_size: int
+    documents: int
+    bytes: int
+
+
+def train_tokenizer(
+    inputs: Sequence[str | Path],
+    vocab_size: int,
+    output: str | Path,
+    json_keys: Sequence[str] = ("text",),
+    *,
+    min_frequency: int = 2,
+    overwrite: bool = False,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    show_progress: bool = True,
+) -> TrainingSummary:
+    """Train on the texts under `json_keys` of JSONL files (also .gz, .zst; globs) and write a tokenizer.json.
+
+    `output`: a file that ends in .json, or a folder, which gets tokenizer.json. Beside a file of that very
+    name goes a tokenizer_config.json, so that transformers loads the folder too. The same input gives the
+    same bytes. A pair is merged only when it occurs `min_frequency` times.
+    ConfigError: a vocabulary too small to hold every byte. DataError: bad input, no text, output exists.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}; "
+            f"choose at least {SMALLEST_VOCAB_SIZE}"
+        )
+    path = Path(output) if str(output).endswith(".json") else Path(output) / "tokenizer.json"
+    if path.exists() and not overwrite:
+        raise DataError(
+            f"{path} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
+        )
+
+    paths, counts = expand_inputs(inputs), {"documents": 0, "bytes": 0}
+
+    def texts() -> Iterator[str]:
+        for path in paths:
+            for text in read_texts(path, json_keys, max_line_bytes):
+                counts["documents"] += 1
+                counts["bytes"] += len(text.encode("utf-8"))
+                yield text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with Progress("tokenizer", None, show=show_progress) as progress, ThreadPoolExecutor(1) as thread:
+        training = thread.submit(tokenizer.train_from_iterator, texts(), trainer)
+        while wait([training], REDRAWN).not_done:
+            progress.update(counts["bytes"], f"{counts['bytes'] / 1e6:.1f} MB of text read")
+        training.result()
+    if counts["bytes"] == 0:
+        raise DataError(
+            f"no text was found under {', '.join(json_keys)} in {', '.join(map(str, paths))}; "
+            "a tokenizer cannot be trained on nothing"
+        )
+    with atomic_file(path) as file:
+        file.write(tokenizer.to_str(pretty=True).encode("utf-8"))
+    if path.name == "tokenizer.json":
+        with atomic_file(path.with_name("tokenizer_config.json")) as file:
+            file.write(_TOKENIZER_CONFIG)
+    return TrainingSummary(path, tokenizer.get_vocab_size(), **counts)
+
+
+_TOKENIZER_CONFIG = json.dumps(
+    {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    },
+    indent=2,
+).encode()
