@@ -237,7 +237,7 @@ def _add_data_show(data: argparse._SubParsersAction) -> None:
 
 
 def data_show(args: Arguments) -> int:
-    from megalith.data.blend import render_samples, show_samples
+    from megalith.data.show import render_samples, show_samples
 
     data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
     positions = _whole_numbers("--position", args.position)

@@ -2,18 +2,8 @@
 
 `data_path` names one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`,
 `[0.7, "a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`). Each dataset of a blend is built for
-its share of the samples and half a per cent more, and blend.py says which of them gives the next sample.
-Datasets named without weights count by their tokens.
-
-The order in which a blend takes its datasets: Megatron's greedy rule, computed many blocks at a time.
-
-Sample n is taken from the dataset that is furthest behind its share: the argmax over i of
-`w[i] * max(n, 1) - count[i]`, the lowest i on a tie. Each choice needs the counts that the choices before it
-left, so a plain loop takes 0.4 microseconds a sample and more. But the rule forgets: started from any fair guess
-of the counts, it soon makes the same choices as the true run. So the samples are cut into blocks, every block is
-started a little early from a guess, and all blocks advance together, one numpy step for all. Then each block's
-first counts are compared with those that the block before it left; blocks that guessed wrong run again from the
-right counts, until all agree. Agreement proves, block by block from the first, that the order is the exact one.
+its share of the samples plus 0.5 %, and greedy.py decides which dataset gives the next sample. Datasets named without
+weights are weighted by their number of tokens.
 """
 
 from __future__ import annotations
@@ -26,70 +16,11 @@ import numpy as np
 
 from megalith.config.data import DataConfig
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
+from megalith.data.greedy import BLOCK, greedy_order
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import MaskedLMDataset
-from megalith.data.order import SingleOrder, sample_order
-from megalith.errors import LINES, ConfigError, DataError, printable
+from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
-
-BLOCK = 4096  # samples
-WARM_UP = 8  # steps for each dataset that a block starts early, so that its guess can settle
-
-
-def greedy_order(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each sample, and how many samples each dataset has given before each block.
-
-    `weights` float64 [datasets] sums to 1. Returns choices uint8 or uint16 [num_samples] and counts int64
-    [ceil(num_samples / BLOCK), datasets].
-    """
-    starts = np.arange(0, num_samples, BLOCK)  # [blocks]
-    steps = min(BLOCK, num_samples)
-    choices = np.empty((len(starts), steps), dtype=_choice_dtype(weights))
-    early = np.maximum(starts - WARM_UP * len(weights), 0)
-    first = _fair_counts(weights, early)
-    for lead in np.unique(starts - early):
-        lanes = np.flatnonzero(starts - early == lead)
-        first[lanes], _ = _advance(weights, early[lanes], first[lanes], int(lead))
-    last = np.empty_like(first)
-    lanes = np.arange(len(starts))
-    while len(lanes):
-        last[lanes], choices[lanes] = _advance(weights, starts[lanes], first[lanes], steps)
-        lanes = 1 + np.flatnonzero((first[1:] != last[:-1]).any(axis=1))
-        first[lanes] = last[lanes - 1]
-    return choices.reshape(-1)[:num_samples], first.astype(np.int64)
-
-
-def _choice_dtype(weights: np.ndarray) -> type[np.unsignedinteger]:
-    return np.uint8 if len(weights) <= 256 else np.uint16
-
-
-def _fair_counts(weights: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """Whole numbers near `weights * n` that sum to n, for each n: the largest remainders are rounded up."""
-    shares = weights * n[:, None]  # [blocks, datasets]
-    counts = np.floor(shares)
-    rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)
-    return counts + (rank < (n - counts.sum(axis=1))[:, None])
-
-
-def _advance(
-    weights: np.ndarray, n: np.ndarray, counts: np.ndarray, steps: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Take `steps` samples in every lane: the counts after, [lanes, datasets], and the choices [lanes, steps].
-
-    Lane b stands before sample n[b] with counts[b]. Counts are float64, exact below 2^53.
-    """
-    counts, n = counts.copy(), n.astype(np.float64)[:, None]
-    flat, base = counts.reshape(-1), np.arange(len(counts)) * len(weights)
-    behind = np.empty_like(counts)
-    choices = np.empty((len(counts), steps), dtype=_choice_dtype(weights))
-    for step in range(steps):
-        np.multiply(weights, np.maximum(n, 1.0), out=behind)
-        np.subtract(behind, counts, out=behind)
-        choices[:, step] = choice = behind.argmax(axis=1)
-        flat[base + choice] += 1
-        n += 1
-    return counts, choices
-
 
 DataPath = str | Sequence[str | float | Mapping[str, object]]
 
@@ -299,64 +230,3 @@ def _weight(part: object) -> float:
             f"data_path weight {part!r} is not a number above 0; leave out a dataset without weight"
         )
     return weight
-
-
-def show_samples(
-    data_path: DataPath,
-    seq_length: int,
-    seed: int,
-    num_samples: int,
-    split: str,
-    which: str,
-    indices: Sequence[int] = (),
-    positions: Sequence[int] = (),
-    dataloader_type: str = "cyclic",
-) -> list[dict[str, object]]:
-    """Return samples of split `which`, built for `num_samples`, as a run reads them.
-
-    Args:
-        indices: of samples in the dataset.
-        positions: in the stream that the run reads, the first one 0: training data in the order of `dataloader_type`,
-            evaluation data from the beginning.
-
-    Returns:
-        `{"index": i, "tokens": [seq_length + 1 ids]}` per index, then the same with "position" per position.
-    """
-    if which not in SPLITS:
-        raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")
-    if num_samples < 1 or seq_length < 1:
-        raise ConfigError(f"num_samples {num_samples} and seq_length {seq_length} must both be at least 1")
-    wanted = tuple(num_samples if name == which else 0 for name in SPLITS)
-    dataset = build_datasets(data_path, split, seq_length, wanted, seed, show_progress=True)[
-        SPLITS.index(which)
-    ]
-    if which == "train":
-        order = sample_order(dataloader_type, len(dataset), seed)
-    else:
-        order = SingleOrder(len(dataset), wrap=True)
-    if negative := [position for position in positions if position < 0]:
-        raise DataError(f"position {negative[0]} is before the first one, 0")
-    chosen = [{"index": i} for i in indices] + [{"index": order(at), "position": at} for at in positions]
-    for sample in chosen:
-        if not 0 <= sample["index"] < len(dataset):
-            raise DataError(
-                f"sample {sample['index']} is not one of the {len(dataset)} {which} samples; "
-                f"choose 0 to {len(dataset) - 1}, or ask for more samples"
-            )
-    return [{**sample, "tokens": dataset[sample["index"]].tolist()} for sample in chosen]
-
-
-def render_samples(
-    samples: Sequence[dict[str, object]], detokenize: Callable[[list[int]], str] | None = None
-) -> str:
-    """The samples as text for a terminal: the ids, and what they say when `detokenize` is given."""
-    lines = []
-    for sample in samples:
-        tokens: list[int] = sample["tokens"]  # type: ignore[assignment]
-        at = f"position {sample['position']}, " if "position" in sample else ""
-        lines.append(f"{at}sample {sample['index']} ({len(tokens)} tokens)")
-        lines.append(" ".join(map(str, tokens)))
-        if detokenize is not None:
-            lines.append(printable(detokenize(tokens), LINES))
-        lines.append("")
-    return "\n".join(lines)

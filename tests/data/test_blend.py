@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from megalith.data import blend as greedy
+from megalith.data import greedy
 from megalith.data.blend import BlendedDataset, build_datasets, normalize, parse_data_path, samples_of_share
 from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter

@@ -7,9 +7,9 @@ import torch
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
-from megalith.data.blend import render_samples, show_samples
 from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
+from megalith.data.show import render_samples, show_samples
 from megalith.errors import ConfigError, DataError
 from megalith.training.build import Data
 

@@ -1,0 +1,74 @@
+"""The order in which a blend takes its datasets: Megatron's greedy rule, computed for many blocks at a time.
+
+Sample n is taken from the dataset that is furthest behind its share: the argmax over i of
+`w[i] * max(n, 1) - count[i]`, the lowest i on a tie. Each choice needs the counts that all choices before it left, so a
+plain loop takes 0.4 microseconds per sample and more. But the rule forgets: started from any fair guess of the counts,
+it soon makes the same choices as the true run. So the samples are cut into blocks, every block starts a little early
+from a guess, and all blocks advance together, with one numpy step for all.
+
+Then each block's first counts are compared with those that the previous block left. Blocks that guessed wrong run
+again from the right counts, until all agree. By induction from the first block, agreement proves that the order is
+the exact one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 4096  # samples
+WARM_UP = 8  # steps for each dataset that a block starts early, so that its guess can settle
+
+
+def greedy_order(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """The dataset of each sample, and how many samples each dataset has given before each block.
+
+    `weights` float64 [datasets] sums to 1. Returns choices uint8 or uint16 [num_samples] and counts int64
+    [ceil(num_samples / BLOCK), datasets].
+    """
+    starts = np.arange(0, num_samples, BLOCK)  # [blocks]
+    steps = min(BLOCK, num_samples)
+    choices = np.empty((len(starts), steps), dtype=_choice_dtype(weights))
+    early = np.maximum(starts - WARM_UP * len(weights), 0)
+    first = _fair_counts(weights, early)
+    for lead in np.unique(starts - early):
+        lanes = np.flatnonzero(starts - early == lead)
+        first[lanes], _ = _advance(weights, early[lanes], first[lanes], int(lead))
+    last = np.empty_like(first)
+    lanes = np.arange(len(starts))
+    while len(lanes):
+        last[lanes], choices[lanes] = _advance(weights, starts[lanes], first[lanes], steps)
+        lanes = 1 + np.flatnonzero((first[1:] != last[:-1]).any(axis=1))
+        first[lanes] = last[lanes - 1]
+    return choices.reshape(-1)[:num_samples], first.astype(np.int64)
+
+
+def _choice_dtype(weights: np.ndarray) -> type[np.unsignedinteger]:
+    return np.uint8 if len(weights) <= 256 else np.uint16
+
+
+def _fair_counts(weights: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """Whole numbers near `weights * n` that sum to n, for each n: the largest remainders are rounded up."""
+    shares = weights * n[:, None]  # [blocks, datasets]
+    counts = np.floor(shares)
+    rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)
+    return counts + (rank < (n - counts.sum(axis=1))[:, None])
+
+
+def _advance(
+    weights: np.ndarray, n: np.ndarray, counts: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Take `steps` samples in every lane: the counts after, [lanes, datasets], and the choices [lanes, steps].
+
+    Lane b stands before sample n[b] with counts[b]. Counts are float64, exact below 2^53.
+    """
+    counts, n = counts.copy(), n.astype(np.float64)[:, None]
+    flat, base = counts.reshape(-1), np.arange(len(counts)) * len(weights)
+    behind = np.empty_like(counts)
+    choices = np.empty((len(counts), steps), dtype=_choice_dtype(weights))
+    for step in range(steps):
+        np.multiply(weights, np.maximum(n, 1.0), out=behind)
+        np.subtract(behind, counts, out=behind)
+        choices[:, step] = choice = behind.argmax(axis=1)
+        flat[base + choice] += 1
+        n += 1
+    return counts, choices
