@@ -16,15 +16,9 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
+from megalith.data.chat.chat_files import chat_files, read_records
 from megalith.data.chat.chat_template import ChatTemplate, template_of
-from megalith.data.chat.conversations import (
-    Message,
-    chat_files,
-    prompt_messages,
-    read_records,
-    template_arguments,
-    unicode_text,
-)
+from megalith.data.chat.conversations import Message, prompt_messages, template_arguments, unicode_text
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError

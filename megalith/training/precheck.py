@@ -29,7 +29,7 @@ from megalith.config.rules.fastest import Machine
 from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
-from megalith.data.chat.conversations import chat_files
+from megalith.data.chat.chat_files import chat_files
 from megalith.data.idx_format import require_files
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError

@@ -19,7 +19,7 @@ import torch
 from megalith.config.data import DataConfig
 from megalith.config.rl import ChatConfig
 from megalith.data.batch import Batch, document_ends
-from megalith.data.chat.conversations import chat_files
+from megalith.data.chat.chat_files import chat_files
 from megalith.data.chat.samples import Samples, cached_samples
 from megalith.data.dataset import SPLITS, parse_split, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer

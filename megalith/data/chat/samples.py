@@ -24,15 +24,9 @@ import numpy as np
 
 from megalith.config.base import Decides
 from megalith.config.rl import ChatConfig, DpoConfig
+from megalith.data.chat.chat_files import read_records
 from megalith.data.chat.chat_template import ChatTemplate, template_of
-from megalith.data.chat.conversations import (
-    Said,
-    Text,
-    Tokens,
-    parse_preference,
-    parse_record,
-    read_records,
-)
+from megalith.data.chat.conversations import Said, Text, Tokens, parse_preference, parse_record
 from megalith.data.chat.turns import Span
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError

@@ -27,8 +27,8 @@ from megalith.bridge.importer import PRECISIONS, import_hf
 from megalith.bridge.load import is_source, model_of
 from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig, RunConfig
+from megalith.data.chat.chat_files import chat_files, read_records
 from megalith.data.chat.chat_template import template_of
-from megalith.data.chat.conversations import chat_files, read_records
 from megalith.dialects.oumi.oumi_settings import DatasetAsked, OumiRun, in_keys
 from megalith.errors import CheckpointError, ConfigError, DataError, install_line
 from megalith.io import atomic_file, write_file
