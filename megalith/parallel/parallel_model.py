@@ -45,7 +45,8 @@ from megalith.parallel.expert.expert_counts import gather_tallies, move_biases
 from megalith.parallel.fp8_linears import amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
-from megalith.parallel.pipeline.stages import reduce_over_stages, schedule_kind
+from megalith.parallel.pipeline.stages import schedule_kind
+from megalith.parallel.pipeline.tied_parameters import reduce_over_stages
 from megalith.parallel.shards import LocalParameters, to_local_parameters
 from megalith.parallel.step_casts import StepCasts
 from megalith.parallel.tensor.building_blocks import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.parallel.pipeline.stages import suggested_layout
+from megalith.parallel.pipeline.stage_layout import suggested_layout
 
 LARGEST_MICRO_BATCH = 2**16  # tokens
 SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least

@@ -38,7 +38,7 @@ from megalith.models.transformer import Transformer
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.fp8_counts import counted, counters
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.stages import held_by_stages
+from megalith.parallel.pipeline.tied_parameters import held_by_stages
 from megalith.parallel.shards import LocalParameters, placed
 from megalith.remote import StorePath, place
 from megalith.report.measured_step import PhaseTimers

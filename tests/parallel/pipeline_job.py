@@ -21,12 +21,8 @@ from megalith.parallel.data.data_parallel import (
 )
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
-from megalith.parallel.pipeline.stages import (
-    assign_layers,
-    reduce_over_stages,
-    schedule_kind,
-    split_stages,
-)
+from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
+from megalith.parallel.pipeline.tied_parameters import reduce_over_stages
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16

@@ -12,14 +12,9 @@ from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
-from megalith.parallel.pipeline.stages import (
-    assign_layers,
-    copies,
-    expand_layout,
-    schedule_kind,
-    split_stages,
-    virtual_size,
-)
+from megalith.parallel.pipeline.stage_layout import expand_layout
+from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages, virtual_size
+from megalith.parallel.pipeline.tied_parameters import copies
 
 
 def parallel(stages: int, **settings) -> ParallelConfig:

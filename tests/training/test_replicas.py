@@ -6,7 +6,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
 from megalith.optim.offload import kept_on_host
-from megalith.parallel.pipeline.stages import NAME
+from megalith.parallel.pipeline.tied_parameters import NAME
 from megalith.parity.job import start
 from megalith.training.run_state import digest
 

@@ -26,7 +26,7 @@ from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.stages import copies, held_by_stages
+from megalith.parallel.pipeline.tied_parameters import copies, held_by_stages
 from megalith.small_files import read_small_file
 
 CLASSES = {torch.optim.AdamW: AdamW, torch.optim.Adam: torch.optim.Adam, torch.optim.SGD: torch.optim.SGD}

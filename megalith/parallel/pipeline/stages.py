@@ -1,41 +1,23 @@
-"""Which layers each pipeline stage holds, and where embedding and head live.
+"""The layers that each pipeline stage holds.
 
-Stages are in the model's order: first chunk 0 of every rank, then chunk 1 of every rank, and so on. By default each
-holds as many layers. The first and last rank can be given other numbers; embedding and head can count as a layer; or
-a layout spells every stage out, in Megatron's little language:
-
-    Et*3|(tt|)*6,t*2|L      E embedding, t a layer, L head and loss, | the end of a stage,
-                            *n repeats the letter or the (group) before it, commas and spaces are for the eye
-
-Two kinds of parameters stand on several stages: a word embedding that is the output matrix too, on the first and on
-the last; and relative positions, which all layers of a stack share, on every one (a table is buckets × heads numbers).
-
-The copies start from the same values, for these depend on the name alone. Each stage finds its own part of the
-gradient: of the embedding the first that of looking tokens up, the last that of predicting them; of relative positions
-that of its layers. Summed, once a step, they are the gradient of the one matrix, and the same update keeps the copies
-equal to the bit.
+Stages are in the model's order: first chunk 0 of every rank, then chunk 1 of every rank, and so on. By default all
+stages hold the same number of layers. The first and last rank can be given other numbers; embedding and head can count
+as a layer each; or a layout gives every stage explicitly (stage_layout.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from megalith.comm.collectives import Axis, local
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
-from megalith.models.mixers.attention import RelativeBias
 from megalith.models.transformer import Transformer, stacks_of
-from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule, fitting_micro_batches
+from megalith.parallel.pipeline.stage_layout import expand_layout, suggested_layout
 from megalith.parallel.seams import plug
 
 LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
-_LONGEST_LAYOUT = 100_000  # letters after repetition; no model has as many layers
 
 
 @dataclass(frozen=True)
@@ -251,99 +233,3 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
             f"{model.num_layers}; change one, for example to '{suggested_layout(model.num_layers, stages)}'"
         )
     return [stage.count("t") for stage in letters.split("|")]
-
-
-def suggested_layout(layers: int, stages: int) -> str:
-    """A layout as even as can be, the first and last stage having the fewest."""
-    each, more = divmod(layers, stages)
-    start = (stages - more + 1) // 2
-    sizes = [each + (start <= stage < start + more) for stage in range(stages)]
-    return "E" + "|".join(f"t*{size}" if size > 1 else "t" * size for size in sizes) + "L"
-
-
-def expand_layout(layout: str) -> str:
-    """The layout with repetitions written out: `Et*3|(tt|)*2L` → `Ettt|tt|tt|L`. Raises ConfigError."""
-    text = layout.replace(",", "").replace(" ", "")
-    expanded, rest = _expand(layout, text)
-    if rest:
-        raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} has a ) without a (, before {rest!r}; remove it"
-        )
-    return expanded
-
-
-def _expand(layout: str, text: str) -> tuple[str, str]:
-    """Reads up to the end or an unmatched ), which it leaves; returns what it read, written out, and the rest."""
-    done = ""
-    while text and text[0] != ")":
-        letter, text = text[0], text[1:]
-        if letter == "(":
-            unit, text = _expand(layout, text)
-            if not text:
-                raise ConfigError(
-                    f"pipeline_model_parallel_layout {layout!r} has a ( that is not closed; add a )"
-                )
-            text = text[1:]
-        elif letter in "EtL|":
-            unit = letter
-        else:
-            raise ConfigError(
-                f"pipeline_model_parallel_layout {layout!r} has a {letter!r}; it takes E (embedding), t (layer), "
-                "L (head and loss), | (end of a stage), *n and ( )"
-            )
-        times = 1
-        if text.startswith("*"):
-            digits = text[1 : len(text) - len(text[1:].lstrip("0123456789"))]
-            if not digits:
-                raise ConfigError(
-                    f"pipeline_model_parallel_layout {layout!r} has a * without a number; write t*3"
-                )
-            times, text = int(digits[:6]), text[1 + len(digits) :]
-        if len(done) + len(unit) * times > _LONGEST_LAYOUT:
-            raise ConfigError(
-                f"pipeline_model_parallel_layout {layout!r} has more than {_LONGEST_LAYOUT:,} letters when written "
-                "out; repeat less"
-            )
-        done += unit * times
-    return done, text
-
-
-NAME = "embedding.word_embeddings.weight"
-
-
-def held_by_stages(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]:
-    """The parameters of this rank of which other stages hold copies, by name: the axis of the stages that do.
-
-    All ranks of a pipeline list them in one order.
-    """
-    if mesh.pp.size == 1:
-        return {}
-    held = {NAME: mesh.tied} if chunks[0].config.embedding_at_head else {}
-    held |= {
-        f"{name}.weight": mesh.pp
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if isinstance(module, RelativeBias)
-    }
-    return {name: axis for name, axis in held.items() if axis.size > 1}
-
-
-def reduce_over_stages(chunks: Sequence[Transformer], mesh: Mesh) -> None:
-    """Sums the gradients of what several stages hold, in place; after the last backward pass.
-
-    Moves local shards, fp32, once a step: [rows of the padded vocabulary, hidden] where the matrices are tied, and
-    [buckets, heads] of each stack with relative positions.
-    """
-    parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-    for name, axis in held_by_stages(chunks, mesh).items():
-        parameter = parameters[name]
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # no layer here reads it
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(local(parameter.grad), group=axis.group)
-
-
-def copies(chunks: Sequence[Transformer], mesh: Mesh) -> set[str]:
-    """The parameters of this rank that another rank counts in the gradient norm: the first stage with a copy does."""
-    return {name for name, axis in held_by_stages(chunks, mesh).items() if axis.rank > 0}
