@@ -11,8 +11,8 @@ from megalith.models.loss import Loss as Loss
 from megalith.models.own_model import Model as Model
 from megalith.optim.optimizer import register_optimizer as register_optimizer
 from megalith.parallel.mesh import Mesh as Mesh
-from megalith.parallel.parallel_model import Head as Head
-from megalith.parallel.parallel_model import ModelSpec as ModelSpec
+from megalith.parallel.model_spec import Head as Head
+from megalith.parallel.model_spec import ModelSpec as ModelSpec
 from megalith.parallel.parallel_model import ParallelModel as ParallelModel
 from megalith.parallel.tensor.building_blocks import ColumnParallelLinear as ColumnParallelLinear
 from megalith.parallel.tensor.building_blocks import RowParallelLinear as RowParallelLinear

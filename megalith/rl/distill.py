@@ -38,7 +38,8 @@ from megalith.ops.distillation_loss import (
     linear_top_logprobs,
 )
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.parallel_model import LOSSES, ParallelModel
+from megalith.parallel.model_spec import LOSSES
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
 from megalith.rl.objective import SummedLoss

@@ -37,7 +37,8 @@ from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.parallel_model import ParallelModel, TransformerSpec
+from megalith.parallel.model_spec import TransformerSpec
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.progress import Progress
 from megalith.report.report import Work

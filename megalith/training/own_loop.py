@@ -29,7 +29,8 @@ from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.parallel_model import ModelSpec, ParallelModel
+from megalith.parallel.model_spec import ModelSpec
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.tied_parameters import copies, held_by_stages
 from megalith.remote import StorePath
 from megalith.training.build import build_model, complete, vocabulary_rows

@@ -23,7 +23,8 @@ from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.parallel_model import ParallelModel, TransformerSpec
+from megalith.parallel.model_spec import TransformerSpec
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 
 ROOT = Path(__file__).parents[2]
