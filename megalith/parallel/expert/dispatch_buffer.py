@@ -7,7 +7,7 @@ The ranks exchange how many pairs of token and expert they have for every expert
 of the experts of all ranks: by expert, within an expert by rank, within a rank in the order of the tokens. The
 receiver of a parcel picks the numbers that are rows on this rank, and needs neither a sort nor a count.
 
-The gradient of a parcel is a parcel: x's gradient, the weights' gradient, and zeros.
+The gradient of a parcel is a parcel: x's, the weights', and zeros.
 
 With buffers as large as any routing needs, every rank gets a parcel of each token, without row numbers: it knows the
 experts of all ranks' tokens and finds the rows itself.
