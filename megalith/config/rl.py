@@ -1,7 +1,6 @@
-"""Post-training: chat data, by answers or by preferences, and reinforcement learning.
+"""Settings of post-training: SFT, DPO, distillation and GRPO.
 
-How records become sequences, what is learned of them, and how rewards become a gradient. Names and defaults are TRL's
-where TRL has the setting.
+Names and defaults are TRL's where TRL has the setting.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from megalith.config.base import Decides, Needs, Section
 
 
 class ChatConfig(Section):
-    """What fine-tuning has in common, whatever it learns from chat data. Names are TRL's."""
+    """Settings that SFT and DPO share. Names are TRL's."""
 
     decides: ClassVar[Decides] = Decides.SAMPLES
     needs: ClassVar[Needs] = Needs("enabled", True)
     name: ClassVar[str]
-    """Of the section."""
+    """Name of the section."""
 
     enabled: bool = False
-    """data's paths name chat data (JSONL, parquet, a saved dataset). The section's command sets it."""
+    """Read data's paths as chat data (JSONL, parquet, a saved dataset). `megalith sft` and `megalith dpo` set it."""
 
     chat_template_path: str | None = None
-    """A Jinja file, or a folder with chat_template.jinja. Absent: the tokenizer's own."""
+    """A Jinja file, or a folder with chat_template.jinja. Absent: the tokenizer's template."""
 
     truncation_mode: Literal["keep_start", "keep_end", "drop"] | None = None
-    """What becomes of a sample longer than data.seq_length. Absent: it is refused."""
+    """How to shorten samples longer than data.seq_length; drop leaves them out. Absent: they are errors."""
 
     skip_bad_samples: bool = False
-    """Samples that cannot be used are counted and left out. Off: the first one ends the run."""
+    """Leave out and count invalid samples. Off: the first one ends the run."""
 
     num_train_epochs: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """Passes over the samples, in place of train.train_iters."""
@@ -55,13 +54,13 @@ class SftConfig(ChatConfig):
     name: ClassVar[str] = "sft"
 
     assistant_only_loss: bool = True
-    """Only what the assistant says is learned, not what the others say."""
+    """Compute the loss on assistant turns only. Off: on the whole conversation."""
 
     completion_only_loss: bool = True
-    """Of prompt and completion only the completion is learned."""
+    """Compute the loss on the completion only. Off: on the prompt too."""
 
     packing: bool = True
-    """Several whole samples in a sequence, each attending to itself alone. Off: one, and padding."""
+    """Pack several whole samples into a row, with separate attention. Off: one padded sample per row."""
 
 
 class DpoConfig(ChatConfig):
@@ -70,50 +69,51 @@ class DpoConfig(ChatConfig):
     name: ClassVar[str] = "dpo"
 
     packing: bool = False
-    """The chosen answers of several pairs in a sequence, their rejected ones in another. Off: one, and padding."""
+    """Pack the chosen answers of several pairs into a row, and their rejected answers into another. Off: one
+    padded answer per row."""
 
     loss_type: Annotated[Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"], Decides.UPDATES] = (
         "sigmoid"
     )
-    """What is made of a pair's margin; ipo and sigmoid_norm take the mean of an answer's tokens, not their sum."""
+    """Loss of a pair. ipo and sigmoid_norm use the mean over an answer's tokens, the others the sum."""
 
     beta: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
-    """How closely the policy keeps to the reference: larger is closer."""
+    """Strength of the pull towards the reference: larger stays closer to it."""
 
     label_smoothing: Annotated[
         NonNegativeFloat, Field(lt=0.5), Needs("loss_type", "sigmoid", "robust"), Decides.UPDATES
     ] = 0.0
-    """How often the choice is taken to be wrong: 0 to 0.5."""
+    """Assumed probability that a preference label is wrong."""
 
 
 class DistillConfig(Section):
-    """Learning from a larger model's predictions (`megalith distill`; docs/distillation.md)."""
+    """Distillation from a larger model (`megalith distill`; docs/distillation.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
     needs: ClassVar[Needs] = Needs("teacher_or_logits")
 
     teacher: str | None = None
-    """A model of the same vocabulary: a folder of Hugging Face's or Megatron-LM's, or a run. It stays as it is."""
+    """A run, a Hugging Face folder or a Megatron-LM checkpoint with the same vocabulary. It is frozen."""
 
     logits_dir: str | None = None
-    """A folder of the teacher's predictions for this run's samples, which `megalith teacher-logits` writes: `distill`
-    then reads them, and has no second model."""
+    """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
+    it and loads no teacher."""
 
     logits_top_k: Annotated[PositiveInt, Needs("logits_dir")] = 64
-    """So many of the likeliest entries of the vocabulary are stored after each token; all others count as one."""
+    """Most likely vocabulary entries stored per token; all others count as one."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """α: a token's loss is (1 − α) · cross-entropy + α · T² · divergence."""
+    """α in the loss of a token: (1 − α) · cross-entropy + α · T² · divergence."""
 
     temperature: Annotated[float, Field(ge=0.05, le=100)] = 1.0
-    """T: compared are the softmaxes of logits / T. Beyond 100, T² times what fp32 rounds is more than they differ."""
+    """T: both models' logits are divided by it. Above 100, T² amplifies fp32 rounding beyond the divergence."""
 
     divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
-    """forward_kl takes the mean over the teacher's predictions, reverse_kl over the student's own."""
+    """forward_kl averages over the teacher's distribution, reverse_kl over the student's."""
 
     @property
     def teacher_or_logits(self) -> str | None:
-        """distill.logits_dir or distill.teacher, what is learned from."""
+        """distill.logits_dir, or else distill.teacher."""
         return self.logits_dir or self.teacher
 
 
@@ -138,228 +138,233 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 
 
 class RlConfig(Section):
-    """GRPO and its kin: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the formulas)."""
+    """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the
+    formulas)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
     needs: ClassVar[Needs] = Needs("prompts_or_rollouts")
 
     prompts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
-    """What the policy is asked (`megalith grpo`): JSONL, parquet or a folder of `save_to_disk`, several or with a glob.
-    It samples completions, which reward_funcs judge."""
+    """Prompts to sample completions for (`megalith grpo`): JSONL, parquet or save_to_disk folders, several or
+    with a glob."""
 
     eval_prompts: Annotated[str | list[str] | None, Needs("prompts", strict=True), Decides.NOTHING] = None
-    """Held-out prompts, files like those of prompts. Every train.eval_interval steps and after the last one the weights
-    of then answer them, and reward_funcs judge; nothing is learned from them."""
+    """Held-out prompts, in the format of prompts. The current policy is evaluated on them every
+    train.eval_interval steps and after the last step."""
 
     num_generations_eval: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """Completions of a held-out prompt; absent: num_generations."""
+    """Completions per held-out prompt. Absent: num_generations."""
 
     eval_temperature: Annotated[NonNegativeFloat | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """Theirs; 0: always the likeliest token. Absent: temperature."""
+    """Sampling temperature of evaluations; 0: greedy. Absent: temperature."""
 
     max_eval_prompts: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """The first so many of the held-out prompts; absent: all."""
+    """Evaluate only the first prompts, up to this number. Absent: all."""
 
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
-    """Files of rollouts to train on in the place of prompts, JSONL or .jsonl.zst, in this order."""
+    """Rollout files to train on instead of prompts, JSONL or .jsonl.zst, read in this order."""
 
     reward_funcs: Annotated[str | list[str] | None, Needs("prompts", strict=True)] = None
-    """How completions are judged: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length,
-    math_verify, or path.py:function with TRL's or verl's signature; several are weighted by reward_weights."""
+    """Rewards: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length, math_verify, or
+    path.py:function with TRL's or verl's signature. Several are weighted by reward_weights."""
 
     reward_workers: Annotated[NonNegativeInt, Needs("prompts"), Decides.NOTHING] = 4
-    """Processes on each rank for reward functions of your own; 0: in the trainer's, without a time-out."""
+    """Processes per rank for your own reward functions. 0: call them in the trainer's process, without a timeout."""
 
     reward_timeout: Annotated[PositiveFloat, Needs("prompts"), Decides.NOTHING] = 60.0
-    """Seconds that a reward function may take for the completions of one prompt."""
+    """Time limit of a reward function for the completions of one prompt, in seconds."""
 
     prompt_column: Annotated[str, Needs("prompts"), Decides.SAMPLES] = "prompt"
-    """The key of a record that has the prompt: a text, or a list of messages for the tokenizer's chat template."""
+    """Key of the prompt in a record: text, or a list of messages for the tokenizer's chat template."""
 
     chat_prompts: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = False
-    """Makes a prompt that is text the message of a user."""
+    """Treat a prompt that is text as a user message."""
 
     shuffle_dataset: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = True
-    """Takes the prompts in another order in each pass, by train.seed; else in the files' order."""
+    """Shuffle the prompts in each pass, by train.seed. Off: file order."""
 
     max_prompt_length: Annotated[PositiveInt | None, Needs("prompts"), Decides.SAMPLES] = None
-    """The most tokens of a prompt; absent: what data.seq_length + 1 leaves beside max_completion_length."""
+    """Maximum number of prompt tokens. Absent: data.seq_length + 1 − max_completion_length."""
 
     overlong_prompts: Annotated[Literal["refuse", "drop"], Needs("prompts"), Decides.SAMPLES] = "refuse"
-    """What becomes of a longer one; how many were dropped is said at the start."""
+    """For prompts that are too long: end the run, or drop them and print their count."""
 
     top_p: Annotated[float, Needs("prompts")] = 1.0
-    """Stays 1: probabilities of tokens cut off by the engine would not be the trainer's, and the ratio biased."""
+    """Must be 1: the trainer computes probabilities over all tokens, so the ratio would be biased."""
 
     top_k: Annotated[NonNegativeInt, Needs("prompts")] = 0
-    """Stays 0, likewise."""
+    """Must be 0, for the same reason as top_p."""
 
     min_p: Annotated[float, Needs("prompts")] = 0.0
-    """Stays 0, likewise."""
+    """Must be 0, for the same reason as top_p."""
 
     generation_rows: Annotated[PositiveInt, Needs("prompts"), Decides.NOTHING] = 256
-    """Completions that a rank generates at a time, at most: the rows of its KV cache."""
+    """Maximum number of completions that a rank generates at a time: the rows of its KV cache."""
 
     engine: Annotated[Literal["own", "vllm", "sglang"], Needs("prompts")] = "own"
-    """Who samples: our engine on the trainer's devices, vLLM there or as a server, or a server of SGLang
-    (docs/engines.md)."""
+    """Sampling engine: Megalith's own on the trainer's devices, vLLM there or as a server, or an SGLang
+    server (docs/engines.md)."""
 
     engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
-    """The server's address, or several servers', as a list or with commas; absent: vLLM samples in the trainer's
-    processes, and SGLang's server is http://127.0.0.1:30000."""
+    """Address of the server, or several as a list or comma-separated. Absent: vLLM samples in the trainer's
+    processes; SGLang is at http://127.0.0.1:30000."""
 
     vllm_gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1), Needs("engine", "vllm"), Decides.NOTHING
     ] = 0.3
-    """Share of each device that vLLM in the trainer's processes takes while it samples, weights and KV cache."""
+    """Fraction of each GPU that vLLM in the trainer's processes uses while sampling: weights, KV cache and
+    workspace."""
 
     vllm_sleep_level: Annotated[Literal[0, 1, 2], Needs("engine", "vllm"), Decides.NOTHING] = 2
-    """While the trainer trains, vLLM in its processes gives memory back: its KV cache, and weights (1: to the host; 2:
-    dropped, for an update brings all). 0: nothing."""
+    """GPU memory that vLLM in the trainer's processes frees during training: 1: KV cache, and weights moved
+    to the host. 2: KV cache and weights. 0: none."""
 
     weight_sync_method: Annotated[
         Literal["nccl", "gloo", "checkpoint", "ipc"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
     ] = "nccl"
-    """How weights reach a server: broadcast between GPUs, or by the hosts; in a folder that both see; or as ipc, out of
-    the memory of a GPU that both use."""
+    """Transfer of weights to a server: broadcast between GPUs (nccl) or through the hosts (gloo), a folder
+    that both see (checkpoint), or shared memory of one GPU (ipc)."""
 
     weight_sync_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 600.0
-    """Seconds that a sync with a server may take in all, waiting for one that starts included."""
+    """Time limit of a weight sync in seconds, including the wait for a server that is starting."""
 
     generation_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 1800.0
-    """Seconds in which a server has to give all completions of a rollout batch."""
+    """Time limit of a server for the completions of a rollout batch, in seconds."""
 
     max_staleness: Annotated[
         NonNegativeInt, Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
     ] = 0
-    """So many rollout batches a server samples ahead while one is trained on, piece by piece with the newest weights
-    (docs/engines.md). Nothing is sampled that would be older at its training, in syncs of the weights (AReaL's bound);
-    tokens that are, as of a checkpoint with more, leave the loss (prime-rl drops their completions). 0: on policy."""
+    """Rollout batches that a server samples ahead of training (docs/engines.md). It bounds the age of tokens
+    in weight syncs, like AReaL's max_head_offpolicyness; older tokens, as from a checkpoint with a larger
+    value, are excluded from the loss. 0: on policy."""
 
     max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
-    """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""
+    """Times that a rollout batch samples other prompts in place of groups with identical rewards (DAPO's
+    dynamic sampling)."""
 
     max_drift: Annotated[PositiveFloat | None, Needs("prompts"), Decides.NOTHING] = None
-    """The run stops where the mean of exp|log π_trainer − log π_engine| over a step's tokens is above; absent: 1.002
-    in fp32, else 1.1."""
+    """End the run if the mean of exp|log π_trainer − log π_engine| over a step's tokens exceeds this. Absent:
+    1.002 in fp32, otherwise 1.1."""
 
     save_rollouts: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
-    """Keeps every rollout batch as OUTPUT/rollouts/batch_%08d.jsonl.zst, to be trained on again as rl.rollouts."""
+    """Write each rollout batch to OUTPUT/rollouts/batch_%08d.jsonl.zst, which rl.rollouts can read."""
 
     log_completions: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
-    """Logs completions of each rollout batch with their rewards, and writes all into OUTPUT/completions.jsonl."""
+    """Log completions of each rollout batch with their rewards, and write all of them to OUTPUT/completions.jsonl."""
 
     num_completions_to_print: Annotated[PositiveInt, Needs("log_completions", True), Decides.NOTHING] = 2
-    """How many of them go to the log."""
+    """Completions to log per rollout batch."""
 
     rollout_version: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
-    """The step of the weights that sampled the rollouts; those of another are refused. Absent: any."""
+    """Required step of the weights that sampled the rollouts; others are errors. Absent: any."""
 
     packing: bool = False
-    """Packs several completions with their prompts into a row of data.seq_length tokens, attention kept apart."""
+    """Pack several completions with their prompts into a row of data.seq_length tokens, with separate attention."""
 
     temperature: PositiveFloat = 1.0
-    """That of the rollouts: log-probabilities are those of logits / temperature."""
+    """Sampling temperature of the rollouts. Log-probabilities are those of logits / temperature."""
 
     num_generations: PositiveInt = 8
-    """Completions of a prompt: a group. A rollout batch is of whole groups."""
+    """Completions per prompt (the group size). A rollout batch has whole groups."""
 
     num_iterations: PositiveInt = 1
-    """How often each rollout batch is trained on."""
+    """Times that each rollout batch is trained on."""
 
     mini_batches: PositiveInt = 1
-    """Optimizer steps that a rollout batch is cut into: it has so many global batches."""
+    """Optimizer steps per pass over a rollout batch, each of train.global_batch_size completions."""
 
     old_logprobs: Literal["policy", "rollout"] = "policy"
-    """What the ratio is taken to: the weights before the rollout batch, or the log-probabilities in the file."""
+    """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
 
     reward_weights: list[float] | None = None
-    """A weight for each reward of the file, in its order; absent: 1 each. The weighted sum is normalised."""
+    """Weight of each reward, in order. Absent: 1 each. Advantages are computed from the weighted sum."""
 
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
-    """What is taken off a reward: its group's mean, or the mean of the others in the group."""
+    """Baseline of the advantage: the mean of the group, or of the other completions in the group."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Advantages are divided by the standard deviation of the group or of the rollout batch, + advantage_epsilon."""
+    """Divide advantages by the standard deviation of the group or of the rollout batch, + advantage_epsilon."""
 
     advantage_epsilon: NonNegativeFloat = 1e-4
-    """Added to that deviation: 1e-4 in TRL, 1e-6 in verl and NeMo-RL."""
+    """Added to that standard deviation: 1e-4 in TRL, 1e-6 in verl and NeMo-RL."""
 
     advantage_deviation: Literal["group", "others"] = "group"
-    """With scale_rewards group: the deviation of the whole group, or that of the other completions in it where it is
-    not 0, as in NeMo-RL."""
+    """With scale_rewards group: standard deviation of the whole group, or of the other completions in it
+    where that is not 0 (NeMo-RL)."""
 
     filter_zero_std: bool = False
-    """Leaves out groups whose rewards are all equal, for they have no gradient; how many is said at the start."""
+    """Exclude groups with identical rewards, which have no gradient, from the loss."""
 
     mask_truncated_completions: bool = False
-    """Takes completions that were cut off at their longest out of the loss, but not out of the baseline."""
+    """Exclude truncated completions from the loss, but not from the baseline."""
 
     max_completion_length: PositiveInt = 256
-    """The longest completion: the divisor of dr_grpo, and where the overlong penalty is 1."""
+    """Maximum number of completion tokens. It is also the divisor of dr_grpo and the length with the full
+    overlong penalty."""
 
     overlong_buffer_len: NonNegativeInt = 0
-    """DAPO: over so many last tokens before max_completion_length a penalty grows from 0; 0: none."""
+    """DAPO: number of tokens before max_completion_length over which a length penalty grows from 0. 0: no penalty."""
 
     overlong_penalty_factor: Annotated[NonNegativeFloat, Needs("overlong_buffer_len", above=0)] = 1.0
     """DAPO: the penalty at max_completion_length."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo"] = "dapo"
-    """Aggregation: mean of tokens (dapo, cispo), of sequences' means (grpo), of their sums (luspo), or a constant
-    divisor (dr_grpo). cispo weighs log-probabilities by a capped ratio without a gradient in place of PPO's clip."""
+    """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), or a
+    constant divisor (dr_grpo). cispo weights log-probabilities by a capped ratio without a gradient, instead
+    of PPO's clip."""
 
     count_masked_sequences: bool | None = None
-    """Sequences without a token in the loss count in the divisor of grpo, luspo and dr_grpo, as in TRL and verl; not in
-    NeMo-RL. Absent: they do, unless filter_zero_std leaves groups out."""
+    """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
+    do and NeMo-RL does not. Absent: on, unless filter_zero_std is set."""
 
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """The ratio of a token, or the geometric mean over its sequence (GSPO)."""
+    """Ratio per token, or the geometric mean over the sequence (GSPO)."""
 
     epsilon: NonNegativeFloat = 0.2
     """The ratio is clipped at 1 − epsilon."""
 
     epsilon_high: NonNegativeFloat | None = None
-    """And at 1 + epsilon_high; absent: epsilon. With cispo the cap of the ratio itself, which has to be set: 5 (TRL),
-    or 1.28 (clip_ratio_high 0.28 of verl and NeMo-RL)."""
+    """The ratio is clipped at 1 + epsilon_high. Absent: epsilon. With cispo it is the cap itself and is
+    required: 5 (TRL), or 1.28 (clip_ratio_high 0.28 of verl and NeMo-RL)."""
 
     cispo_ratio_min: Annotated[NonNegativeFloat | None, Needs("loss_type", "cispo", strict=True)] = None
-    """The least ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Absent: none, as in TRL."""
+    """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Absent: none, as in TRL."""
 
     delta: PositiveFloat | None = None
-    """Caps the ratio in the branch without a clip too (INTELLECT-2); above 1 + epsilon_high."""
+    """Cap of the ratio in the unclipped branch (INTELLECT-2). It must exceed 1 + epsilon_high."""
 
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: where the advantage is negative the loss is at most so many times it."""
+    """Dual clip: for negative advantages, the loss is at most this times their magnitude."""
 
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the reference: the weights that the run began from. 0: there is none."""
+    """Weight of the KL divergence from the reference, the run's initial weights. 0: no KL."""
 
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("beta", above=0)] = "k3"
-    """With d = log π_ref − log π: −d, d² / 2, or exp(d) − d − 1."""
+    """With d = log π_ref − log π: −d (k1), d² / 2 (k2), or exp(d) − d − 1 (k3)."""
 
     use_bias_correction_kl: Annotated[bool, Needs("beta", above=0)] = True
-    """Multiplies the KL by the ratio to the old policy: its gradient is then unbiased."""
+    """Multiply the KL by the ratio to the old policy, which makes its gradient unbiased."""
 
     kl_score_gradient: Annotated[bool, Needs("beta", above=0)] = False
-    """Multiplies the KL by exp(log π − sg[log π]), which is 1 and has the gradient of the sampling (NeMo-RL)."""
+    """Multiply the KL by exp(log π − sg[log π]), which adds the gradient of the sampling distribution (NeMo-RL)."""
 
     kl_input_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
-    """log π_ref − log π is clamped to ± this (NeMo-RL; 20 in verl's k3). Absent: it is not, as in TRL."""
+    """Clamp log π_ref − log π to ± this (NeMo-RL; 20 in verl's k3). Absent: no clamp, as in TRL."""
 
     kl_output_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
-    """A token's KL is clamped to ± this (NeMo-RL; 10 in verl's k3). Absent: it is not, as in TRL."""
+    """Clamp the KL of a token to ± this (NeMo-RL; 10 in verl's k3). Absent: no clamp, as in TRL."""
 
     entropy_coef: float = 0.0
-    """Weight of the mean entropy of tokens, which is taken off the loss."""
+    """Weight of the entropy bonus, subtracted from the loss."""
 
     entropy_aggregation: Annotated[Literal["tokens", "loss"], Needs("entropy_coef", but=0)] = "tokens"
-    """The mean entropy over the step's tokens, whatever loss_type is (TRL), or aggregated as the loss (verl)."""
+    """Average the entropy over the step's tokens for every loss_type (TRL), or aggregate it like the loss (verl)."""
 
     log_entropy: Annotated[bool, Decides.NOTHING] = True
-    """Logs the entropy even where the loss does not use it."""
+    """Log the entropy even if the loss does not use it."""
 
     vllm_importance_sampling_correction: bool = True
-    """Weighs losses by exp(log π_old − log π_rollout), where the file has the rollout's log-probabilities."""
+    """Weight the loss by exp(log π_old − log π_rollout), if the rollouts have log-probabilities."""
 
     vllm_importance_sampling_mode: Annotated[
         Literal[
@@ -373,33 +378,33 @@ class RlConfig(Section):
         ],
         Needs("vllm_importance_sampling_correction", True),
     ] = "token_truncate"
-    """Of each token or of the whole sequence; beyond the bounds the weight is the bound, or 0, or there are none.
-    geometric_mask: each token's, and 0 where the geometric mean over the sequence is beyond the bounds."""
+    """Weight per token or per sequence; outside the bounds it is capped (truncate), 0 (mask) or unbounded.
+    geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """The upper bound of that weight. Absent: token_truncate and sequence_truncate 2, token_mask 5 (IcePop),
-    sequence_mask 3 (TRL), geometric_mask 1.002 (NeMo-RL)."""
+    """Upper bound of that weight. Absent: 2 for token_truncate and sequence_truncate, 5 for token_mask
+    (IcePop), 3 for sequence_mask (TRL), 1.002 for geometric_mask (NeMo-RL)."""
 
     vllm_importance_sampling_clip_min: Annotated[
         NonNegativeFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """The lower bound of that weight. Absent: none, as in TRL; but where the upper bound is absent too, token_mask 0.5
-    and geometric_mask 0.999."""
+    """Lower bound of that weight. Absent: none, as in TRL; if the upper bound is absent too, 0.5 for
+    token_mask and 0.999 for geometric_mask."""
 
     use_decoupled_loss: bool = False
-    """AReaL's decoupled PPO: clips around a proximal policy, the trainer's before the rollout batch, and weighs each
-    token's loss by π_proximal / π_rollout. It takes the place of vllm_importance_sampling_*."""
+    """AReaL's decoupled PPO: clip around a proximal policy (the trainer's before the rollout batch) and
+    weight each token's loss by π_proximal / π_rollout. Replaces vllm_importance_sampling_*."""
 
     behav_imp_weight_cap: Annotated[float | None, Field(gt=1), Needs("use_decoupled_loss", True)] = None
-    """AReaL's: a token whose weight is above it is left out. Absent: there is no bound, as published."""
+    """Exclude tokens whose weight is larger (AReaL). Absent: no bound, as published."""
 
     prox_logp_method: Annotated[Literal["recompute", "loglinear"], Needs("use_decoupled_loss", True)] = (
         "recompute"
     )
-    """AReaL's: the proximal policy by passes before the rollout batch, or without, on the line from the engine's
-    log-probability to the policy's, as far along as its weights are between theirs by the token's version."""
+    """Proximal policy (AReaL): recompute it with forward passes before the rollout batch, or interpolate
+    between the engine's and the policy's log-probabilities by weight version (loglinear)."""
 
     @field_validator("loss_type", mode="before")
     @classmethod
@@ -414,22 +419,22 @@ class RlConfig(Section):
     @field_validator(*OTHER_SPELLINGS, mode="before")
     @classmethod
     def _read_other_spellings(cls, value: Any, info: ValidationInfo) -> Any:
-        """What is off is null in TRL and NeMo-RL, and a top_k of −1 in verl; TRL takes truth for scale_rewards."""
+        """Map the off values of TRL, NeMo-RL and verl (null, −1) and TRL's booleans for scale_rewards."""
         return OTHER_SPELLINGS[info.field_name].get(str(value), value)
 
     @property
     def prompts_or_rollouts(self) -> str | list[str] | None:
-        """rl.prompts or rl.rollouts, what there is to train on."""
+        """rl.prompts, or else rl.rollouts."""
         return self.prompts or self.rollouts
 
     @property
     def is_colocated(self) -> bool:
-        """Whether vLLM samples in the trainer's processes."""
+        """True if vLLM samples in the trainer's processes."""
         return self.engine == "vllm" and self.engine_url is None
 
     @property
     def engine_urls(self) -> list[str]:
-        """The addresses of the servers that sample."""
+        """Addresses of the sampling servers."""
         if self.engine == "own" or self.is_colocated:
             return []
         given = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or SGLANG]
@@ -437,18 +442,18 @@ class RlConfig(Section):
 
     @property
     def server_seconds(self) -> float:
-        """What a step may wait for servers beside its own work: one that starts again, and its completions."""
+        """Additional time that a step may wait for servers, in seconds."""
         waits = self.prompts is not None and self.engine_urls
         return self.weight_sync_timeout + self.generation_timeout if waits else 0.0
 
     @property
     def prompt_files(self) -> list[str]:
-        """The files of prompts."""
+        """The prompt files."""
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
 
     @property
     def generations_eval(self) -> int:
-        """Completions of a held-out prompt."""
+        """Completions per held-out prompt."""
         return self.num_generations_eval or self.num_generations
 
     @property
@@ -457,33 +462,33 @@ class RlConfig(Section):
         return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
 
     def drift_limit(self, precision: str) -> float:
-        """max_drift, or what it is in this train.precision."""
+        """Return max_drift, or its default for this train.precision."""
         return self.max_drift or (1.002 if precision == "fp32" else 1.1)
 
     @property
     def files(self) -> list[str]:
-        """The files of rollouts."""
+        """The rollout files."""
         return [self.rollouts] if isinstance(self.rollouts, str) else list(self.rollouts or ())
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps made with a rollout batch."""
+        """Optimizer steps per rollout batch."""
         return self.num_iterations * self.mini_batches
 
     @property
     def upper_epsilon(self) -> float:
-        """How far above 1 a ratio is clipped; with cispo, where."""
+        """Distance above 1 at which the ratio is clipped; with cispo, the cap itself."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def counts_masked_sequences(self) -> bool:
-        """count_masked_sequences, or what it is where it is absent."""
+        """count_masked_sequences, or its default."""
         given = self.count_masked_sequences
         return not self.filter_zero_std if given is None else given
 
     @property
     def mismatch_bounds(self) -> tuple[float | None, float]:
-        """Lower and upper bound of the mismatch weight, as given or as its mode has them."""
+        """Lower and upper bound of the mismatch weight, as set or the mode's defaults."""
         if self.use_decoupled_loss:
             return None, self.behav_imp_weight_cap or math.inf
         low, high = MISMATCH_BOUNDS[self.vllm_importance_sampling_mode]
@@ -493,17 +498,17 @@ class RlConfig(Section):
 
     @property
     def mismatch_mode(self) -> str | None:
-        """That of the weight exp(log π_old − log π_rollout); None: there is none."""
+        """Mode of the weight exp(log π_old − log π_rollout). None: no weight."""
         if self.use_decoupled_loss:
             return "token_mask"
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
 
     @property
     def interpolates_old(self) -> bool:
-        """Whether the old policy of a batch's further steps is found between the rollout's and the policy."""
+        """True if the old policy is interpolated between the rollouts' and the current policy."""
         return self.use_decoupled_loss and self.prox_logp_method == "loglinear" and self.steps_per_batch > 1
 
     @property
     def computes_old(self) -> bool:
-        """Whether the old log-probabilities need passes of their own: a batch's only step is by what they would be."""
+        """True if the old log-probabilities need forward passes of their own."""
         return self.old_logprobs == "policy" and self.steps_per_batch > 1 and not self.interpolates_old
