@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from megalith.remote import StorePath
 
@@ -56,17 +57,35 @@ def read_bounded(path: Path, largest: int = LARGEST, name: Path | None = None) -
     `name` is the path that errors show.
     """
     name = name or path
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise RefusedFile(errno.EISDIR, "it is a folder, not a file", str(name))
-        if not stat.S_ISREG(status.st_mode):
-            raise RefusedFile(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(name))
-        _check_size(name, status.st_size, largest)
+    with _open_regular(path, name) as file:
+        _check_size(name, os.fstat(file.fileno()).st_size, largest)
         content = file.read(largest + 1)
     _check_size(name, len(content), largest)
     return content
+
+
+def resolve_regular(path: Path, folder: Path) -> Path:
+    """Return the regular file of any size that `path` leads to, for a reader that maps it or reads it in parts.
+
+    Raises:
+        RefusedFile: the file is not regular, or a link that leads out of the folder.
+        OSError: it is missing or cannot be opened.
+    """
+    real = resolve_inside(path, folder)
+    _open_regular(real, path).close()
+    return real
+
+
+def _open_regular(path: Path, name: Path) -> BinaryIO:
+    """Open a file without waiting for a pipe's writer. Raises RefusedFile where it is not regular."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    file.close()
+    if stat.S_ISDIR(mode):
+        raise RefusedFile(errno.EISDIR, "it is a folder, not a file", str(name))
+    raise RefusedFile(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(name))
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:

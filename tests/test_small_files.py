@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.folder import CONFIG, GENERATION, TOKENIZER_FILES, SourceFolder
 from megalith.bridge.importer import import_hf
+from megalith.bridge.megatron.megatron_exporter import export_megatron
+from megalith.bridge.megatron.megatron_importer import import_megatron
 from megalith.checkpoint import RunRecord, StepWriter, open_checkpoint
 from megalith.checkpoint.steps import save_number
 from megalith.cli.main import main
@@ -128,6 +130,26 @@ def test_a_manifest_and_the_files_of_a_checkpoint(folder: Path, tmp_path: Path) 
     assert not list(refusals(step, ("manifest.json",), opened))
     names = tuple(f"tokenizer/{path.name}" for path in (step / "tokenizer").iterdir())
     assert len(names) > 5 and not list(refusals(step, names, opened))
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_the_pickles_of_a_megatron_folder(ckpt_format: str, folder: Path, tmp_path: Path) -> None:
+    def imported(copied: Path) -> None:
+        import_megatron(copied, tmp_path / "again", trust=True, show_progress=False)
+
+    export_megatron(folder, tmp_path / "megatron", ckpt_format=ckpt_format, show_progress=False)
+    names = {"torch_dist": (".metadata", "common.pt"), "torch": ("mp_rank_00/model_optim_rng.pt",)}[ckpt_format]
+    iteration = tmp_path / "megatron/release"
+    assert not list(refusals(iteration, names, imported))
+    assert not (tmp_path / "again").exists()
+    for name in names:  # a file that would be read is refused where it is a link out of the folder
+        (iteration / name).rename(tmp_path / "outside")
+        (iteration / name).symlink_to(tmp_path / "outside")
+        with pytest.raises(MegalithError, match=f"{name} is not read: it is a symbolic link that leads out"):
+            imported(iteration)
+        (iteration / name).unlink()
+        (tmp_path / "outside").rename(iteration / name)
+    imported(iteration)
 
 
 def test_a_pipe_in_the_place_of_a_manifest_does_not_hang_the_list(tmp_path: Path, capsys) -> None:

@@ -12,6 +12,7 @@ torch.save wrote. Layers that are alike are one tensor, with the layers as its f
 from __future__ import annotations
 
 import io
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
@@ -147,7 +148,7 @@ def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:
     states = {}
     for path in sorted(folder.iterdir()):
         if match := RANK.fullmatch(path.name):
-            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE, trust)
+            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE, folder, trust)
     if not states and any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"{folder} has .distcp files, but no {METADATA}, which is written last: it was not saved to the end or not "
@@ -237,7 +238,7 @@ def read_torch_dist(
     folder: Path, trust: bool
 ) -> tuple[dict[str, Distributed | MadeWhenRead], dict[str, Any]]:
     """Every tensor by its name, layers and experts apart, and the arguments. Raises CheckpointError."""
-    metadata = load_pickle(folder / METADATA, trust)
+    metadata = load_pickle(folder / METADATA, folder, trust)
     try:
         entries = {
             name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")
@@ -275,11 +276,11 @@ def _stored(folder: Path, extent: Extent, info: Any) -> StoredShard:
 
 def _common_state(folder: Path, where: Mapping[tuple[str, tuple[int, ...]], Any], trust: bool) -> Any:
     """What is no tensor: a file of its own, or from core 0.19 on an object among the shards."""
-    if (COMMON_STATE, ()) not in where or (folder / COMMON).is_file():
-        return load_torch(folder / COMMON, trust)
+    if (COMMON_STATE, ()) not in where or os.path.lexists(folder / COMMON):
+        return load_torch(folder / COMMON, folder, trust)
     stored = _stored(folder, Extent((), ()), where[COMMON_STATE, ()])
     _check_stored(stored, COMMON_STATE)
-    [state] = load_torch(stored.file, trust, stored.bytes())
+    [state] = load_torch(stored.file, folder, trust, stored.bytes())
     return state
 
 
@@ -402,7 +403,7 @@ def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and the arguments of an iteration's folder."""
-    return (read_torch_dist if (folder / METADATA).is_file() else read_legacy)(folder, trust)
+    return (read_torch_dist if os.path.lexists(folder / METADATA) else read_legacy)(folder, trust)
 
 
 def open_megatron(

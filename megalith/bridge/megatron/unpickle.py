@@ -27,6 +27,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megalith.errors import CheckpointError, shorten
+from megalith.small_files import RefusedFile, resolve_regular
 
 PLAIN: dict[str, Any] = {
     "argparse.Namespace": Namespace,
@@ -93,14 +94,20 @@ class _Unpickler(pickle.Unpickler):
         return Inert
 
 
-def load_pickle(path: Path, trust: bool) -> Any:
+def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
     """Read a plain pickle file.
 
+    Args:
+        path: the file.
+        folder: the folder that the file has to be in after all links are resolved.
+        trust: whether names of `INERT` may stand in it.
+
     Raises:
-        CheckpointError: the file is missing or damaged, names what is not allowed, or needs `trust`.
+        CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
+            or needs `trust`.
     """
     try:
-        with open(path, "rb") as file:
+        with open(resolve_regular(path, folder), "rb") as file:
             unpickler = _Unpickler(file, trust)
             content = unpickler.load()
     except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
@@ -109,22 +116,25 @@ def load_pickle(path: Path, trust: bool) -> Any:
     return content
 
 
-def load_torch(path: Path, trust: bool, stored: bytes | None = None) -> Any:
+def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = None) -> Any:
     """Read what torch.save wrote to a file, its tensors mapped where the file's form allows it.
 
     Args:
         path: the file.
+        folder: the folder that the file has to be in after all links are resolved.
         trust: whether names of `INERT` may stand in it.
         stored: the content where it is only a part of the file.
 
     Raises:
-        CheckpointError: the file is missing or damaged, names what is not allowed, or needs `trust`.
+        CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
+            or needs `trust`.
     """
 
     def source() -> Path | BinaryIO:
-        return path if stored is None else io.BytesIO(stored)
+        return real if stored is None else io.BytesIO(stored)
 
     try:
+        real = resolve_regular(path, folder)
         zipped = zipfile.is_zipfile(source())
         inert = {name for name in _names(source(), zipped) if name not in PLAIN and _is_inert(name)}
         if trust or not inert:
@@ -169,6 +179,8 @@ def _check_trust(path: Path, strange: Iterable[str]) -> None:
 def _refused(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path} is missing; copy the checkpoint again")
+    if isinstance(error, RefusedFile):
+        return CheckpointError(f"{path} is not read: {error.strerror}")
     reason = str(error).strip().split("\n")[0].split(". ")[0]
     if named := _REFUSED_BY_TORCH.search(str(error)):
         reason = f"it names {named[1]}, which is not allowed"
