@@ -118,7 +118,8 @@ class IndexedDataset:
         size, item = self._tokens.size, self.dtype.itemsize
         for rows in chunks(len(self)):
             lengths, offsets = self.sequence_lengths[rows], self.sequence_offsets[rows]
-            bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * np.int64(item))
+            too_long = offsets > size - _sizes(lengths, self.dtype)
+            bad = (lengths < 0) | (offsets < 0) | too_long
             if bad.any():
                 i = rows.start + int(bad.argmax())
                 raise DataError(
@@ -329,6 +330,11 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
 
 def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[np.ndarray, int]:
     """The byte offset of each sequence, int64, when they follow one another from `start`; and the end."""
-    sizes = lengths * np.int64(dtype.itemsize)
+    sizes = _sizes(lengths, dtype)
     ends = np.cumsum(sizes) + start
     return ends - sizes, int(ends[-1])
+
+
+def _sizes(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The bytes of sequences, int64; numpy 1 multiplies int32 by a scalar in int32, which 2 GiB overflow."""
+    return np.multiply(lengths, dtype.itemsize, dtype=np.int64)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from megalith.data.indexed import IndexedDataset, IndexedWriter, best_dtype, merge
+from megalith.data.indexed import IndexedDataset, IndexedWriter, best_dtype, merge, _packed_offsets
 from megalith.errors import DataError
 
 # Three sequences [5, 6, 7], [], [65499] in two documents, written out by hand.
@@ -89,6 +89,13 @@ def test_batch_path_equals_one_document_at_a_time(tmp_path):
             writer.add_document(document)
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
+
+
+def test_offsets_of_sequences_beyond_2_gib():
+    """numpy 1 multiplies int32 lengths by a numpy scalar in int32."""
+    lengths = np.array([2**30 + 5, 3], np.int32)
+    offsets, end = _packed_offsets(lengths, np.dtype("<i4"), 8)
+    assert (offsets.tolist(), end) == ([8, 2**32 + 28], 2**32 + 40)
 
 
 def test_merge_equals_writing_everything_at_once(tmp_path):
