@@ -107,10 +107,10 @@ def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
     with contextlib.suppress(OSError):
         there = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
     near = [other for other in there if other.startswith(name)] or difflib.get_close_matches(name, there)
-    if found := of_file(Path(prefix)) if isinstance(idx_path, Path) else "":
-        way_out = f"{found}; here the prefix is needed that `megalith preprocess` wrote"
-    elif prefix.endswith((".bin", ".idx")):
+    if prefix.endswith((".bin", ".idx")):
         way_out = f"a data path has no ending: write {prefix[:-4]}"
+    elif found := of_file(Path(prefix)) if isinstance(idx_path, Path) else "":
+        way_out = f"{found}; here the prefix is needed that `megalith preprocess` wrote"
     elif near:
         way_out = f"did you mean {' or '.join(os.path.join(folder, other) for other in near[:3])}?"
     else:
