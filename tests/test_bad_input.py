@@ -324,8 +324,10 @@ def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(ref
 
 def test_requests_to_show_data_that_cannot_be(refused):
     show = ["data", "show", "data", "--seq-length", 16, "--num-samples", 5]
-    refused([*show, "--index", "5"], DATA, "sample 5 is not one of the 5 train samples", "0 to 4")
+    refused([*show, "--index", 10**6], DATA, "sample 1000000 is not one of the", "train samples; choose 0 to")
     refused([*show, "--index", "-1"], DATA, "sample -1")
+    refused([*show, "--position", "-1"], DATA, "position -1 is before the first one, 0")
+    refused([*show, "--position", "x"], CONFIG, "--position is 'x'")
     refused([*show, "--index", "x"], CONFIG, "--index is 'x'")
     refused([*show, "--split", "1,1,1,1"], CONFIG, "split '1,1,1,1'")
     refused([*show, "--seed", "-1"], CONFIG, "--seed is -1")
