@@ -3,9 +3,10 @@
 A completion is sampled by the engine and trained on by the trainer. Where their log-probabilities of the same tokens
 are not the same, the ratio of the objective is wrong, and a run learns something else or nothing, without an error. So
 each step gives, over its tokens with d = log π_trainer − log π_engine, the mean of exp|d|, of k3 = exp(d) − d − 1, the
-largest |d| and the share of |d| > 1. After each sync a canary is sampled too: a few prompts, the same each time. What
-is above rl.max_drift ends the run before the optimizer uses it, and so does a step or a canary without a token that can
-be compared. The cause is found by experiments on the canary:
+largest |d| and the share of |d| > 1; a token that one of them has no log-probability of is left out. After each sync a
+canary is sampled too: a few prompts, the same each time. What is above rl.max_drift ends the run before the optimizer
+uses it, and so does a step or a canary without a token that can be compared. The cause is found by experiments on the
+canary:
 
     the engine sampled as it did before the last steps                         weights one version behind
     the log-probabilities are those of another temperature, or with BOS twice  that

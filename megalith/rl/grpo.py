@@ -164,9 +164,10 @@ class PolicyTask(Task):
         known = step.figures | ({"drift_largest": gap.size} if gap else {})
         if self._live is None:
             return lambda: {**self._read(sums), **known}
-        if gap is None and sums[0] > 0:
+        ratio = self._read(sums)["mismatch"]
+        if ratio is None and sums[0] > 0:
             raise nothing_to_compare(f"of step {run.step + 1}")
-        self._check_drift(run, self._read(sums)["mismatch"], gap)
+        self._check_drift(run, ratio, gap)
         number = run.step + 1  # figures may be read when later steps are counted
         tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
         times, logged = self._times(run, tokens)
@@ -192,11 +193,11 @@ class PolicyTask(Task):
         self._began += seconds
         return figures and figures | {"seconds": seconds}
 
-    def _check_drift(self, run: Run, ratio: float, gap: Gap | None) -> None:
+    def _check_drift(self, run: Run, ratio: float | None, gap: Gap | None) -> None:
         """Where the old policy is the one that sampled."""
         rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
         comparable = (rl.computes_old or run.step % rl.steps_per_batch == 0) and not self._live.is_stale
-        if comparable and gap is not None and not ratio <= limit:
+        if comparable and ratio is not None and gap is not None and not ratio <= limit:
             version = run.step - run.step % rl.steps_per_batch
             raise stop_for(
                 ratio, limit, f"over the tokens of step {run.step + 1}", gap, (version, version), STEP_CAUSE

@@ -205,8 +205,9 @@ class SummedLoss(Loss):
 class PolicyLoss(SummedLoss):
     """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch."""
 
-    FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch", "drift_k3",
-               "drift_above_1")  # fmt: skip
+    DRIFT = ("drift", "mismatch", "drift_k3", "drift_above_1")
+    """Means over the tokens that engine and trainer both have a log-probability of."""
+    FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "compared", *DRIFT)
 
     def __init__(self, rl: RlConfig, vocab_size: int | None = None):
         self.rl, self.vocab_size = rl, vocab_size
@@ -288,17 +289,25 @@ class PolicyLoss(SummedLoss):
         ratio = log_ratio(rl, logprobs, old, sequences).exp()
         zero = torch.zeros_like(ratio)
         kl = kl_losses(rl, logprobs, known["reference"], ratio) if rl.beta else zero
-        differs = 4 * [zero]
+        differs = (1 + len(self.DRIFT)) * [zero]
         if rollout is not None:
             mine = logprobs if batch.old_logprobs is None else old
-            gap = (mine - rollout).nan_to_num(nan=0.0)
-            differs = [gap.abs(), gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1]
+            gap = mine - rollout
+            compared = ~gap.isnan()
+            gap = gap.nan_to_num(nan=0.0)
+            differs = [compared, gap.abs(), compared * gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1]
             self._add_largest(gap, mine, rollout)
         lowest = (rl.cispo_ratio_min or 0.0) if rl.loss_type == "cispo" else 1 - rl.epsilon
         highest = rl.upper_epsilon if rl.loss_type == "cispo" else 1 + rl.upper_epsilon
         clips = (ratio < lowest) & (a < 0), (ratio > highest) & (a > 0)
         each = torch.ones_like(ratio), ratio, *clips, kl, zero if entropy is None else entropy, *differs
         self.add_figures([inside(x) for x in each])
+
+    def means(self, sums: Tensor) -> dict[str, float | None]:
+        """Of what was taken: over the tokens, those of DRIFT over the compared ones, None where there is none."""
+        found: dict[str, float | None] = dict(super().means(sums))
+        share = found.pop("compared")
+        return found | {name: found[name] / share if share else None for name in self.DRIFT}
 
     def _add_largest(self, gap: Tensor, mine: Tensor, rollout: Tensor) -> None:
         """Where trainer and engine differ most in this micro-batch, on the device."""

@@ -10,6 +10,7 @@ import torch
 from megalith.config import DpoConfig, RlConfig, RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
+from megalith.rl.drift import mean_ratio
 from megalith.rl.objective import (
     PolicyLoss,
     PreferenceBatch,
@@ -292,6 +293,26 @@ def test_what_stands_outside_of_the_loss_reaches_nothing():
     second = loss_of(rl, logprobs, torch.zeros(2, SEQ), batch)
     assert torch.equal(first, second)
     assert torch.autograd.grad(second, logprobs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_drift_leaves_out_tokens_that_cannot_be_compared(old):
+    batch, logprobs = batch_of(torch.Generator().manual_seed(3), old=old)
+    mine, inside = batch.old_logprobs if old else logprobs, batch.loss_mask > 0
+    batch.rollout_logprobs[0, 1] = batch.rollout_logprobs[1, 0] = torch.nan
+    loss = PolicyLoss(RlConfig(rollouts="x"))
+    loss(logprobs, None, batch)
+    d = (mine - batch.rollout_logprobs)[inside]
+    d = d[~d.isnan()].double().numpy()
+    assert len(d) == sum(TOKENS) - 2
+    found = loss.means(loss.take_sums())
+    assert [found[name] for name in PolicyLoss.DRIFT] == pytest.approx(
+        [np.abs(d).mean(), mean_ratio(d, 0 * d), (np.exp(d) - d - 1).mean(), (np.abs(d) > 1).mean()]
+    )
+    batch.rollout_logprobs[:] = torch.nan
+    loss(logprobs, None, batch)
+    found = loss.means(loss.take_sums())
+    assert [found[name] for name in PolicyLoss.DRIFT] == [None] * 4 and found["ratio"] > 0
 
 
 def test_a_micro_batch_without_a_sequence_adds_nothing():
