@@ -78,11 +78,11 @@ def resolve_regular(path: Path, folder: Path) -> Path:
 
 def _open_regular(path: Path, name: Path) -> BinaryIO:
     """Open a file without waiting for a pipe's writer. Raises RefusedFile where it is not regular."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
-    mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return file
-    file.close()
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise RefusedFile(errno.EISDIR, "it is a folder, not a file", str(name))
     raise RefusedFile(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(name))

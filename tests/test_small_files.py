@@ -138,7 +138,9 @@ def test_the_pickles_of_a_megatron_folder(ckpt_format: str, folder: Path, tmp_pa
         import_megatron(copied, tmp_path / "again", trust=True, show_progress=False)
 
     export_megatron(folder, tmp_path / "megatron", ckpt_format=ckpt_format, show_progress=False)
-    names = {"torch_dist": (".metadata", "common.pt"), "torch": ("mp_rank_00/model_optim_rng.pt",)}[ckpt_format]
+    names = {"torch_dist": (".metadata", "common.pt"), "torch": ("mp_rank_00/model_optim_rng.pt",)}[
+        ckpt_format
+    ]
     iteration = tmp_path / "megatron/release"
     assert not list(refusals(iteration, names, imported))
     assert not (tmp_path / "again").exists()

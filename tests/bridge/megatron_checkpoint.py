@@ -61,9 +61,12 @@ def core_state(model: Transformer, te: bool) -> dict[str, Tensor]:
 
 
 def save_run(
-    folder: Path, model: ModelConfig, optimizer: str = "adamw", precision: str = "fp32"
+    folder: Path, model: ModelConfig, optimizer: str = "adamw", precision: str = "fp32", skipped: int = 0
 ) -> Transformer:
-    """A run at step 2 whose weights and optimizer's state are random, as a checkpoint; its model."""
+    """A run at step 2 whose weights and optimizer's state are random, as a checkpoint; its model.
+
+    fp16 has skipped `skipped` of the two steps.
+    """
     config = RunConfig.from_tree({
         "model": model.model_dump(exclude_unset=True),
         "train": {"precision": precision, "train_iters": 8, "micro_batch_size": 4, "global_batch_size": 4},
@@ -79,7 +82,13 @@ def save_run(
         for state in stepped.state.values():
             for key in state.keys() & {"exp_avg_sq"}:
                 state[key].abs_()
-    record = RunRecord(step=2, consumed_samples=8, config=config.to_tree())
+    record = RunRecord(
+        step=2,
+        consumed_samples=8,
+        skipped_steps=skipped,
+        skipped_samples=4 * skipped,
+        config=config.to_tree(),
+    )
     save_checkpoint(folder / "checkpoints", record, built, stepped, unpadded_rows=vocabulary_rows(config))
     return built.eval()
 

@@ -23,6 +23,7 @@ from megalith.config import ModelConfig, RunConfig
 from megalith.dialects.megatron.door import run_command
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.transformer import Transformer
+from megalith.optim.schedule import build_schedule
 from megalith.training.build import prepare
 
 SHAPE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151, max_position_embeddings=64)
@@ -163,6 +164,20 @@ def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: 
     )
     assert [group["wd_mult"] for group in common["optimizer"]["param_groups"]] == [1.0, 0.0]
     assert common["opt_param_scheduler"]["num_steps"] == 8 and not common["args"].no_save_optim
+
+
+def test_the_schedule_does_not_count_steps_that_fp16_skipped(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", MODELS["gpt"], precision="fp16", skipped=1)
+    folder = export_megatron(tmp_path / "run", tmp_path / "out", with_optimizer=True)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    config = RunConfig.from_tree(
+        megalith.checkpoint.open_existing(tmp_path / "run", ("model",)).manifest.config
+    )
+    rate = build_schedule(config.optim, config.train).learning_rate(1, 4)
+    assert common["opt_param_scheduler"]["num_steps"] == 4
+    assert [group["lr"] for group in common["optimizer"]["param_groups"]] == [rate] * 2
+    args = common["args"]
+    assert (args.iteration, args.consumed_train_samples) == (2, 8) and common["iteration"] == 2
 
 
 def stacked(name: str) -> str:

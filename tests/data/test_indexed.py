@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from megalith.data.indexed import IndexedDataset, IndexedWriter, best_dtype, merge, _packed_offsets
+from megalith.data.indexed import IndexedDataset, IndexedWriter, _packed_offsets, best_dtype, merge
 from megalith.errors import DataError
 
 # Three sequences [5, 6, 7], [], [65499] in two documents, written out by hand.

@@ -45,6 +45,8 @@ class _Exported:
     read: Read
     step: int = 0
     samples: int = 0
+    position: tuple[int, int] = (0, 0)
+    """Steps and samples that schedules count: without the steps that fp16 skipped, as in Megatron."""
     updates: int | None = None
     """Steps that the optimizer has made; None: there is no state of it."""
 
@@ -129,7 +131,8 @@ def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress
 
     record = checkpoint.manifest
     updates = _updates(checkpoint, config) if with_optimizer else None
-    return _Exported(config, read, record.step, record.consumed_samples, updates)
+    position = record.step - record.skipped_steps, record.consumed_samples - record.skipped_samples
+    return _Exported(config, read, record.step, record.consumed_samples, position, updates)
 
 
 def _updates(checkpoint: Checkpoint, config: RunConfig) -> int:
@@ -236,12 +239,12 @@ def _optimizer(exported: _Exported) -> dict[str, Any]:
     """
     config = exported.config
     optim, schedule = config.optim, build_schedule(config.optim, config.train)
-    position = exported.step, exported.samples
-    decay, kinds = schedule.weight_decay(*position), [False] + [True] * (optim.decoupled_lr is not None)
+    steps, samples = exported.position
+    decay, kinds = schedule.weight_decay(steps, samples), [False] + [True] * (optim.decoupled_lr is not None)
     groups = [
         {
             "wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": decoupled,
-            "default_config": decays and not decoupled, "lr": schedule.learning_rate(*position),
+            "default_config": decays and not decoupled, "lr": schedule.learning_rate(steps, samples),
             "weight_decay": decay * decays, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps,
             "bias_correction": True, "step": exported.updates,
         }
@@ -258,7 +261,7 @@ def _optimizer(exported: _Exported) -> dict[str, Any]:
             "lr_warmup_steps": schedule.warmup_steps,
             "lr_decay_style": schedule.decay_style,
             "lr_decay_steps": schedule.decay_steps,
-            "num_steps": exported.samples if per_step is None else exported.step * per_step,
+            "num_steps": samples if per_step is None else steps * per_step,
             "start_wd": schedule.start_weight_decay,
             "end_wd": schedule.end_weight_decay,
             "wd_incr_style": schedule.weight_decay_style,
