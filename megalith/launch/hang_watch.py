@@ -166,7 +166,7 @@ class HangWatch:
 
     def _find(self, before: list[str]) -> str:
         after = self._read_all()
-        signs = {rank: sign for rank, said in enumerate(after) if (sign := _sign(said)) is not None}
+        signs = {rank: _sign(said) for rank, said in enumerate(after) if said}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
         text = tell_hang(signs, silent, self._world_size, self._timeout)
         return _text(self._store.compare_set("verdict", "", text))
@@ -184,23 +184,32 @@ def _text(content: bytes) -> str:
 
 
 def _sign(said: str) -> Sign | None:
-    """What a rank wrote; None where it is nothing, or something else than a sign."""
+    """Return a rank's sign, None if what it wrote is something else."""
     try:
         return Sign(**json.loads(said))
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
-    """The sentence for a job that hangs. `signs`: what the ranks wrote last; `silent`: who writes no more."""
+def tell_hang(signs: Mapping[int, Sign | None], silent: set[int], world_size: int, timeout: float) -> str:
+    """Return the sentence for a job that hangs.
+
+    Args:
+        signs: the last sign of each rank that wrote something; None where it cannot be read.
+        silent: ranks that no longer write.
+        world_size: ranks of the job.
+        timeout: seconds without progress.
+    """
     parts = []
     for rank in sorted(silent):
-        last = f": it was in {signs[rank].text()}" if rank in signs else ""
+        sign = signs.get(rank)
+        last = f": it was in {sign.text()}" if sign else ""
         parts.append(f"rank {rank} does not answer (stopped, or its machine is lost){last}")
     same: dict[str, list[int]] = {}
     for rank in range(world_size):
-        if rank not in silent:
-            text = signs[rank].text() if rank in signs else "what it wrote cannot be read"
+        if rank in signs and rank not in silent:
+            sign = signs[rank]
+            text = "what it wrote cannot be read" if sign is None else sign.text()
             same.setdefault(text, []).append(rank)
     for text, ranks in sorted(
         same.items(), key=lambda item: len(item[1])

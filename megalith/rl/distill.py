@@ -412,7 +412,10 @@ class TaughtData(StepData):
 
     def completed(self, batches: Sequence[Batch]) -> list[TaughtBatch]:
         told = self._teacher.told(batches)
+        own = [item.name for item in fields(TaughtBatch) if item.name not in Batch.__dataclass_fields__]
         return [
-            TaughtBatch(*(getattr(batch, field.name) for field in fields(Batch)), *x)
-            for batch, x in zip(batches, told, strict=True)
+            TaughtBatch(
+                **{item.name: batch[item.name] for item in fields(Batch)}, **dict(zip(own, predictions))
+            )
+            for batch, predictions in zip(batches, told, strict=True)
         ]

@@ -64,7 +64,8 @@ def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Prefe
     numbers = torch.from_numpy((pairs * each + np.arange(each)[:, None]).reshape(batch * each, seq))
     tokens = torch.zeros(batch * most * each)
     tokens.index_add_(0, numbers.flatten(), flat.loss_mask.flatten())
-    return PreferenceBatch(*(getattr(flat, field.name) for field in fields(Batch)), numbers, tokens)
+    inherited = {item.name: flat[item.name] for item in fields(Batch)}
+    return PreferenceBatch(**inherited, numbers=numbers, sequence_tokens=tokens)
 
 
 class PreferenceData(StepData):

@@ -54,7 +54,7 @@ def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_err
 ):
     pool.run(save_steps, run_config(tmp_path / "roomy", TP2), 1, size=2)
     full = disk(int(2.5 * size_of(tmp_path / "roomy")))
-    config = run_config(full / "run", TP2, async_save=async_save)
+    config = run_config(full / "run", TP2, async_save=async_save, max_failed_saves=9)
     for step, told, failure in pool.run(save_on_a_bad_disk, config, 4, {}, size=2):
         assert step == 4
         assert [line.startswith("saved") for line in told] == [True, True, False, False, False]
@@ -71,7 +71,7 @@ def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_err
 @pytest.mark.fault(7)
 def test_when_one_rank_cannot_write_all_of_them_learn_which_and_why(pool, tmp_path, async_save):
     pool.run(save_steps, run_config(tmp_path, TP2), 1, size=2)
-    config = run_config(tmp_path, TP2, async_save=async_save, load=tmp_path)
+    config = run_config(tmp_path, TP2, async_save=async_save, load=tmp_path, max_failed_saves=9)
     outcomes = pool.run(save_on_a_bad_disk, config, 2, {1: 1000}, size=2)
     for step, told, failure in outcomes:
         assert step == 3 and len(told) == 3
