@@ -8,7 +8,7 @@
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
-#   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
+#   make megatron-core  installs Megatron core beside .venv, has it load what is exported and save what is imported, compares samples
 #   make sizes   writes docs/sizes.md, from the planner; make accuracy  docs/plan_accuracy.md; make pictures  draws docs/images/
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
@@ -137,6 +137,7 @@ $(MEGATRON)/megatron: | $(READY)
 
 megatron-core: $(MEGATRON)/megatron
 	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/against_megatron_core.py
+	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/from_megatron_core.py
 	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/data/against_megatron_samples.py
 
 CLUSTER_MODELS := .cluster-models

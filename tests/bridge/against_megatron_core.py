@@ -9,18 +9,26 @@ import contextlib
 import dataclasses
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models import backends
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import experts, moe_utils
 from megatron_checkpoint import PADDED, core_state, save_run
 from torch import distributed
@@ -46,16 +54,42 @@ def grouped_matmul(
 
 # Megatron core has a CPU initialization, and asks for a GPU in these places all the same.
 torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.synchronize = lambda *ignored: None
+_ones = torch.ones
+torch.ones = lambda *size, device=None, **options: _ones(*size, **options)  # of the windows' mask
 torch.Tensor.cuda = lambda tensor: tensor  # of the embedding that two pipeline stages have
 CudaRNGStatesTracker.fork = lambda *ignored: contextlib.nullcontext()
-experts.gg.ops = types.SimpleNamespace(gmm=grouped_matmul)
-experts.gg.assert_grouped_gemm_is_available = lambda: None
+
+
+class LatentWidths(DotProductAttention):
+    """The attention without Transformer Engine, for heads whose values are not as wide as their keys."""
+
+    def __init__(
+        self, *args: object, k_channels: int | None = None, v_channels: int | None = None, **options: object
+    ):
+        super().__init__(*args, **options)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+multi_latent_attention.TELinear = type("TELinear", (), {})  # which nothing is an instance of here
+backends.LocalSpecProvider.core_attention = lambda provider: LatentWidths
+GROUPED = hasattr(experts, "gg")  # up to core 0.16
+if GROUPED:
+    experts.gg.ops = types.SimpleNamespace(gmm=grouped_matmul)
+    experts.gg.assert_grouped_gemm_is_available = lambda: None
 moe_utils.te_general_gemm = None
+SPELLINGS = (
+    ("norm_epsilon", "apply_layernorm_1p")
+    if (MAJOR, MINOR) < (0, 17)
+    else ("layernorm_epsilon", "layernorm_zero_centered_gamma")
+)
 
 DENSE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151, max_position_embeddings=64,
              hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
 LLAMA = dict(DENSE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
              normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = dict(LLAMA, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
 MODELS = {  # with the precision of the run
     "gpt": (DENSE, "fp32"),
@@ -68,6 +102,7 @@ MODELS = {  # with the precision of the run
         dict(EXPERTS, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         "fp32",
     ),
+    "yarn": (dict(LLAMA, rope_scaling=dict(YARN, attention_factor=1.3)), "fp32"),
     "bert": (dict(DENSE, model_type="bert", lm_head_activation="gelu"), "fp32"),
     "bert without an order": (
         dict(DENSE, model_type="bert", bert_binary_head=False, activation="gelu",
@@ -80,20 +115,7 @@ BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}  # of the largest logit
 
 def core_model(args: types.SimpleNamespace) -> GPTModel | BertModel:
     """Megatron core's model as a checkpoint's arguments say it, for the layout of this process."""
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    said = {name: value for name, value in vars(args).items() if name in fields and value is not None}
-    if not args.group_query_attention:
-        said["num_query_groups"] = args.num_attention_heads
-    if args.num_experts:
-        said |= {"num_moe_experts": args.num_experts, "moe_token_dispatcher_type": "allgather"}
-    config = TransformerConfig(
-        **{**said, "layernorm_epsilon": args.norm_epsilon, "gated_linear_unit": args.swiglu,
-           "bias_activation_fusion": args.bias_gelu_fusion,
-           "activation_func": F.silu if args.swiglu else F.gelu, "use_cpu_initialization": True,
-           "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-           "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-           "pipeline_dtype": args.params_dtype, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    )  # fmt: skip
+    config = core_config(args)
     stage = dict(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -104,17 +126,55 @@ def core_model(args: types.SimpleNamespace) -> GPTModel | BertModel:
             args.max_position_embeddings, add_binary_head=args.bert_binary_head,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **stage,
         ).to(args.params_dtype)  # fmt: skip
+    options = dict(use_transformer_engine=False)
     if args.num_experts:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=args.normalization
-        )
+        spec = get_gpt_decoder_block_spec(config, normalization=args.normalization, **options)
+        last = spec.layer_specs[-1]
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        last = spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization,
+            multi_latent_attention=args.multi_latent_attention,
+        )  # fmt: skip
+    further = get_gpt_mtp_block_spec(config, last, **options) if args.mtp_num_layers else None
     return GPTModel(
         config, spec, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent, mtp_block_spec=further,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **stage,
     ).to(args.params_dtype)  # fmt: skip
+
+
+def core_config(args: types.SimpleNamespace) -> TransformerConfig:
+    """As Megatron-LM makes it of its arguments."""
+    kind = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    fields = {field.name for field in dataclasses.fields(kind)}
+    said = {name: value for name, value in vars(args).items() if name in fields and value is not None}
+    if not args.group_query_attention:
+        said["num_query_groups"] = args.num_attention_heads
+    if args.num_experts:
+        said |= {"num_moe_experts": args.num_experts, "moe_token_dispatcher_type": "allgather"}
+    epsilon, zero_centered = (getattr(args, name) for name in SPELLINGS)
+    said |= {
+        "layernorm_epsilon": epsilon, "layernorm_zero_centered_gamma": zero_centered, "gated_linear_unit": args.swiglu,
+        "bias_activation_fusion": args.bias_gelu_fusion, "activation_func": F.silu if args.swiglu else F.gelu,
+        "use_cpu_initialization": True, "apply_rope_fusion": False, "pipeline_dtype": args.params_dtype,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+    }  # fmt: skip
+    if kind is MLATransformerConfig:
+        said["q_lora_rank"] = args.q_lora_rank  # None counts: its default is a number
+        length = getattr(args, "yarn_original_max_position_embeddings", None)
+        return kind(**said, original_max_position_embeddings=length or 4096)
+    config = kind(**said)
+    if getattr(args, "position_embedding_type", None) == "yarn":
+        rounds = args.yarn_correction_range_round_to_int
+        config.yarn_rotary_scaling_factor = args.rotary_scaling_factor
+        config.yarn_original_max_position_embeddings = args.yarn_original_max_position_embeddings
+        config.yarn_beta_fast, config.yarn_beta_slow = args.yarn_beta_fast or 32.0, args.yarn_beta_slow or 1.0
+        config.yarn_mscale, config.yarn_mscale_all_dim = args.mscale, args.mscale_all_dim
+        config.yarn_correction_range_round_to_int = True if rounds is None else rounds
+    return config
 
 
 def arguments_of(folder: Path) -> types.SimpleNamespace:
@@ -274,20 +334,38 @@ def begin_state(optimizer: torch.optim.Optimizer, config: object) -> None:
                                       "step": torch.tensor(0.0)}  # fmt: skip
 
 
-def work(rank: int, tp: int, pp: int, store: str, out: Path) -> None:
+def in_processes(work: Callable[[Path], None], tp: int, pp: int, out: Path) -> None:
+    """Runs `work` in a process for each rank of a layout."""
+    store = out / f"store {work.__name__} {tp} {pp}"
+    arguments = work, tp, pp, store, out
+    torch.multiprocessing.start_processes(_begin, arguments, nprocs=tp * pp, start_method="fork")
+
+
+def _begin(rank: int, work: Callable[[Path], None], tp: int, pp: int, store: Path, out: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp)
-    if tp * pp == 1:
-        for name in MODELS:
-            run = out / name / "run"
-            ours = megalith.load(run)
-            print(f"{name}: {check_one_process(name, run, ours, out / name)}", flush=True)
-            if name in ("gpt", "llama"):
-                print(f"{name}: {check_optimizer(run, ours, out / name)}", flush=True)
-    else:
-        count = check_layout(tp, pp, out)
-        print(f"TP {tp}, PP {pp}, rank {rank}: {count} tensors of both forms bitwise", flush=True)
+    work(out)
     distributed.destroy_process_group()
+
+
+def check_whole(out: Path) -> None:
+    for name in MODELS:
+        run = out / name / "run"
+        ours = megalith.load(run)
+        print(f"{name}: {check_one_process(name, run, ours, out / name)}", flush=True)
+        if name in ("gpt", "llama"):
+            print(f"{name}: {check_optimizer(run, ours, out / name)}", flush=True)
+
+
+def check_ranks(out: Path) -> None:
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    count = check_layout(tp, pp, out)
+    print(
+        f"TP {tp}, PP {pp}, rank {distributed.get_rank()}: {count} tensors of both forms bitwise", flush=True
+    )
 
 
 def main() -> None:
@@ -299,7 +377,7 @@ def main() -> None:
                 options = dict(ckpt_format="torch", tp=tp, pp=pp, transformer_impl="local")
                 export_megatron(out / name / "run", out / name / f"torch tp{tp} pp{pp}", **options)
         for tp, pp in LAYOUTS:
-            torch.multiprocessing.spawn(work, (tp, pp, f"{folder}/store {tp} {pp}", out), nprocs=tp * pp)
+            in_processes(check_whole if tp * pp == 1 else check_ranks, tp, pp, out)
 
 
 if __name__ == "__main__":
