@@ -212,9 +212,9 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
 
 
 def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
-    """Takes out of `tree` what sets the same as `name` under another spelling: `name` = `value` is to win over it.
+    """Remove from `tree` other spellings of the setting that `name` = `value` overrides.
 
-    A spelling that is false says what a setting is not, so what sets it to something else stays.
+    A false spelling only excludes a value, so settings to other values stay.
     """
     path, denied = _target(name, value), None
     if isinstance(ALIASES.get(name), Choose) and value is False:
@@ -232,7 +232,7 @@ def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
 
 
 def _target(name: str, value: Any) -> str:
-    """The setting that the setting or spelling `name` sets to `value`."""
+    """Return the setting that `name` sets when it is `value`."""
     meaning = ALIASES.get(name)
     if isinstance(meaning, Rename) and meaning.for_url and is_url(value):
         return meaning.for_url
@@ -443,7 +443,7 @@ NOT_HERE: dict[str, str] = {
 
 
 def hint_of_other_name(key: str) -> str:
-    """What to add to the sentence that refuses `key`; nothing where no system that is known has it."""
+    """Return a suggestion for the error about `key`; "" if no known system has the name."""
     if key in NOT_HERE:
         return f"; {NOT_HERE[key]}"
     ours = OTHER_NAMES.get(key)
@@ -479,13 +479,13 @@ OTHER_ENDINGS = {
 
 
 def by_ending(path: str | Path) -> str:
-    """The sentence for a file whose name ends as no run file's does; "" for any other."""
+    """Return the error for a file name without a run file's ending; "" for run files."""
     ending = OTHER_ENDINGS.get(Path(path).suffix)
     return f"{path} {ending.format(file=path)}" if ending else ""
 
 
 def by_content(path: str | Path, content: Mapping[Any, Any], but: str | None = None) -> str:
-    """The sentence for a file that holds another system's configuration, `but` one's; "" for any other."""
+    """Return the error for a file with another system's configuration, except `but`; "" otherwise."""
     for system, keys, what_to_do in OTHER_FORMATS:
         if system != but and content.keys() >= set(keys.split()):
             return f"{path} is a configuration of {system}; {what_to_do.format(file=path)}"

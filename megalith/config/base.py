@@ -1,7 +1,7 @@
-"""What every section of the configuration is made of, and the errors for its mistakes.
+"""Base class and field annotations of configuration sections, and validation errors.
 
-A section is a pydantic model: typed, closed to unknown keys, its documentation standing under each field.
-That one text is the help of the command line, the JSON Schema for editors and the reference page.
+A section is a pydantic model: typed, closed to unknown keys, with a docstring under each field. That text is used for
+the command line's help, the JSON Schema for editors and the reference page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Mark = TypeVar("Mark")
 
 
 class Decides(enum.Enum):
-    """What a setting decides beside memory and speed; stands in the annotation of a field, or once for its section.
+    """Effect of a setting besides memory and speed. Annotates a field, or sets the default of a section.
 
-    A run that goes on from a checkpoint with another FUNCTION is refused, with others of SAMPLES or UPDATES it says so.
+    Resuming with another FUNCTION is an error; with other SAMPLES or UPDATES it prints a note.
     """
 
     FUNCTION = "which function the weights are"
@@ -42,30 +42,32 @@ class Decides(enum.Enum):
 
 @dataclass(frozen=True)
 class Resolved:
-    """Stands in the annotation of a field that may be left to a rule or said by another field."""
+    """Annotation of a field whose value may come from a rule or another field."""
 
     by: str | None
-    """The property that has its value once all are heard; None: it is heard in those of other fields alone."""
+    """Property that holds the resolved value. None: the value is part of other fields' values."""
 
 
 class Needs:
-    """Stands in the annotation of a field that a run reads only together with another setting."""
+    """Annotation of a field that a run reads only together with another setting."""
 
     def __init__(
         self, path: str, *values: Any, above: int | None = None, but: Any = None, strict: bool = False
     ):
-        """`path` is a field of the same section, or `section.field`. It has to have one of `values`, to be above a
-        number, or anything `but` one value; where none is given, to be set. Without it a value that is not the default
-        is noted, or if `strict` refused."""
+        """Require `path`, a field of the same section or `section.field`.
+
+        The field must have one of `values`, be `above` a number, or differ from `but`; with none of these, it must be
+        set. If the requirement is not met, a value other than the default prints a note, or is an error with `strict`.
+        """
         self.path, self._values, self._above, self._but, self.strict = path, values, above, but, strict
 
     def found(self, section: Section, whole: Section | None) -> Any:
-        """The other setting's value, for a field of `section`; `whole` is the configuration with all sections."""
+        """Return the other setting's value for a field of `section`; `whole` is the full configuration."""
         *outer, name = self.path.split(".")
         return getattr(getattr(whole, outer[0]) if outer else section, name)
 
     def met(self, section: Section, whole: Section | None) -> bool:
-        """Whether the field is read, as far as can be said without the `whole`."""
+        """Return True if the field is read, or if that cannot be decided without `whole`."""
         if whole is None and "." in self.path:
             return True
         value = self.found(section, whole)
@@ -86,12 +88,12 @@ class Needs:
 
 
 def _spelled(value: Any) -> str:
-    """A value as a run file has it."""
+    """Return a value as written in a run file."""
     return "left out" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Shrinks:
-    """Stands in the annotation of a field: what it is in a small run that shows parity (parity/check.py)."""
+    """Annotation of a field: its value in the small model of a parity run (parity/check.py)."""
 
     def __init__(self, to: Any):
         """`to` is the value, or a function of the value and its section that gives it."""
@@ -103,17 +105,17 @@ class Shrinks:
 
 KEPT = Shrinks(lambda value, section: value)
 DEFAULT = Shrinks(None)
-"""It is left out, whatever its default."""
+"""Leaves the field out, whatever its default."""
 
 
 class Section(BaseModel):
-    """A group of settings. Unknown keys are refused, and nothing is assigned: see `RunConfig.with_settings`."""
+    """Group of settings. Rejects unknown keys and assignment (see `RunConfig.with_settings`)."""
 
     decides: ClassVar[Decides] = Decides.NOTHING
-    """Of the fields that do not say it themselves. So is `shrinks`."""
+    """Default of `Decides` for the section's fields. `shrinks` works in the same way."""
     shrinks: ClassVar[Shrinks] = DEFAULT
     needs: ClassVar[Needs | None] = None
-    """Of all fields that the class itself adds, beside what they say."""
+    """Requirement of all fields that the class itself adds, in addition to their own."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -125,14 +127,15 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives every field its text; pydantic's own way to it takes a fifth of the time of `megalith --help`."""
+        """Set the fields' descriptions. pydantic's own mechanism would take a fifth of the time of `megalith
+        --help`."""
         for name, text in _texts(cls.__module__).get(cls.__name__, {}).items():
             if name in cls.model_fields:
                 cls.model_fields[name].description = text
         cls.__hash__ = None  # as of lists: pydantic then copies a default, and no two objects share one
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises ConfigError: a configuration is not changed in place."""
+        """Raise ConfigError, because configurations are immutable."""
         if name.startswith("_"):
             return super().__setattr__(name, value)
         section = type(self).__name__.removesuffix("Config").lower()
@@ -145,7 +148,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """True is no number here: `--train.train_iters` with its value forgotten would be one iteration."""
+        """Reject booleans for numbers: `--train.train_iters` without a value would mean one iteration."""
         if isinstance(value, bool):
             annotation = cls.model_fields[info.field_name].annotation
             if bool not in (annotation, *typing.get_args(annotation)):
@@ -161,18 +164,18 @@ class Section(BaseModel):
 
     @classmethod
     def deciding(cls, *what: Decides) -> list[str]:
-        """The fields that decide one of `what`."""
+        """Return the names of the fields that decide one of `what`."""
         return [name for name in cls.model_fields if cls._mark(name, Decides, cls.decides) in what]
 
     @classmethod
     def needed(cls, name: str) -> list[Needs]:
-        """What has to hold for a run to read the field."""
+        """Return the requirements for a run to read the field."""
         home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
         own = [mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)]
         return own if home.needs is None else [home.needs, *own]
 
     def unread(self, whole: Section | None = None) -> dict[str, Needs]:
-        """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
+        """Return the fields that are not read, each with its unmet requirement. `whole`: see Needs."""
         lacks = (
             (name, next((n for n in needs if not n.met(self, whole)), None))
             for name, _, needs in _conditions(type(self))
@@ -180,7 +183,7 @@ class Section(BaseModel):
         return {name: need for name, need in lacks if need is not None}
 
     def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
-        """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
+        """Raise ConfigError for a non-default field whose strict requirement is not met."""
         for name, default, needs in _conditions(type(self)):
             value = getattr(self, name)
             if value == default:
@@ -194,7 +197,7 @@ class Section(BaseModel):
                 )
 
     def shrunk(self, whole: Section) -> dict[str, Any]:
-        """The fields of a small run that are not left at their defaults."""
+        """Return the fields of a parity run that differ from their defaults."""
         marks = {name: self._mark(name, Shrinks, self.shrinks) for name in type(self).model_fields}
         unread = self.unread(whole)
         return {
@@ -204,7 +207,7 @@ class Section(BaseModel):
         }
 
     def resolved(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """These fields with their values once rules and other fields are heard."""
+        """Yield these fields with their resolved values."""
         for name in names:
             by = self._mark(name, Resolved, Resolved(name)).by
             if by is not None:
@@ -213,14 +216,15 @@ class Section(BaseModel):
 
 @functools.cache
 def _conditions(section: type[Section]) -> list[tuple[str, Any, list[Needs]]]:
-    """The fields that need something, with default and needs: the search of a plan asks thousands of times."""
+    """Return the fields with requirements, as (name, default, requirements). Cached: the planner calls it thousands of
+    times."""
     fields = section.model_fields.items()
     return [(name, field.default, needs) for name, field in fields if (needs := section.needed(name))]
 
 
 @functools.cache
 def _texts(module: str) -> dict[str, dict[str, str]]:
-    """Of each class in a module's source, its attributes with the text that stands under them."""
+    """Return the docstrings of each class's attributes in a module."""
     source = importlib.util.find_spec(module).loader.get_source(module)
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {
@@ -250,7 +254,7 @@ LONGEST_SHOWN = 200
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
-    """One sentence for each field that pydantic refused: its path, its value, and what it should be."""
+    """Return one sentence per invalid field: its path, its value and the rule."""
     sentences = [_sentence(item) for item in error.errors()]
     return ConfigError(*dict.fromkeys(sentences))
 
@@ -265,7 +269,7 @@ def _sentence(item: Any) -> str:
 
 
 def _is_union_branch(part: str | int) -> bool:
-    """Pydantic adds the name of the tried type to the location of a union's error, like `list[int]`."""
+    """Return True if `part` is the name of a tried type, which pydantic adds to the location of a union's error."""
     return isinstance(part, str) and (
         part in {"str", "int", "float", "bool"} or part.startswith("constrained-") or "[" in part
     )

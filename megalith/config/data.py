@@ -1,4 +1,4 @@
-"""The data: which tokens, in which order, cut into which sequences."""
+"""Data settings: datasets, sample order and sequences."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP
 
 
 class DataConfig(Section):
-    """Indexed datasets (`.bin` and `.idx`), their blend and split, and how documents are told apart."""
+    """Indexed datasets (`.bin` and `.idx`), blends and splits, tokenizer, and document boundaries."""
 
     decides: ClassVar[Decides] = Decides.SAMPLES
 
     data_path: DataPath | None = None
-    """Dataset prefix (the path or URL without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
+    """Dataset prefix (path or URL without .bin), or a blend: `"0.7 a 0.3 b"` or the same as a YAML list."""
 
     train_data_path: DataPath | None = None
-    """Datasets for training alone; with valid_data_path and test_data_path in place of data_path and split."""
+    """Training datasets. Use with valid_data_path and test_data_path instead of data_path and split."""
 
     valid_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
-    """Datasets for validation alone."""
+    """Validation datasets."""
 
     test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
-    """Datasets for the test after training alone."""
+    """Datasets for the test after training."""
 
     mock: Annotated[bool, Shrinks(True)] = False
-    """Synthetic tokens in place of a dataset, for speed measurements and tests."""
+    """Use synthetic tokens instead of a dataset, for speed measurements and tests."""
 
     split: str = "99,1,0"
-    """Shares of the documents for training, validation and test."""
+    """Fractions of the documents for training, validation and test."""
 
     seq_length: Annotated[PositiveInt, Shrinks(small.SEQUENCE)] = 1024
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
 
     decoder_seq_length: Annotated[
         PositiveInt | None,
@@ -46,7 +46,7 @@ class DataConfig(Section):
         Resolved("decoder_length"),
         Shrinks(lambda value, _: value and small.SEQUENCE // 2),
     ] = None
-    """Tokens in a sample's sequence for the decoder, where seq_length is the encoder's. Absent: as many."""
+    """Tokens per decoder sequence; seq_length is the encoder's. Default: seq_length."""
 
     tokenizer_type: Annotated[
         (
@@ -67,51 +67,52 @@ class DataConfig(Section):
         Decides.NOTHING,
         Shrinks(small.tokenizer),
     ] = None
-    """Kind of tokenizer. Absent: none; model.vocab_size is then needed."""
+    """Kind of tokenizer. Default: none, which requires model.vocab_size."""
 
     tokenizer_model: Annotated[str | None, Decides.NOTHING, Needs("tokenizer_type", strict=True)] = None
-    """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
+    """Tokenizer file or folder (tokenizer.json, .model, .tiktoken), or a name in the local Hugging Face cache."""
 
     vocab_file: Annotated[str | None, Decides.NOTHING] = None
-    """GPT2BPETokenizer: vocab.json; BertWordPieceLowerCase and BertWordPieceCase: vocab.txt."""
+    """Vocabulary file: vocab.json for GPT2BPETokenizer; vocab.txt for BertWordPieceLowerCase and BertWordPieceCase."""
 
     merge_file: Annotated[str | None, Decides.NOTHING] = None
-    """GPT2BPETokenizer: merges.txt."""
+    """Merges file (merges.txt) of GPT2BPETokenizer."""
 
     dataloader_type: Annotated[Literal["cyclic", "single"], KEPT] = "cyclic"
-    """`single`: the dataset's order, once. `cyclic`: a new permutation each epoch, for ever."""
+    """Sample order: `single` reads the dataset once in order; `cyclic` repeats it with a new permutation per epoch."""
 
     reset_position_ids: Annotated[bool, Decides.UPDATES, KEPT] = False
-    """Positions start again at 0 after each end of document."""
+    """Restart position ids at 0 after each end of document."""
 
     reset_attention_mask: Annotated[bool, Decides.UPDATES, KEPT] = False
-    """Attention stops at document ends."""
+    """Restrict attention to the token's own document."""
 
     eod_mask_loss: Annotated[bool, Decides.UPDATES, KEPT] = False
-    """No loss on what follows an end-of-document token."""
+    """Exclude predictions after an end-of-document token from the loss."""
 
     mask_prob: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)], MASKED] = 0.15
-    """Share of the tokens that are masked, and learnt."""
+    """Fraction of tokens that are masked and predicted."""
 
     short_seq_prob: Annotated[Annotated[float, Field(ge=0.0, le=1.0)], MASKED] = 0.1
-    """How often a sample is shorter than seq_length, by a random length."""
+    """Probability that a sample is shorter than seq_length, with a random length."""
 
     masking_do_full_word: Annotated[bool, MASKED] = True
-    """Masks whole words; otherwise pieces of words."""
+    """Mask complete words instead of single word pieces."""
 
     masking_max_ngram: Annotated[PositiveInt | None, MASKED] = None
-    """Words in a row that are masked together at most, longer runs less often. Absent: 3, of T5 10."""
+    """Maximum number of consecutive words masked together; longer spans are less frequent. Default: 3, for T5 10."""
 
     masking_use_geometric_distribution: Annotated[bool | None, MASKED] = None
-    """Whether a run ends behind each word with probability 0.2, or n words are 1 / n as often. Absent: of T5 alone."""
+    """Draw span lengths from a geometric distribution with p = 0.2 instead of weights 1 / n. Default: on for T5
+    only."""
 
     vocab_extra_ids: Annotated[NonNegativeInt, Needs("model.model_type", "t5")] = 100
-    """Sentinels behind a vocabulary of word pieces, one for each run of masked words; T5's own has its own."""
+    """Sentinel tokens appended to a WordPiece vocabulary, one per masked span. T5's own tokenizer includes them."""
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
-    """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""
+    """Threads that prepare batches ahead of training. 0: the training thread prepares them between steps."""
 
     @property
     def decoder_length(self) -> int:
-        """Tokens of a sample that a decoder behind an encoder reads."""
+        """Tokens per decoder sequence."""
         return self.decoder_seq_length or self.seq_length

@@ -1,4 +1,4 @@
-"""The configuration described, from the fields' own documentation: help, reference page, JSON Schema."""
+"""Help text, reference page and JSON Schema, generated from the fields' docstrings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalith.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Setting:
-    """One field: its dotted path, its type and default in words, what it does."""
+    """Description of one field: dotted path, type, default and text."""
 
     path: str
     type: str
@@ -30,7 +30,7 @@ class Setting:
 
 
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Every field below `model`, nested sections included."""
+    """Yield every field of `model`, including nested sections."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = _section(field.annotation)
@@ -42,12 +42,12 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
 
 
 def section_text(section: type[BaseModel]) -> str:
-    """The first line of a section's documentation."""
+    """Return the first line of a section's docstring."""
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def help_text(width: int = 100) -> str:
-    """Every setting as the command line takes it, by section."""
+    """Return the help of all settings by section, as the command line accepts them."""
     lines = []
     for name, field in RunConfig.model_fields.items():
         lines += ["", f"{name}: {section_text(field.annotation)}"]
@@ -62,7 +62,7 @@ def help_text(width: int = 100) -> str:
 
 
 def reference_page() -> str:
-    """docs/configuration.md: one table a section."""
+    """Return docs/configuration.md, with one table per section."""
     out = [
         "# Configuration reference",
         "",
@@ -88,7 +88,7 @@ def reference_page() -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a run file, Megatron's spellings included."""
+    """Return the JSON Schema of a run file, including Megatron-LM's spellings."""
     schema = RunConfig.model_json_schema()
     for field in RunConfig.model_fields.values():
         properties = schema["$defs"][field.annotation.__name__]["properties"]
@@ -130,7 +130,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 
 
 def alias_words() -> Iterator[tuple[str, str]]:
-    """Each accepted spelling and what it means."""
+    """Return each accepted spelling with its meaning."""
     for name, meaning in ALIASES.items():
         yield name, _meaning(meaning)
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which linears get them, and how large they are."""
+"""Low-rank adapters: the linears that have them, and their sizes."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
+    """Low-rank adapters (LoRA), trained on frozen weights."""
 
     shrinks: ClassVar[Shrinks] = KEPT
     needs: ClassVar[Needs] = Needs("rank", strict=True)
 
     rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
-    """Rank of the adapters. Absent: none, every weight is trained."""
+    """Rank of the adapters. Default: no adapters; all weights are trained."""
 
     alpha: Annotated[PositiveFloat, Decides.FUNCTION] = 32.0
-    """Adapters are scaled by alpha / rank."""
+    """Numerator of the adapters' scale, alpha / rank."""
 
     dropout: Annotated[Probability, Decides.UPDATES] = 0.0
-    """Dropout of what goes into an adapter."""
+    """Dropout probability on the input of adapters."""
 
     targets: list[str] = Field(
         default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], min_length=1
     )
-    """Which linears: linear_qkv, linear_proj, linear_fc1, linear_fc2, or names of transformers like q_proj."""
+    """Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or transformers names such as
+    q_proj."""
 
     load: Annotated[str | None, DEFAULT] = None
-    """A folder in PEFT's format to begin from. Sets rank, alpha and targets."""
+    """Folder with adapters in PEFT's format to start from. Sets rank, alpha and targets."""
 
     def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
         """For each linear with adapters its inputs, and the rows of each part that has one: of a layer's matrices."""

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule and its loss scale."""
+"""Optimizer, learning-rate schedule and loss scale."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ FP16 = Needs("train.precision", "fp16")
 
 
 class OptimConfig(Section):
-    """AdamW, Adam, SGD, Muon or one's own; warm-up and decay; clipping; the fp16 loss scale."""
+    """AdamW, Adam, SGD, Muon or a custom optimizer; warm-up and decay; clipping; fp16 loss scale."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
     optimizer: Annotated[str, KEPT] = "adamw"
-    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient; `sgd`; `muon` makes the
-    momentum of layers' matrices orthogonal, and is AdamW for the rest; or a name given to `register_optimizer`."""
+    """Optimizer: `adamw` (decoupled weight decay), `adam` (decay added to the gradient), `sgd`, `muon` (orthogonalized
+    momentum for matrices in layers, AdamW for the rest), or a name passed to `register_optimizer`."""
 
     lr: Annotated[
         NonNegativeFloat | None,
         Shrinks(lambda value, _: min(value or small.HIGHEST_RATE, small.HIGHEST_RATE)),
     ] = None
-    """Highest learning rate. Required for training."""
+    """Peak learning rate. Required for training."""
 
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
 
     decoupled_lr: PositiveFloat | None = None
-    """Highest learning rate of the word embedding and the output matrix, where it is not lr."""
+    """Peak learning rate of the word embedding and the output matrix. Default: lr."""
 
     decoupled_min_lr: Annotated[NonNegativeFloat | None, Needs("decoupled_lr")] = None
-    """Learning rate of these two at the end of the decay. Absent: min_lr."""
+    """Learning rate of embedding and output matrix at the end of the decay. Default: min_lr."""
 
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Shrinks("constant")
@@ -51,16 +51,16 @@ class OptimConfig(Section):
     """Shape of the decay after the warm-up."""
 
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until min_lr. Absent: train_iters."""
+    """Iterations until min_lr. Default: train_iters."""
 
     lr_decay_samples: PositiveInt | None = None
-    """Samples until min_lr, when training is counted in samples. Absent: train_samples."""
+    """Samples until min_lr, if training is counted in samples. Default: train_samples."""
 
     lr_warmup_iters: NonNegativeInt = 0
     """Iterations of linear warm-up."""
 
     lr_warmup_samples: NonNegativeInt = 0
-    """Samples of linear warm-up, when training is counted in samples."""
+    """Samples of linear warm-up, if training is counted in samples."""
 
     lr_warmup_fraction: Fraction | None = None
     """Warm-up as a fraction of the decay."""
@@ -69,31 +69,31 @@ class OptimConfig(Section):
     """Learning rate at the start of the warm-up."""
 
     schedule_unit: Literal["iters", "samples"] = "iters"
-    """What moves the schedules of a run counted in iterations: each iteration alike or, as in Megatron-LM, its samples,
-    all lengths being iterations × global_batch_size. The same where the batch does not grow."""
+    """Unit that advances the schedules of a run counted in iterations: iterations or, as in Megatron-LM, samples, with
+    lengths of iterations × global_batch_size. Both are the same if the batch size is constant."""
 
     lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
         "exponential"
     )
-    """WSD: shape of the last decay."""
+    """WSD: shape of the final decay."""
 
     lr_wsd_decay_iters: Annotated[PositiveInt | None, WSD] = None
-    """WSD: iterations of the last decay."""
+    """WSD: iterations of the final decay."""
 
     lr_wsd_decay_samples: Annotated[PositiveInt | None, WSD] = None
-    """WSD: samples of the last decay, when training is counted in samples."""
+    """WSD: samples of the final decay, if training is counted in samples."""
 
     weight_decay: Annotated[NonNegativeFloat, KEPT] = 0.01
-    """Decay of matrices; biases and other 1-D parameters have none."""
+    """Weight decay of matrices; biases and other 1-D parameters have none."""
 
     start_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
-    """Weight decay at the start, when it changes over the run."""
+    """Weight decay at the start, if it changes during the run."""
 
     end_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
-    """Weight decay at the end, when it changes over the run."""
+    """Weight decay at the end, if it changes during the run."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How the weight decay moves from start to end."""
+    """Shape of the change from start_weight_decay to end_weight_decay."""
 
     adam_beta1: Annotated[Decay, KEPT, ADAM] = 0.9
     """Decay of the first moment."""
@@ -102,48 +102,50 @@ class OptimConfig(Section):
     """Decay of the second moment."""
 
     adam_eps: Annotated[PositiveFloat, KEPT, ADAM] = 1e-8
-    """Added to the square root of the second moment."""
+    """Constant added to the square root of the second moment."""
 
     exp_avg_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
-    """What the first moment is kept in: `bf16`, or `fp8`, an 8-bit dynamic float in blocks of up to 256 elements, each
-    with an fp32 scale. Rounded stochastically, alike in every layout; in fp32 in checkpoints. Not Muon's momentum."""
+    """Storage dtype of Adam's first moment: fp32, `bf16`, or `fp8`, an 8-bit dynamic float with an fp32 scale per block
+    of up to 256 elements. Rounded stochastically, identically in every layout; fp32 in checkpoints. Does not apply to
+    Muon's momentum."""
 
     exp_avg_sq_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
-    """What the second moment is kept in."""
+    """Storage dtype of Adam's second moment."""
 
     sgd_momentum: Annotated[Decay, KEPT, Needs("optimizer", "sgd")] = 0.9
-    """SGD's momentum."""
+    """Momentum of SGD."""
 
     muon_momentum: Annotated[Decay, MUON] = 0.95
-    """Muon's momentum."""
+    """Momentum of Muon."""
 
     muon_nesterov: Annotated[bool, MUON] = True
-    """Looks one step of the momentum ahead."""
+    """Use Nesterov momentum in Muon."""
 
     muon_num_ns_steps: Annotated[PositiveInt, MUON] = 5
-    """Newton-Schulz steps."""
+    """Number of Newton-Schulz steps."""
 
     muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], MUON] = "spectral"
-    """What an update of a matrix [rows, columns] is multiplied by: √max(rows, columns), √(rows / columns), or
-    √max(1, rows / columns)."""
+    """Factor on the update of a matrix [rows, columns]: √max(rows, columns), √(rows / columns), or √max(1, rows /
+    columns)."""
 
     muon_extra_scale_factor: Annotated[PositiveFloat, MUON] = 0.2
-    """And by this. 0.2 with `spectral` gives updates the size of AdamW's."""
+    """Additional factor on Muon's updates. 0.2 with `spectral` gives updates the size of AdamW's."""
 
     muon_fp32_matmul_prec: Annotated[Literal["medium", "highest"] | None, MUON] = None
-    """Newton-Schulz in bf16 (`medium`) or fp32 (`highest`). Absent: fp32 where train.precision is, else bf16."""
+    """Precision of Newton-Schulz: bf16 (`medium`) or fp32 (`highest`). Default: fp32 if train.precision is fp32,
+    otherwise bf16."""
 
     clip_grad: Annotated[NonNegativeFloat, KEPT] = 1.0
-    """Largest norm of the whole gradient; 0: no clipping."""
+    """Maximum norm of the gradient. 0: no clipping."""
 
     loss_scale: PositiveFloat | None = None
-    """A fixed loss scale for fp16. Absent: dynamic."""
+    """Fixed loss scale for fp16. Default: dynamic."""
 
     initial_loss_scale: Annotated[PositiveFloat, FP16] = 2.0**16
-    """The dynamic loss scale's start, PyTorch's. Megatron-LM's is 2^32, which ten or more skipped steps bring down."""
+    """Initial dynamic loss scale, as in PyTorch. Megatron-LM's 2^32 causes ten or more skipped steps."""
 
     min_loss_scale: Annotated[PositiveFloat, FP16] = 1.0
-    """The dynamic loss scale's floor."""
+    """Minimum of the dynamic loss scale."""
 
     loss_scale_window: Annotated[PositiveInt, FP16] = 1000
     """Good steps after which the loss scale doubles."""
@@ -152,15 +154,15 @@ class OptimConfig(Section):
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
-    """Keeps optimizer state in host memory; the CPU steps the parameters that it belongs to."""
+    """Store optimizer state in host memory and updates its parameters on the CPU."""
 
     optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING, OFFLOADED] = 1.0
-    """Share of the optimizer state that is kept in host memory."""
+    """Fraction of the optimizer state in host memory."""
 
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING, OFFLOADED] = True
-    """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""
+    """Overlap copies to and from the host with the CPU's updates. Off: uses less pinned memory."""
 
     @property
     def reduces_moments(self) -> bool:
-        """Whether a moment of Adam's is kept in fewer bytes than fp32's."""
+        """True if a moment of Adam is stored in less than fp32."""
         return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("fp32", "fp32")

@@ -1,4 +1,4 @@
-"""How the run is spread over devices: sizes of the mesh, sharding, overlap, recomputation."""
+"""Parallelism: mesh sizes, sharding, overlap and recomputation."""
 
 from __future__ import annotations
 
@@ -14,172 +14,174 @@ STAGES = Needs("pipeline_model_parallel_size", above=1)
 
 
 class ParallelConfig(Section):
-    """World size = tensor · pipeline · context · data; expert parallelism is folded out of the last three."""
+    """World size = tensor · pipeline · context · data. Expert parallelism reuses tensor, context and data ranks."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Devices that each layer is split over (TP)."""
+    """Tensor parallel size (TP): ranks that each layer is sharded over."""
 
     sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
-    """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
+    """Shard norms, dropout and the residual stream over TP ranks along the sequence (SP)."""
 
     save_gathered_inputs: Annotated[bool, KEPT, Needs("sequence_parallel", True)] = True
-    """SP: compiled layers save the gathered inputs of column-parallel linears; false: their shards, gathered again in
-    the backward pass, as Megatron-LM does."""
+    """Save the gathered inputs of column-parallel linears in compiled layers with SP. Off: saves shards and gathers
+    again in the backward pass, as Megatron-LM does."""
 
     tp_comm_overlap: bool | Literal["auto"] = "auto"
-    """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
+    """Ping-pong micro-batches: one half computes while the collectives of the other half (TP, or CP's a2a) run."""
 
     symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] | Literal["auto"] = "auto"
-    """Axes whose large collectives use the GPUs' copy engines, on one host with NVLink; dp is heard and has none."""
+    """Axes whose large collectives use the GPUs' copy engines, on one host with NVLink. dp is accepted and has no
+    effect."""
 
     pipeline_model_parallel_size: PositiveInt = 1
-    """Stages that the layers are split over (PP)."""
+    """Pipeline parallel size (PP): stages that the layers are divided into."""
 
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Model chunks on each pipeline rank (interleaving)."""
+    """Number of model chunks per pipeline rank (interleaving)."""
 
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
         PositiveInt | None, Needs("pipeline_model_parallel_size", above=1, strict=True)
     ] = None
-    """Interleaving: micro-batches that go through a chunk before the next chunk's turn; by default one a stage."""
+    """Interleaving: micro-batches that pass through a chunk before the next chunk. Default: the pipeline parallel
+    size."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of forward and backward passes over the stages; 1f1b with several chunks a rank is interleaved."""
+    """Pipeline schedule. 1f1b with several chunks per rank is interleaved."""
 
     decoder_first_pipeline_num_layers: PositiveInt | None = None
-    """Layers on the first pipeline rank, where it should hold fewer or more than the others."""
+    """Number of layers on the first pipeline rank, if it differs from the others."""
 
     decoder_last_pipeline_num_layers: PositiveInt | None = None
-    """Layers on the last pipeline rank, where it should hold fewer or more than the others."""
+    """Number of layers on the last pipeline rank, if it differs from the others."""
 
     account_for_embedding_in_pipeline_split: Annotated[bool, STAGES] = False
-    """Counts the embedding as a layer when layers are split evenly, so the first stage holds one layer less."""
+    """Count the embedding as a layer in the even split, so that the first stage has one layer less."""
 
     account_for_loss_in_pipeline_split: Annotated[bool, STAGES] = False
-    """Counts head and loss as a layer when layers are split evenly, so the last stage holds one layer less."""
+    """Count head and loss as a layer in the even split, so that the last stage has one layer less."""
 
     pipeline_model_parallel_layout: str | None = None
-    """Every stage in order, `|` between them: E embedding, t layer, L head and loss, as in `Et*3|(tt|)*6,t*2|L`."""
+    """Explicit stages, separated by `|`: E embedding, t layer, L head and loss, such as `Et*3|(tt|)*6,t*2|L`."""
 
     context_parallel_size: PositiveInt = 1
-    """Devices that each sequence is split over (CP)."""
+    """Context parallel size (CP): ranks that each sequence is sharded over."""
 
     cp_comm_type: Annotated[
         Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
     ] = "auto"
-    """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels; auto: a2a
-    among the devices of one host where its heads divide, a ring else and between hosts; of an encoder-decoder a2a, its
-    one way."""
+    """Communication of context parallelism: p2p (ring), all_gather, a2a (Ulysses), or a2a+p2p on two levels. auto: a2a
+    within one host if the size divides the heads, a ring otherwise and between hosts; a2a for encoder-decoders."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,
         Needs("cp_comm_type", "a2a+p2p", strict=True),
     ] = None
-    """a2a+p2p: the sizes of its a2a, among neighbouring devices, and of its p2p; their product is the context size."""
+    """Sizes of a2a+p2p: a2a over adjacent ranks, then p2p. Their product is the context parallel size."""
 
     expert_model_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
-    """Devices that the experts are spread over (EP)."""
+    """Expert parallel size (EP): ranks that the experts are distributed over."""
 
     expert_tensor_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
-    """Devices that each expert is split over (ETP)."""
+    """Expert tensor parallel size (ETP): ranks that each expert is sharded over."""
 
     moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather"], Needs("model.num_experts")] = (
         "alltoall"
     )
-    """How tokens reach their experts: by all-to-all, or by all-gather and reduce-scatter."""
+    """Dispatch of tokens to experts: all-to-all, or all-gather and reduce-scatter."""
 
     moe_static_dispatch: Annotated[Literal["auto"] | bool, Needs("expert_model_parallel_size", above=1)] = (
         "auto"
     )
-    """Tokens go to their experts in buffers as large as any routing needs, so that the host reads no sizes and never
-    waits; none is dropped. Micro-batches of all ranks are then of one size. auto: in training in bf16 on GPUs, where
-    nearly every rank has experts of a token and memory allows."""
+    """Dispatch tokens in buffers large enough for any routing, so that the host never waits for sizes. No token is
+    dropped. All ranks need micro-batches of the same size. auto: in training on GPUs in bf16, if nearly every rank has
+    experts of a token and memory allows."""
 
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
     )
-    """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
+    """State sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
 
     dp_comm_overlap_bucket_size: Annotated[
         PositiveInt | None, Needs("data_parallel_sharding_strategy", "no_shard")
     ] = None
-    """Bytes of fp32 gradients that replicas reduce together, at least; absent: a layer's."""
+    """Minimum bytes of fp32 gradients per all-reduce of replicas. Default: the gradients of one layer."""
 
     fsdp_unsharded_layers: Annotated[
         NonNegativeInt | Literal["auto"], Needs("data_parallel_sharding_strategy", "optim_grads_params")
     ] = "auto"
-    """Last layers of each stage whose parameters stay gathered for a whole step; auto: as many as GPU memory allows."""
+    """Number of last layers per stage whose parameters stay gathered during a step. auto: as many as memory allows."""
 
     reduce_scatter_with_fp32_accumulation: Annotated[
         bool | Literal["auto"],
         Needs("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
     ] = "auto"
-    """Layers' gradients are sent in the compute dtype, by all-to-all, and added up in fp32: the sums are the same, for
-    half the bytes; auto: where all devices of the run are in one host."""
+    """Send layers' gradients by all-to-all in the compute dtype and adds them in fp32: half the bytes of an fp32
+    reduce-scatter. auto: if all devices of the run are on one host."""
 
     num_distributed_optimizer_instances: Annotated[
         PositiveInt,
         Needs("data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True),
     ] = 1
-    """Replicas of the sharded state (hybrid sharding): each is sharded over data · context / replicas devices."""
+    """Replicas of the sharded state (hybrid sharding). Each is sharded over data · context / replicas ranks."""
 
     recompute_granularity: Annotated[Literal["full", "selective"] | None, KEPT] = None
-    """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
+    """Recomputation in the backward pass: whole layers, or chosen modules."""
 
     recompute_method: Annotated[Literal["uniform", "block"] | None, KEPT, FULL] = None
-    """Full recomputation: `uniform` saves every recompute_num_layers-th input; `block` recomputes the first ones."""
+    """Full recomputation: `uniform` saves every recompute_num_layers-th layer input; `block` recomputes the first
+    layers."""
 
     recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
-    """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
+    """Full recomputation: layers per unit (uniform), or recomputed layers per pipeline stage (block)."""
 
     recompute_saves_attention: Annotated[bool | Literal["auto"], KEPT, FULL] = "auto"
-    """Full recomputation: attention's output is saved beside a layer's input, twice the memory, and not computed again;
-    auto: where GPU memory allows."""
+    """Full recomputation: saves attention's output in addition to a layer's input, twice the memory, instead of
+    recomputing it. auto: if memory allows."""
 
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
         KEPT,
         Needs("recompute_granularity", "selective"),
     ] = ["core_attn"]
-    """Selective recomputation: which modules; mlp_act is the activation function of MLPs, experts' excepted."""
+    """Modules of selective recomputation. mlp_act is the activation function of MLPs, except in experts."""
 
     distribute_saved_activations: Annotated[bool, FULL] = False
-    """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""
+    """Full recomputation: shards saved inputs over TP ranks instead of replicating them."""
 
     cpu_offloading_num_layers: NonNegativeInt = 0
-    """First layers of each pipeline stage whose saved activations are offloaded to host memory."""
+    """Number of first layers per pipeline stage whose saved activations are offloaded to host memory."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether micro-batches are run as two halves; an `auto` that nobody has chosen for is off."""
+        """True if micro-batches ping-pong; False for an unresolved `auto`."""
         return self.tp_comm_overlap is True
 
     @property
     def direct_axes(self) -> set[str]:
-        """The axes whose collectives copy engines do."""
+        """Axes whose collectives use copy engines."""
         return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
 
     @property
     def saves_attention(self) -> bool:
-        """The recompute_saves_attention; an `auto` that nobody has chosen for is off."""
+        """Value of recompute_saves_attention; False for an unresolved `auto`."""
         return self.recompute_saves_attention is True
 
     @property
     def unsharded_layers(self) -> int:
-        """The fsdp_unsharded_layers; an `auto` that nobody has chosen for is none."""
+        """Value of fsdp_unsharded_layers; 0 for an unresolved `auto`."""
         return 0 if self.fsdp_unsharded_layers == "auto" else self.fsdp_unsharded_layers
 
     @property
     def keeps_layers_whole(self) -> bool:
-        """Whether the parameters of some layers stay whole on a device from a step's first pass to its last."""
+        """True if some layers' parameters stay gathered during a step."""
         return self.data_parallel_sharding_strategy != "optim_grads_params" or self.unsharded_layers > 0
 
     @property
     def exchanges_gradients(self) -> bool:
-        """The reduce_scatter_with_fp32_accumulation; an `auto` that nobody has chosen for is off."""
+        """Value of reduce_scatter_with_fp32_accumulation; False for an unresolved `auto`."""
         return self.reduce_scatter_with_fp32_accumulation is True
 
     @property
     def cp_exchange(self) -> str:
-        """The cp_comm_type; an `auto` that nobody has chosen for is the ring."""
+        """Value of cp_comm_type; p2p for an unresolved `auto`."""
         return "p2p" if self.cp_comm_type == "auto" else self.cp_comm_type

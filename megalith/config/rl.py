@@ -34,10 +34,10 @@ class ChatConfig(Section):
     """Read data's paths as chat data (JSONL, parquet, a saved dataset). `megalith sft` and `megalith dpo` set it."""
 
     chat_template_path: str | None = None
-    """A Jinja file, or a folder with chat_template.jinja. Absent: the tokenizer's template."""
+    """A Jinja file, or a folder with chat_template.jinja. Default: the tokenizer's template."""
 
     truncation_mode: Literal["keep_start", "keep_end", "drop"] | None = None
-    """How to shorten samples longer than data.seq_length; drop leaves them out. Absent: they are errors."""
+    """How to shorten samples longer than data.seq_length; drop leaves them out. Default: they are errors."""
 
     skip_bad_samples: bool = False
     """Leave out and count invalid samples. Off: the first one ends the run."""
@@ -153,13 +153,13 @@ class RlConfig(Section):
     train.eval_interval steps and after the last step."""
 
     num_generations_eval: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """Completions per held-out prompt. Absent: num_generations."""
+    """Completions per held-out prompt. Default: num_generations."""
 
     eval_temperature: Annotated[NonNegativeFloat | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """Sampling temperature of evaluations; 0: greedy. Absent: temperature."""
+    """Sampling temperature of evaluations; 0: greedy. Default: temperature."""
 
     max_eval_prompts: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
-    """Evaluate only the first prompts, up to this number. Absent: all."""
+    """Evaluate only the first prompts, up to this number. Default: all."""
 
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
     """Rollout files to train on instead of prompts, JSONL or .jsonl.zst, read in this order."""
@@ -184,7 +184,7 @@ class RlConfig(Section):
     """Shuffle the prompts in each pass, by train.seed. Off: file order."""
 
     max_prompt_length: Annotated[PositiveInt | None, Needs("prompts"), Decides.SAMPLES] = None
-    """Maximum number of prompt tokens. Absent: data.seq_length + 1 − max_completion_length."""
+    """Maximum number of prompt tokens. Default: data.seq_length + 1 − max_completion_length."""
 
     overlong_prompts: Annotated[Literal["refuse", "drop"], Needs("prompts"), Decides.SAMPLES] = "refuse"
     """For prompts that are too long: end the run, or drop them and print their count."""
@@ -206,7 +206,7 @@ class RlConfig(Section):
     server (docs/engines.md)."""
 
     engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
-    """Address of the server, or several as a list or comma-separated. Absent: vLLM samples in the trainer's
+    """Address of the server, or several as a list or comma-separated. Default: vLLM samples in the trainer's
     processes; SGLang is at http://127.0.0.1:30000."""
 
     vllm_gpu_memory_utilization: Annotated[
@@ -256,7 +256,7 @@ class RlConfig(Section):
     """Completions to log per rollout batch."""
 
     rollout_version: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
-    """Required step of the weights that sampled the rollouts; others are errors. Absent: any."""
+    """Required step of the weights that sampled the rollouts; others are errors. Default: any."""
 
     packing: bool = False
     """Pack several completions with their prompts into a row of data.seq_length tokens, with separate attention."""
@@ -277,7 +277,7 @@ class RlConfig(Section):
     """Denominator of the ratio: the policy before the rollout batch, or the rollouts' log-probabilities."""
 
     reward_weights: list[float] | None = None
-    """Weight of each reward, in order. Absent: 1 each. Advantages are computed from the weighted sum."""
+    """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""
 
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
     """Baseline of the advantage: the mean of the group, or of the other completions in the group."""
@@ -315,7 +315,7 @@ class RlConfig(Section):
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
-    do and NeMo-RL does not. Absent: on, unless filter_zero_std is set."""
+    do and NeMo-RL does not. Default: on, unless filter_zero_std is set."""
 
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio per token, or the geometric mean over the sequence (GSPO)."""
@@ -324,11 +324,11 @@ class RlConfig(Section):
     """The ratio is clipped at 1 − epsilon."""
 
     epsilon_high: NonNegativeFloat | None = None
-    """The ratio is clipped at 1 + epsilon_high. Absent: epsilon. With cispo it is the cap itself and is
+    """The ratio is clipped at 1 + epsilon_high. Default: epsilon. With cispo it is the cap itself and is
     required: 5 (TRL), or 1.28 (clip_ratio_high 0.28 of verl and NeMo-RL)."""
 
     cispo_ratio_min: Annotated[NonNegativeFloat | None, Needs("loss_type", "cispo", strict=True)] = None
-    """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Absent: none, as in TRL."""
+    """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Default: none, as in TRL."""
 
     delta: PositiveFloat | None = None
     """Cap of the ratio in the unclipped branch (INTELLECT-2). It must exceed 1 + epsilon_high."""
@@ -349,10 +349,10 @@ class RlConfig(Section):
     """Multiply the KL by exp(log π − sg[log π]), which adds the gradient of the sampling distribution (NeMo-RL)."""
 
     kl_input_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
-    """Clamp log π_ref − log π to ± this (NeMo-RL; 20 in verl's k3). Absent: no clamp, as in TRL."""
+    """Clamp log π_ref − log π to ± this (NeMo-RL; 20 in verl's k3). Default: no clamp, as in TRL."""
 
     kl_output_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
-    """Clamp the KL of a token to ± this (NeMo-RL; 10 in verl's k3). Absent: no clamp, as in TRL."""
+    """Clamp the KL of a token to ± this (NeMo-RL; 10 in verl's k3). Default: no clamp, as in TRL."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss."""
@@ -384,13 +384,13 @@ class RlConfig(Section):
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """Upper bound of that weight. Absent: 2 for token_truncate and sequence_truncate, 5 for token_mask
+    """Upper bound of that weight. Default: 2 for token_truncate and sequence_truncate, 5 for token_mask
     (IcePop), 3 for sequence_mask (TRL), 1.002 for geometric_mask (NeMo-RL)."""
 
     vllm_importance_sampling_clip_min: Annotated[
         NonNegativeFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """Lower bound of that weight. Absent: none, as in TRL; if the upper bound is absent too, 0.5 for
+    """Lower bound of that weight. Default: none, as in TRL; if the upper bound is absent too, 0.5 for
     token_mask and 0.999 for geometric_mask."""
 
     use_decoupled_loss: bool = False
@@ -398,7 +398,7 @@ class RlConfig(Section):
     weight each token's loss by π_proximal / π_rollout. Replaces vllm_importance_sampling_*."""
 
     behav_imp_weight_cap: Annotated[float | None, Field(gt=1), Needs("use_decoupled_loss", True)] = None
-    """Exclude tokens whose weight is larger (AReaL). Absent: no bound, as published."""
+    """Exclude tokens whose weight is larger (AReaL). Default: no bound, as published."""
 
     prox_logp_method: Annotated[Literal["recompute", "loglinear"], Needs("use_decoupled_loss", True)] = (
         "recompute"

@@ -1,6 +1,6 @@
-"""RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here.
+"""RunConfig, the complete configuration of a run: YAML, dotted overrides, presets and Megatron-LM's spellings.
 
-YAML without surprises: no tag builds an object, no key is given twice, and no alias expands without end.
+The YAML loader builds no objects from tags, rejects duplicate keys and limits the expansion of aliases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Tree = dict[str, dict[str, Any]]
 
 
 class RunConfig(Section):
-    """One run: what is trained, on what, how, and what it leaves behind."""
+    """Configuration of one run."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -62,34 +62,34 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of spellings that were accepted but change nothing, found in loading."""
+        """Notes for the user on accepted spellings without effect, found in loading."""
         return self._notes
 
     @property
     def chat(self) -> ChatConfig | None:
-        """The section by which the run is fine-tuned on chat data; None where it is not."""
+        """Section of the fine-tuning method on chat data; None if there is none."""
         return next((section for section in (self.sft, self.dpo) if section.enabled), None)
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of data.seq_length tokens in a micro-batch: a pair of preferences is two."""
+        """Rows of data.seq_length tokens per micro-batch; a preference pair is two."""
         return self.train.micro_batch_size * (2 if self.dpo.enabled else 1)
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether rows have documents that attention stays inside of."""
+        """True if attention stays within documents of a row."""
         packs = self.rl.packing and self.rl.prompts_or_rollouts is not None
         return self.data.reset_attention_mask or self.chat is not None or packs
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether a second model is there beside the one that is trained; with adapters it is that without them."""
+        """True if a reference model is used; with adapters it is the model without them."""
         asks = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
         return asks and self.lora.rank is None
 
     @property
     def run_folder(self) -> str:
-        """What holds the run's `checkpoints`: the output folder, or the URL that stands in for it."""
+        """Parent of the run's `checkpoints`: the output folder or checkpoint.save's URL."""
         return self.checkpoint.save or self.train.output_dir
 
     @classmethod
@@ -134,13 +134,13 @@ class RunConfig(Section):
         return config
 
     def with_notes(self, notes: Iterable[str]) -> RunConfig:
-        """The configuration with further notes for the user."""
+        """Return the configuration with additional notes for the user."""
         config = self.model_copy()
         config._notes = (*self._notes, *notes)
         return config
 
     def with_settings(self, settings: Mapping[str, Any]) -> RunConfig:
-        """The configuration with other values, "section.field" → value, checked like loading. Raises ConfigError."""
+        """Return a copy with other values, "section.field" → value, validated as in loading. Raises ConfigError."""
         tree = _sections_of(_set_fields(self))
         for path, value in settings.items():
             section, _, field = path.partition(".")
@@ -151,7 +151,7 @@ class RunConfig(Section):
         return self._validated(tree, (*self._notes, *apply_aliases(tree, {})))
 
     def with_known(self, settings: Mapping[str, Any]) -> RunConfig:
-        """The same for values of our own, which need no check: a search tries thousands."""
+        """Return a copy with other values without validation, for searches that try thousands."""
         sections: dict[str, dict[str, Any]] = {}
         for path, value in settings.items():
             section, _, field = path.partition(".")
@@ -161,16 +161,16 @@ class RunConfig(Section):
         )
 
     def to_tree(self) -> Tree:
-        """Every field with its value, as plain dicts."""
+        """Return every field with its value, as plain dicts."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """The resolved configuration; loading it gives the same run."""
+        """Return the resolved configuration as YAML. Loading it gives the same run."""
         return yaml.safe_dump(self.to_tree(), sort_keys=False, allow_unicode=True)
 
 
 def require_run_config(config: Any, function: str) -> None:
-    """Raises ConfigError where a function that takes a RunConfig was given something else, such as a file's name."""
+    """Raise ConfigError if the argument is not a RunConfig, for example a file name."""
     if isinstance(config, RunConfig):
         return
     made = "from_tree(…)" if isinstance(config, Mapping) else "load(…)"
@@ -190,7 +190,7 @@ def _shown(value: Any) -> str:
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """Reads a run file into section → key → value. YAML tags that build objects are refused (safe_load)."""
+    """Read a run file into section → key → value. Rejects YAML tags that build objects (safe_load)."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def nearest_file(path: str | Path) -> str:
-    """`; did you mean base.yaml?`, of the run files in the folder where `path` is not; "" where none is near."""
+    """Return `; did you mean base.yaml?` with a similar run file of the same folder, or ""."""
     folder = Path(path).parent
     with contextlib.suppress(OSError):
         files = [each.name for each in folder.iterdir() if each.suffix in (".yaml", ".yml", ".json")]
@@ -230,7 +230,7 @@ def nearest_file(path: str | Path) -> str:
 
 
 def _sections_of(content: dict[Any, Any]) -> Tree:
-    """`content` with every section there, each a dict of its own. Raises ConfigError for any other form."""
+    """Return `content` with a dict for every section. Raises ConfigError for any other form."""
     tree = _empty_tree()
     for section, values in content.items():
         if section not in tree:
@@ -276,7 +276,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
 
 
 def begins_override(word: str) -> bool:
-    """Whether `word` of a command line begins a setting, rather than being a value or a file's name."""
+    """Return True if `word` of a command line starts a setting, not a value or a file name."""
     path, equals, _ = word.partition("=")
     return word.startswith("--") or (bool(equals) and path.partition(".")[0] in RunConfig.model_fields)
 
@@ -299,7 +299,7 @@ def _parse_values(section: str, key: str, values: list[str]) -> Any:
 
 
 def _kinds(section: str, key: str) -> set[type]:
-    """The types of the values that a setting takes, null aside; lists of all kinds are `list`."""
+    """Return the types of values that a setting accepts, except null; lists of any kind are `list`."""
     alias = ALIASES.get(f"{section}.{key}")
     if isinstance(alias, Rename):
         section, key = alias.path.split(".")
@@ -317,13 +317,13 @@ def _plain_kinds(annotation: Any) -> set[type]:
 
 
 def known_keys(section: str) -> list[str]:
-    """The field names and accepted spellings of a section."""
+    """Return the field names and accepted spellings of a section."""
     fields = RunConfig.model_fields[section].annotation.model_fields
     return [*fields, *(name.split(".")[1] for name in ALIASES if name.startswith(section + "."))]
 
 
 def _set_fields(section: Section) -> dict[str, Any]:
-    """The fields that were set, of the sections within too, as plain dicts."""
+    """Return the explicitly set fields, including nested sections, as plain dicts."""
     values = {name: getattr(section, name) for name in section.model_fields_set}
     return {
         name: _set_fields(value) if isinstance(value, Section) else value for name, value in values.items()
@@ -347,7 +347,7 @@ def _refuse_unknown(tree: Tree) -> None:
 
 
 def _unfold_nested(tree: Tree) -> None:
-    """`model: {"rope_scaling.factor": 8}`, as overrides give it, becomes a nested dict."""
+    """Turn `model: {"rope_scaling.factor": 8}` from overrides into a nested dict."""
     for section, values in tree.items():
         for key in [key for key in values if "." in key]:
             outer, _, inner = key.partition(".")
@@ -369,7 +369,7 @@ def _elsewhere(*keys: str) -> str:
 
 
 def _nearest(name: str, sections: Iterable[str], least: float = 0.6) -> str:
-    """Of the settings of some sections those whose names are like `name`, by difflib's ratio."""
+    """Return settings of some sections with names similar to `name` (difflib's ratio)."""
     homes = {key: f"{section}.{key}" for section in sections for key in known_keys(section)}
     near = difflib.get_close_matches(name, homes, cutoff=least)
     return f"; did you mean {' or '.join(homes[key] for key in near)}?" if near else ""
@@ -391,7 +391,7 @@ def _sections() -> str:
 
 
 def _hint_for_name(name: str) -> str:
-    """For a name without a section: where it is a setting, or the nearest ones of all sections."""
+    """Return the section of a setting given without one, or similar settings of all sections."""
     return (
         _elsewhere(name)
         or hint_of_other_name(name)
@@ -414,12 +414,12 @@ MOST_NODES = 100_000  # with every alias written out; a blend of thousands of da
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain values of `text`. Raises yaml.YAMLError, or RecursionError for what is nested too deeply."""
+    """Return the plain values of `text`. Raises yaml.YAMLError, or RecursionError for excessive nesting."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses, before any value is made, what YAML would take in silence or fill the memory with."""
+    """YAML loader that rejects duplicate keys and excessive alias expansion before building values."""
 
     def __init__(self, text: str):
         super().__init__(text)

@@ -1,8 +1,8 @@
-"""The sizes of a parity run: every feature kept, every size that costs time cut down.
+"""Sizes of a parity run: all features at small sizes.
 
-A laptop's CPU trains the result in a second, and each axis has something to cut: 4 layers, heads for 4 ranks, a
-vocabulary that is padded, sequences for 4 context ranks. Fields name these in `Shrinks`; a function takes the value of
-the field and the section that it is of.
+A laptop's CPU trains it in a second, and every axis can shard it: 4 layers, heads for 4 ranks, a padded vocabulary,
+sequences for 4 context-parallel ranks. Fields name these functions in `Shrinks`. A function takes a field's value and
+its section.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIGHEST_RATE = 1e-3  # above it a tiny model's optimizer makes much of the last 
 
 
 def query_groups(_: int, model: DenseModel) -> int:
-    """Of as many heads, at most 16 in all, as before to one; 0 where each head has its own."""
+    """Return KV heads with the same ratio to query heads, at most 16; 0 for MHA."""
     return 0 if model.num_attention_heads == model.query_groups else min(2, model.query_groups)
 
 
@@ -35,17 +35,17 @@ def hidden(_: int | None, model: DenseModel) -> int:
 
 
 def ffn(value: int | None, model: DenseModel) -> int | None:
-    """In proportion, and a multiple of 8."""
+    """Return the MLP width in proportion, as a multiple of 8."""
     return value and 8 * math.ceil(hidden(None, model) * value / model.hidden_size / 8)
 
 
 def window_skip(value: int | list[int] | None, _: DenseModel) -> int | list[int] | None:
-    """The layers in the same places, or the first 4."""
+    """Return the layers without a window, limited to the first 4."""
     return (value * LAYERS)[:LAYERS] if isinstance(value, list) else value and min(value, LAYERS)
 
 
 def value_heads_of_delta(_: int, model: ModelConfig) -> int:
-    """As many to a key head as before, at most 16 in all."""
+    """Return value heads with the same ratio to key heads, at most 16 in all."""
     return min(
         heads_of_delta(0, model) * (model.linear_num_value_heads // model.linear_num_key_heads), MOST_HEADS
     )
@@ -56,7 +56,8 @@ def heads_of_delta(_: int, model: ModelConfig) -> int:
 
 
 def scaling(value: RopeScaling | None, model: DenseModel) -> RopeScaling | None:
-    """LongRoPE's factors for the pairs that are left, and an original length that the sequences are longer than."""
+    """Return RoPE scaling with LongRoPE's factors for the remaining pairs and an original length below the sequence
+    length."""
     if value is None or value.type != "longrope":
         return value
     pairs = int(HEAD_DIM * model.rotary_percent) // 2
@@ -71,12 +72,12 @@ def experts_of_token(value: int, model: ModelConfig) -> int:
 
 
 def expert_layers(value: int | list[int], _: ModelConfig) -> int | list[int]:
-    """A dense first layer stays one."""
+    """Return the layers with experts; a dense first layer stays dense."""
     return [value[0], *[1] * (LAYERS - 1)] if isinstance(value, list) else value
 
 
 def tokenizer(_: str | None, data: Any) -> str | None:
-    """One with an end of document, where that is asked for."""
+    """Return a tokenizer with an end of document if the run needs one."""
     return (
         "NullTokenizer"
         if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss

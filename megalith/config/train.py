@@ -39,7 +39,7 @@ class BatchSizeSchedule:
 
     @classmethod
     def from_config(cls, train: TrainConfig, data_parallel_size: int) -> BatchSizeSchedule:
-        """The schedule of a run on `data_parallel_size` model replicas."""
+        """Return the schedule of a run with `data_parallel_size` replicas."""
         if train.global_batch_size is None:
             raise ConfigError(
                 "train.global_batch_size is not set; training needs it: micro_batch_size "
@@ -118,7 +118,7 @@ class BatchSizeSchedule:
         )
 
     def size(self, consumed_samples: int) -> int:
-        """Samples of the step that begins after `consumed_samples`."""
+        """Return the samples of the step that begins after `consumed_samples`."""
         if self.steps is not None:
             return [size for start, size in self.steps if start <= consumed_samples][-1]
         if not self._increments or consumed_samples > self.rampup_batch_size[2]:
@@ -128,20 +128,20 @@ class BatchSizeSchedule:
 
     @property
     def all_micro_batches(self) -> list[int]:
-        """The numbers of micro-batches that a step of this run can have."""
+        """Return the possible numbers of micro-batches per step."""
         sizes = [size for size, _ in self._stages()] + [self.global_batch_size]
         return [size // (self.micro_batch_size * self.data_parallel_size) for size in sizes]
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Accumulation of the step that begins after `consumed_samples`: micro-batches on each replica."""
+        """Return the micro-batches per replica of the step that begins after `consumed_samples`."""
         return self.size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def iterations(self, train: TrainConfig) -> int:
-        """Steps of the whole run."""
+        """Return the number of steps of the run."""
         return train.train_iters or self.iterations_for_samples(train.train_samples)
 
     def samples_for_iterations(self, iterations: int) -> int:
-        """Samples that the first `iterations` steps consume."""
+        """Return the samples that the first `iterations` steps consume."""
         consumed = 0
         for size, steps in self._stages():
             taken = min(iterations, steps)
@@ -162,7 +162,7 @@ class BatchSizeSchedule:
 
     @property
     def _increments(self) -> int:
-        """How often the batch grows; 0 when its size is constant."""
+        """Return the number of increments of the batch size; 0 if it is constant."""
         if self.rampup_batch_size is None or self.rampup_batch_size[2] == 0:
             return 0
         start, increment, _ = self.rampup_batch_size
@@ -191,13 +191,13 @@ class BatchSizeSchedule:
 
 
 class TrainConfig(Section):
-    """Length, batch, precision, evaluation and early exit."""
+    """Length, batch size, precision, evaluation and early exit."""
 
     train_iters: Annotated[PositiveInt | None, Decides.UPDATES] = None
-    """Optimizer steps. This or train_samples is required."""
+    """Number of optimizer steps. This or train_samples is required."""
 
     train_samples: Annotated[PositiveInt | None, Decides.UPDATES] = None
-    """Sequences to train on, in place of train_iters."""
+    """Number of sequences to train on, instead of train_iters."""
 
     micro_batch_size: Annotated[
         PositiveInt,
@@ -205,115 +205,117 @@ class TrainConfig(Section):
             lambda _, train: 1 if train.rampup_batch_size or train.step_batch_size_schedule else 2
         ),  # 4 replicas share the smallest batch
     ] = 1
-    """Sequences in one forward pass on one device."""
+    """Sequences per forward pass and data-parallel rank."""
 
     global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES, Shrinks(small.BATCH)] = None
-    """Sequences in one optimizer step: micro × data parallel × accumulation. Required for training."""
+    """Sequences per optimizer step: micro × data parallel × accumulation. Required for training."""
 
     rampup_batch_size: Annotated[
         Annotated[list[int], Field(min_length=3, max_length=3)] | None,
         Decides.UPDATES,
         Shrinks(lambda value, _: value and [small.BATCH // 2, small.BATCH // 2, 2 * small.BATCH]),
     ] = None
-    """[start, increment, samples]: the global batch grows from start by increments over this many samples."""
+    """Batch size ramp [start, increment, samples]: the global batch grows from start by increments over this many
+    samples."""
 
     step_batch_size_schedule: Annotated[
         Annotated[list[tuple[NonNegativeInt, PositiveInt]], Field(min_length=1)] | None,
         Decides.UPDATES,
         Shrinks(lambda value, _: value and [(0, small.BATCH // 2), (2 * small.BATCH, small.BATCH)]),
     ] = None
-    """[[0, size], [samples, size], …]: the global batch from each count of consumed samples on; in place of a ramp."""
+    """Batch size schedule [[0, size], [samples, size], …]: the global batch from each count of consumed samples on,
+    instead of a ramp."""
 
     calculate_per_token_loss: Annotated[bool, Decides.UPDATES, KEPT] = True
-    """Every valid token of a step counts the same; off, every micro-batch, however many of its tokens are valid."""
+    """Weight every valid token of a step equally. Off: weight every micro-batch equally."""
 
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
-    """Compute type. Weights, gradients and optimizer state are fp32 in each."""
+    """Compute dtype. Weights, gradients and optimizer state are always fp32."""
 
     fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, Decides.UPDATES] = None
-    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid). On a CPU they are emulated, slowly."""
+    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid). Emulated on CPUs, slowly."""
 
     fp8_recipe: Annotated[
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES, Needs("fp8_format")
     ] = "delayed"
-    """FP8: scales from the steps before, from each tensor, or from blocks of 128 (e4m3)."""
+    """FP8 scales: from earlier steps, from each tensor, or from blocks of 128 (needs e4m3)."""
 
     fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 0
-    """FP8, delayed: scales are this many powers of two smaller."""
+    """FP8, delayed: reduces scales by this power of two."""
 
     fp8_interval: PositiveInt = 1
-    """Taken for Megatron's scripts; scales follow every step, whatever it is."""
+    """Accepted for Megatron-LM's scripts without effect: scales are updated every step."""
 
     fp8_amax_history_len: Annotated[PositiveInt, Decides.UPDATES, Needs("fp8_format")] = 1
-    """FP8, delayed: steps that a scale looks back on."""
+    """FP8, delayed: number of steps in the amax history."""
 
     fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], Decides.UPDATES, Needs("fp8_format")] = (
         "most_recent"
     )
-    """FP8, delayed: how a scale is taken from the history."""
+    """FP8, delayed: choice of the amax from the history."""
 
     fp8_wgrad: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = True
-    """FP8: wgrad too; off, it is computed in the compute type."""
+    """Compute wgrad in FP8. Off: in the compute dtype."""
 
     fp8_cache_weights: Annotated[bool | Literal["auto"], Needs("fp8_format")] = "auto"
-    """FP8: weights are cast once a step, for all its micro-batches, in two bytes a parameter, in place of what FSDP has
-    gathered; off, where they are used. Not what FSDP gathers for each pass: under optim_grads_params the
-    fsdp_unsharded_layers alone. `auto`: where it takes no more memory, or a step casts them more than once and memory
-    is expected to suffice."""
+    """FP8: casts weights once per step for all micro-batches, 2 bytes per parameter, replacing the weights that FSDP
+    has gathered. Off: cast them when used. Under optim_grads_params this applies to fsdp_unsharded_layers only.
+    `auto`: if it needs no extra memory, or if weights are cast more than once per step and memory is expected to
+    suffice."""
 
     moe_cache_weights: Annotated[
         bool | Literal["auto"], Needs("model.num_experts"), Needs("precision", "bf16", "fp16")
     ] = "auto"
-    """Experts' weights are cast once a step, for all its passes, in two bytes a parameter; off, where they are used.
-    Not what FSDP gathers, which is cast by then. `auto`: where memory is expected to suffice."""
+    """Cast expert weights once per step, 2 bytes per parameter. Off: cast them when used. Does not apply to weights
+    that FSDP gathers, which are already cast. `auto`: if memory is expected to suffice."""
 
     fp8_param_gather: Annotated[bool, NOT_YET, Needs("fp8_format")] = False
-    """Gathering weights in FP8: they are gathered in the compute type."""
+    """Gather weights in FP8. They are gathered in the compute dtype."""
 
     tp_only_amax_red: bool = False
-    """Taken for Megatron's scripts; amaxes are those of the whole tensor, whatever it is."""
+    """Accepted for Megatron-LM's scripts without effect: an amax is always that of the full tensor."""
 
     first_last_layers_bf16: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = False
-    """FP8: the first and last layers stay in the compute type."""
+    """FP8: keeps the first and last layers in the compute dtype."""
 
     num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
-    """How many of the first, with first_last_layers_bf16."""
+    """Number of first layers with first_last_layers_bf16."""
 
     num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
-    """How many of the last."""
+    """Number of last layers with first_last_layers_bf16."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES, KEPT] = 1234
-    """Initial weights, dropout and the data's order follow from it alone."""
+    """Seed of initial weights, dropout and data order."""
 
     deterministic: bool = False
-    """Only deterministic kernels: the same run bit for bit on the same machine."""
+    """Use deterministic kernels only: bitwise the same run on the same machine."""
 
     output_dir: str = "output"
-    """Folder of the run: metrics, checkpoints, resolved configuration."""
+    """Folder of the run for metrics, checkpoints and the resolved configuration."""
 
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
 
     eval_iters: Annotated[NonNegativeInt, Shrinks(1)] = 100
-    """Global batches in an evaluation; 0: none. Not set, at most a tenth of the run's steps."""
+    """Global batches per evaluation; 0: none. Default: at most a tenth of the run's steps."""
 
     skip_train: bool = False
-    """Evaluates the weights of checkpoint.load or model.init_from, and neither trains nor writes anything."""
+    """Evaluate the weights of checkpoint.load or model.init_from without training or writing anything."""
 
     exit_interval: PositiveInt | None = None
-    """Ends the process after a step divisible by this, with a checkpoint."""
+    """Exits after a step divisible by this, with a checkpoint."""
 
     exit_duration_in_mins: PositiveFloat | None = None
-    """Ends the process after so many minutes, with a checkpoint."""
+    """Exits after this many minutes, with a checkpoint."""
 
     @property
     def peak_dtype(self) -> str:
-        """Whose peak MFU is a share of: the layers' matmuls'."""
+        """Dtype of the layers' matmuls, whose peak defines MFU."""
         return self.precision if self.fp8_format is None else "fp8"
 
     @property
     def length(self) -> tuple[Literal["iters", "samples"], int]:
-        """What the run is counted in, and how long it is."""
+        """Unit and length of the run."""
         return (
             ("iters", self.train_iters) if self.train_iters is not None else ("samples", self.train_samples)
         )

@@ -1,1 +1,1 @@
-"""What must hold between settings, and what is noted where they have no effect."""
+"""Validation across settings, and notes on settings without effect."""

@@ -100,7 +100,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
 
 
 def ranks_of_a_token(model: ModelConfig, size: int) -> float:
-    """Of the ranks that the experts are spread over, how many have some of a token's, chosen by chance."""
+    """Return the expected number of EP ranks with experts of a token, for random routing."""
     elsewhere = math.comb(model.num_experts - model.num_experts // size, model.moe_router_topk)
     return size * (1 - elsewhere / math.comb(model.num_experts, model.moe_router_topk))
 
@@ -115,13 +115,13 @@ def rows_of_a_token(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def is_static(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether tokens go to their experts in buffers as large as any routing needs."""
+    """Return True if static dispatch is on."""
     spread = parallel.moe_static_dispatch is True and parallel.expert_model_parallel_size > 1
     return spread and not model.moe_pad_expert_input_to_capacity
 
 
 def has_grouped_kernel(model: ModelConfig, parallel: ParallelConfig, precision: str) -> bool:
-    """Whether a GPU multiplies all experts' rows in one kernel, which reads their numbers itself."""
+    """Return True if the experts use the grouped GEMM kernel, which reads row counts on the device."""
     width = model.expert_size // parallel.expert_tensor_parallel_size
     return precision == "bf16" and model.moe_grouped_gemm and model.hidden_size % 8 == width % 8 == 0
 

@@ -15,7 +15,7 @@ from megalith.errors import ConfigError
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run's ranks have between them."""
+    """Hardware shared by a run's ranks."""
 
     ranks_per_host: int = 1
     """Neighbouring ranks that share a host, the same number on every host."""
@@ -26,7 +26,7 @@ class Machine:
     memory: int = 0
     """Bytes of the GPU that has least; 0 without GPUs."""
     ranks: int = 0
-    """Of the whole run; 0: not known."""
+    """Number of ranks of the run; 0: unknown."""
     least_work: float = 1.5e12
     """FLOPs of a layer's two passes for a micro-batch, below which a host is late with two halves of them."""
     no_nvlink: str = "no NVLink"
@@ -77,7 +77,7 @@ def line_of(told: list[str]) -> list[str]:
 
 
 def _reduces_layers(config: RunConfig, machine: Machine) -> bool:
-    """Whether layers' gradients are reduce-scattered in less than fp32."""
+    """Return True if layers' gradients are reduce-scattered in less than fp32."""
     parallel = config.parallel
     ranks = machine.ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     shards = ranks // parallel.num_distributed_optimizer_instances
@@ -117,7 +117,7 @@ def _exchanges_heads(config: RunConfig) -> bool:
 
 
 def _obstacle(config: RunConfig, machine: Machine) -> str:
-    """What keeps micro-batches from being run as two halves; empty where nothing does."""
+    """Return the reason against ping-pong micro-batches; empty if there is none."""
     if config.train.micro_batch_size % 2:
         return f"train.micro_batch_size {config.train.micro_batch_size} has no two halves"
     if config.model.num_experts is not None:

@@ -31,7 +31,7 @@ def _idle(section: Section, path: str, config: RunConfig) -> Iterator[str]:
 
 
 def offload_notes(config: RunConfig, device_type: str) -> list[str]:
-    """What to tell of offloading where the device's memory is the host's."""
+    """Return notes on offloading if the device is the CPU."""
     if device_type != "cpu":
         return []
     notes = []
@@ -47,7 +47,7 @@ def offload_notes(config: RunConfig, device_type: str) -> list[str]:
 
 
 def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
-    """What to tell of tp_comm_overlap where layers are not compiled, and of copy engines that have nothing to move."""
+    """Return notes on tp_comm_overlap without compilation, and on copy engines with nothing to move."""
     parallel, notes = config.parallel, []
     if parallel.overlaps and not compiled:
         notes.append(

@@ -76,7 +76,7 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def _check_available(config: RunConfig) -> None:
-    """What this version does not do yet stands on the fields (NOT_YET)."""
+    """Raise ConfigError for settings marked NOT_YET on their fields."""
     for section in RunConfig.model_fields:
         values = getattr(config, section)
         for name, field in type(values).model_fields.items():
@@ -485,7 +485,7 @@ def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
 
 
 def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
-    """What goes into and comes out of the matmuls of a rank."""
+    """Yield the input and output widths of a rank's matmuls, with names."""
     model, size = config.model, config.parallel.tensor_model_parallel_size
     yield "model.hidden_size", model.hidden_size
     if model.multi_latent_attention:
