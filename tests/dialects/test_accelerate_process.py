@@ -10,6 +10,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import (
     GradScalerKwargs,
@@ -86,6 +87,23 @@ def test_a_collective_that_the_main_process_calls_alone_ends_with_a_sentence(poo
     assert time.monotonic() - before < pool.timeout / 2
     told = (tmp_path / "told").read_text()
     assert f"different calls: rank 0 in {then}" in told and f"; rank 1 in {name}. Every rank has to" in told
+
+
+def calls_of_one_replica():
+    accelerator = fresh_accelerator(tp_degree=2)
+    order = AcceleratorState._shared_state[process_state.CALLS]
+    before = order._count
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+        accelerator.gather_for_metrics(["a"])
+        accelerator.reduce(torch.ones(1))
+    assert order._count == before
+    accelerator.wait_for_everyone()
+    assert order._count == before + 1
+
+
+def test_one_replica_gathers_without_waiting_so_the_main_process_may_do_it_alone(pool):
+    pool.run(calls_of_one_replica, size=2)
 
 
 class Lines(GeneralTracker):

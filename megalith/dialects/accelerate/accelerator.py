@@ -27,6 +27,7 @@ from megalith.dialects.accelerate.process_state import (
     gather_objects,
     megalith_for_megatron,
     on_every_rank,
+    over_replicas,
     reduce_over_replicas,
     set_replicas,
     watch_calls,
@@ -275,14 +276,14 @@ class Accelerator(accelerate.Accelerator):
         """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""
         if not self._is_ours:
             return super().gather(tensor)
-        with on_every_rank("gather"):
+        with over_replicas("gather"):
             return gather_across_data_parallel_groups(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, the mean or the maximum over the data-parallel replicas. `scale` is for TPUs, as in Accelerate."""
         if not self._is_ours:
             return super().reduce(tensor, reduction, scale)
-        with on_every_rank("reduce"):
+        with over_replicas("reduce"):
             return reduce_over_replicas(tensor, reduction)
 
     @contextmanager
@@ -308,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             return super().gather_for_metrics(input_data, use_gather_object)
         tensors = not use_gather_object and _has_tensors_alone(input_data)
-        with on_every_rank("gather_for_metrics"):
+        with over_replicas("gather_for_metrics"):
             data = self.gather(input_data) if tensors else gather_objects(input_data)
         state = self.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0):

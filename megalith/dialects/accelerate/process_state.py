@@ -115,6 +115,11 @@ def on_every_rank(name: str) -> AbstractContextManager:
     return nullcontext() if order is None else order.call(name)
 
 
+def over_replicas(name: str) -> AbstractContextManager:
+    """A call of this name, in which the data-parallel replicas wait for each other: with one of them no rank waits."""
+    return on_every_rank(name) if replicas().size > 1 else nullcontext()
+
+
 def replicas() -> Axis:
     """The data-parallel axis of this process: of the prepared model, and before there is one of the plugin's layout.
     Every rank asks alike, for the first time makes process groups."""
