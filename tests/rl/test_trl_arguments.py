@@ -129,6 +129,26 @@ def test_what_they_mean(given, expected):
     assert {path: found[path] for path in expected} == pytest.approx(expected)
 
 
+SPELT_OUT = dict(push_to_hub=False, remove_unused_columns=False, load_best_model_at_end=False, deepspeed=None,
+                 repetition_penalty=1.0, sync_ref_model=False, data_seed=None)  # fmt: skip
+UNREAD = dict(tf32=False, ref_model_mixup_alpha=0.5, metric_for_best_model="reward", greater_is_better=True)
+
+
+def test_what_changes_nothing_is_not_refused():
+    assert settings_of(SPELT_OUT, 16, 1) == settings_of({}, 16, 1)
+    assert no_effect_notes(SPELT_OUT) == []
+    for args, plain in ((UNREAD, {}), (config_of(**UNREAD), config_of())):
+        assert settings_of(args, 16, 1) == settings_of(plain, 16, 1)
+        assert len(no_effect_notes(args)) == len(UNREAD)
+    args = config_of()
+    args.tf32 = True
+    with pytest.raises(ConfigError, match=r"args\.tf32 is True"):
+        settings_of(args, 16, 1)
+    assert "without TF32" in no_effect_notes({"bf16": True, "tf32": True})[0]
+    with pytest.raises(ConfigError, match="push_to_hub is True"):
+        settings_of({"push_to_hub": True}, 16, 1)
+
+
 def test_an_epoch_is_trls_which_leaves_out_a_generation_batch_that_is_not_whole():
     args = config_of(steps_per_generation=4, num_train_epochs=1)  # 4 prompts for a generation batch
     assert settings_of(args, 10, 1)["train.train_iters"] == 8

@@ -116,8 +116,11 @@ def on_every_rank(name: str) -> AbstractContextManager:
 
 
 def over_replicas(name: str) -> AbstractContextManager:
-    """A call of this name, in which the data-parallel replicas wait for each other: with one of them no rank waits."""
-    return on_every_rank(name) if replicas().size > 1 else nullcontext()
+    """Watch a call in which the data-parallel replicas wait for each other, if every rank is a replica of its own.
+
+    Ranks that share a replica need not make the call together: the last pipeline stage may gather alone.
+    """
+    return on_every_rank(name) if 1 < replicas().size == dist.get_world_size() else nullcontext()
 
 
 def replicas() -> Axis:

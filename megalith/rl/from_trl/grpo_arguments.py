@@ -108,6 +108,20 @@ NO_EFFECT: dict[str, str] = {
     "vllm_group_port": "a free port is taken",
     "vllm_max_model_length": "vLLM's context is as long as data.seq_length needs",
 }
+UNCHANGED: dict[str, object] = {  # what is refused otherwise: the defaults, which a dict may spell out
+    "accelerator_config": None, "auto_find_batch_size": False, "average_tokens_across_devices": True,
+    "batch_eval_metrics": False, "bf16_full_eval": False, "cast_lm_head_to_fp32": False, "chat_template_kwargs": None,
+    "data_seed": None, "deepspeed": None, "eval_delay": 0, "eval_on_start": False, "fp16_full_eval": False,
+    "fsdp": None, "fsdp_config": None, "full_determinism": False, "generation_kwargs": None, "greater_is_better": None,
+    "ignore_data_skip": False, "label_names": None, "label_smoothing_factor": 0.0, "load_best_model_at_end": False,
+    "log_completions_hub_repo": None, "max_tool_calling_iterations": None, "metric_for_best_model": None,
+    "multi_objective_aggregation": "sum_then_normalize", "neftune_noise_alpha": None, "off_policy_mask_threshold": None,
+    "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
+    "push_to_hub": False, "remove_unused_columns": False, "repetition_penalty": 1.0,
+    "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "router_aux_loss_coef": None,
+    "sync_ref_model": False, "tf32": None, "top_entropy_quantile": 1.0, "use_adaptive_entropy": False,
+    "vllm_model_impl": "vllm", "vllm_structured_outputs_regex": None, "vllm_tensor_parallel_size": 1,
+}  # fmt: skip
 WAYS: dict[str, str] = {  # of arguments that are refused: what to do in their place
     "auto_find_batch_size": "; set per_device_train_batch_size",
     "data_seed": "; the order of the prompts follows from seed",

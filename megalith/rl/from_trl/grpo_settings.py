@@ -13,7 +13,7 @@ from typing import Any
 from megalith.config import RlConfig
 from megalith.errors import ConfigError, nearest_of
 from megalith.rl.from_trl.given_arguments import GivenArguments, given_arguments
-from megalith.rl.from_trl.grpo_arguments import NO_EFFECT, OURS, RENAMED, TRANSLATED, WAYS
+from megalith.rl.from_trl.grpo_arguments import NO_EFFECT, OURS, RENAMED, TRANSLATED, UNCHANGED, WAYS
 
 Settings = dict[str, Any]
 DEFAULTS = {  # of a dict
@@ -72,14 +72,15 @@ def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_siz
 def no_effect_notes(args: Mapping[str, Any] | object | None) -> list[str]:
     """Name the arguments that were changed and have no effect here, each with its reason."""
     given = given_arguments(args)
-    reasons = NO_EFFECT | _unread({name: value for name, value in given.values.items() if value is not None})
+    reasons = NO_EFFECT | _unread(given)
     return [
         f"args.{name} has no effect: {reason}" for name, reason in reasons.items() if name in given.changed
     ]
 
 
-def _unread(values: dict[str, Any]) -> dict[str, str]:
+def _unread(given: GivenArguments) -> dict[str, str]:
     """Arguments that TRL and transformers read only with others, each with its reason."""
+    values = {name: value for name, value in given.values.items() if value is not None}
     found: dict[str, str] = {}
     if not values.get("use_vllm"):
         found |= dict.fromkeys(("vllm_mode", "vllm_enable_sleep_mode", *SERVER), "use_vllm is off")
@@ -87,9 +88,17 @@ def _unread(values: dict[str, Any]) -> dict[str, str]:
         found["vllm_enable_sleep_mode"] = "vllm_mode is server"
     else:
         found |= dict.fromkeys(SERVER, "vllm_mode is colocate")
+    if not values.get("sync_ref_model"):
+        found |= dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model is off")
+    if not values.get("load_best_model_at_end") and values.get("save_strategy") != "best":
+        found |= dict.fromkeys(
+            ("metric_for_best_model", "greater_is_better"), "load_best_model_at_end is off"
+        )
+    if values.get("tf32") is False or values.get("bf16") or values.get("fp16"):
+        found["tf32"] = "matrix products have the run's precision, without TF32"
     for kind, strategy in {"logging": "steps", "save": "steps", "eval": "no"}.items():
-        if (given := values.get(f"{kind}_strategy", strategy)) != "steps":
-            found[f"{kind}_steps"] = f"{kind}_strategy is {given}"
+        if (chosen := values.get(f"{kind}_strategy", strategy)) != "steps":
+            found[f"{kind}_steps"] = f"{kind}_strategy is {chosen}"
     if "wandb" not in (values.get("report_to") or ()):
         found["run_name"] = "it is a name for Weights & Biases, which report_to does not have"
     if values.get("lr_scheduler_type") == "constant":
@@ -100,12 +109,13 @@ def _unread(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _refuse_others(given: GivenArguments) -> None:
-    known = {*RENAMED, *OURS, *TRANSLATED, *NO_EFFECT}
-    for name in given.changed:
-        if name in known:
+    known = {*RENAMED, *OURS, *TRANSLATED, *NO_EFFECT, *_unread(given)}
+    defaults = UNCHANGED | given.defaults
+    for name, value in given.changed.items():
+        if name in known or (name in defaults and not given.defaults and value == defaults[name]):
             continue
-        if name in given.defaults or name in WAYS:
-            default = f", {given.defaults[name]!r:.40}" if name in given.defaults else ""
+        if name in defaults or name in WAYS:
+            default = f", {defaults[name]!r:.40}" if name in defaults else ""
             raise ConfigError(
                 f"args.{name} is {given.changed[name]!r:.80}, which GRPOTrainer does not have{WAYS.get(name, '')}; "
                 f"leave it at its default{default}"
