@@ -131,15 +131,15 @@ def test_what_they_mean(given, expected):
 
 SPELT_OUT = dict(push_to_hub=False, remove_unused_columns=False, load_best_model_at_end=False, deepspeed=None,
                  repetition_penalty=1.0, sync_ref_model=False, data_seed=None)  # fmt: skip
-UNREAD = dict(tf32=False, ref_model_mixup_alpha=0.5, metric_for_best_model="reward", greater_is_better=True)
+IDLE = dict(tf32=False, ref_model_mixup_alpha=0.5, metric_for_best_model="reward", greater_is_better=True)
 
 
 def test_what_changes_nothing_is_not_refused():
     assert settings_of(SPELT_OUT, 16, 1) == settings_of({}, 16, 1)
     assert no_effect_notes(SPELT_OUT) == []
-    for args, plain in ((UNREAD, {}), (config_of(**UNREAD), config_of())):
+    for args, plain in ((IDLE, {}), (config_of(**IDLE), config_of())):
         assert settings_of(args, 16, 1) == settings_of(plain, 16, 1)
-        assert len(no_effect_notes(args)) == len(UNREAD)
+        assert len(no_effect_notes(args)) == len(IDLE)
     args = config_of()
     args.tf32 = True
     with pytest.raises(ConfigError, match=r"args\.tf32 is True"):
