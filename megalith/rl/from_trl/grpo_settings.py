@@ -95,7 +95,7 @@ def _unread(given: GivenArguments) -> dict[str, str]:
             ("metric_for_best_model", "greater_is_better"), "load_best_model_at_end is off"
         )
     if values.get("tf32") is False or values.get("bf16") or values.get("fp16"):
-        found["tf32"] = "matrix products have the run's precision, without TF32"
+        found["tf32"] = "matmuls have the run's precision, without TF32"
     for kind, strategy in {"logging": "steps", "save": "steps", "eval": "no"}.items():
         if (chosen := values.get(f"{kind}_strategy", strategy)) != "steps":
             found[f"{kind}_steps"] = f"{kind}_strategy is {chosen}"
