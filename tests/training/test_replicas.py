@@ -8,7 +8,7 @@ from megalith.errors import TrainingError
 from megalith.optim.offload import kept_on_host
 from megalith.parallel.pipeline.tied_parameters import NAME
 from megalith.parity.job import start
-from megalith.training.run_state import digest
+from megalith.training.replica_check import digest
 
 
 def flipped_in_a_tied_copy(tree: dict, output: str) -> tuple[str, bool, list[float]]:
@@ -66,7 +66,7 @@ def test_a_tied_embeddings_copies_are_compared_and_a_checkpoint_makes_them_the_s
 def test_a_digest_tells_values_apart_that_stand_in_another_order_whatever_its_blocks(monkeypatch):
     values = torch.arange(12, dtype=torch.float32)
     whole = digest(values)
-    monkeypatch.setattr("megalith.training.run_state.BLOCK", 4)
+    monkeypatch.setattr("megalith.training.replica_check.BLOCK", 4)
     assert torch.equal(digest(values), whole)
     assert not torch.equal(digest(values.roll(4)), whole)
 
