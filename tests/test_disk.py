@@ -19,7 +19,7 @@ from megalith.launch.restart import Attempt, claimed, failures_kept
 from megalith.parallel.pipeline.timeline import Timeline, write_timeline
 from megalith.report.metrics import MetricsWriter, StepMetrics
 from megalith.report.plot import plot_run
-from megalith.report.report import StepProfiler
+from megalith.report.profiler import StepProfiler
 from megalith.report.trackers import TensorBoardSink, _identity
 
 

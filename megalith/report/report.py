@@ -1,7 +1,4 @@
-"""From steps to figures: what a step computed on the device becomes a line in the log, on one rank of the run.
-
-A window of steps under torch's profiler, on request: a Chrome trace and a table of the costliest operations.
-"""
+"""Report of a run: reads the figures of each step from the device and logs them on one rank."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import gather_json
-from megalith.config import LogConfig, RunConfig
+from megalith.config import RunConfig
 from megalith.errors import printable
 from megalith.hardware import device_kind
-from megalith.io import make_subfolder, replace_file, replacing
+from megalith.io import replace_file
 from megalith.launch.lock import refused
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
@@ -40,88 +37,9 @@ from megalith.report.metrics import (
     named_losses,
     with_expert_load,
 )
+from megalith.report.profiler import StepProfiler, traced_steps
 from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_sinks
-
-TABLE_ROWS = 40
-
-
-def traced_steps(log: LogConfig) -> range:
-    """The window of steps that `log` asks to trace; empty where it asks for none."""
-    return range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
-
-
-class StepProfiler:
-    """Traces the steps in `window` into `output_dir/profile/`; an empty range traces none.
-
-    Call `before_step` at the head of every step, inside `with`. The trace opens in Perfetto (ui.perfetto.dev) or
-    chrome://tracing, each step marked. A window that the end of training or an error cuts short is written
-    too. `report` gets what was written, once, such as the console's `note`.
-    """
-
-    def __init__(
-        self,
-        output_dir: str | Path,
-        window: range,
-        report: Callable[[str], None] = lambda text: None,
-    ):
-        self._folder = Path(output_dir) / "profile"
-        self._window = window
-        self._report = report
-        self._profile: Any = None  # torch.profiler.profile while the window is open
-        self._mark: Any = None  # the current step's record_function
-        self._traced: list[int] = []
-
-    def before_step(self, step: int) -> None:
-        """Outside the window this costs a comparison."""
-        if step in self._window:
-            self._begin(step)
-        elif self._profile is not None:
-            self._finish()
-
-    def _begin(self, step: int) -> None:
-        import torch
-
-        if self._profile is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-                torch.cuda.synchronize()
-            self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profile.start()
-        else:
-            self._mark.__exit__(None, None, None)
-        self._mark = torch.profiler.record_function(f"step {step}")
-        self._mark.__enter__()
-        self._traced.append(step)
-
-    def _finish(self) -> None:
-        import torch
-
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.synchronize()
-        self._mark.__exit__(None, None, None)
-        self._profile.stop()
-        profile, self._profile, self._mark = self._profile, None, None
-        trace, table = self._folder / "trace.json", self._folder / "top_operations.txt"
-        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        try:
-            make_subfolder(self._folder)
-            with replacing(trace) as partial:
-                profile.export_chrome_trace(str(partial))
-            replace_file(table, profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
-            written = f"{trace}, {table}"
-        except (OSError, RuntimeError) as error:  # torch's own, where its writing fails
-            written = f"not written ({error})"
-        self._report(f"profile of steps {self._traced[0]} to {self._traced[-1]}: {written}")
-
-    def __enter__(self) -> StepProfiler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._profile is not None:
-            self._finish()
 
 
 class Work(NamedTuple):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megalith.report.report import StepProfiler
+from megalith.report.profiler import StepProfiler
 
 
 @pytest.fixture(autouse=True)
