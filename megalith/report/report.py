@@ -24,11 +24,11 @@ from megalith.parallel.pipeline.executor import Pipeline
 from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_places, topology_notes
+from megalith.report.clock import PhaseTimers, StartClock, StepClock, timers_text
 from megalith.report.console import TrainingConsole, open_console
 from megalith.report.gpu_health import GpuWatch
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, paragraph
-from megalith.report.measured_step import PhaseTimers, StartClock, StepClock, Stragglers, timers_text
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
@@ -38,6 +38,7 @@ from megalith.report.metrics import (
     with_expert_load,
 )
 from megalith.report.profiler import StepProfiler, traced_steps
+from megalith.report.stragglers import Stragglers
 from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_sinks
 

@@ -25,7 +25,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.parallel.fp8_counts import counted, counters
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, place
-from megalith.report.measured_step import PhaseTimers
+from megalith.report.clock import PhaseTimers
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.own_loop import Optimizer

@@ -32,8 +32,8 @@ from megalith.planner.fit import memory_warnings
 from megalith.planner.layout import build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.remote import StorePath
+from megalith.report.clock import StartClock
 from megalith.report.console import megatron_evaluation_line
-from megalith.report.measured_step import StartClock
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import Report, open_report

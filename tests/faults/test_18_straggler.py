@@ -5,7 +5,7 @@ import time
 import pytest
 from ranks import Ranks, events, words
 
-from megalith.report.measured_step import slow_ranks
+from megalith.report.stragglers import slow_ranks
 from megalith.training.run_state import Run
 
 INTERVAL = 4

@@ -6,13 +6,13 @@ import forked
 import pytest
 import torch
 
-from megalith.report.measured_step import StartClock, StepClock, process_age
+from megalith.report.clock import StartClock, StepClock, process_age
 
 
 @pytest.mark.processes
 def test_a_process_knows_its_age():
     program = "import time; time.sleep(0.3)\n"
-    program += "from megalith.report.measured_step import process_age; print(process_age())"
+    program += "from megalith.report.clock import process_age; print(process_age())"
     began = time.monotonic()
     age = float(forked.run(["-c", program]).stdout)
     assert 0.3 <= age <= time.monotonic() - began + 0.02  # the system counts in hundredths
@@ -21,7 +21,7 @@ def test_a_process_knows_its_age():
 
 def test_the_parts_of_a_start_add_up_to_the_process_age(monkeypatch):
     ages = iter((2.0, 2.5, 7.5))
-    monkeypatch.setattr("megalith.report.measured_step.process_age", lambda: next(ages))
+    monkeypatch.setattr("megalith.report.clock.process_age", lambda: next(ages))
     clock = StartClock()
     for part in ("imports", "data and model", "first step"):
         clock.mark(part)
@@ -32,7 +32,7 @@ def test_the_parts_of_a_start_add_up_to_the_process_age(monkeypatch):
 
 
 def test_a_system_that_tells_no_age_has_no_sentence(monkeypatch):
-    monkeypatch.setattr("megalith.report.measured_step.process_age", lambda: None)
+    monkeypatch.setattr("megalith.report.clock.process_age", lambda: None)
     clock = StartClock()
     clock.mark("imports")
     assert str(clock) == ""

@@ -8,7 +8,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.parity.job import start
-from megalith.report.measured_step import timers_text
+from megalith.report.clock import timers_text
 from megalith.training.trainer import Trainer
 
 ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_interval": 1}

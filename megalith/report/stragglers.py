@@ -1,0 +1,75 @@
+"""Straggler detection: finds ranks that compute for longer than others with the same work.
+
+All ranks wait for a straggler in every step. A step takes equally long on every rank, because the ranks meet in its
+collectives. So one step per interval is measured, and the time that a rank spent neither in communication nor waiting
+for the pipeline counts as its own. It is compared with the own time of the ranks at the same pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median_low
+
+import torch
+
+from megalith.comm.collectives import gather_json
+from megalith.config import RuntimeConfig
+from megalith.parallel.mesh import Mesh
+from megalith.report.measured_step import StepMeasure, StepTimes
+
+
+class Stragglers:
+    """`before_step` and `after_step` of every step, on every rank; `tell` is called with what was found, a sentence
+    and its figures."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        mesh: Mesh,
+        device: torch.device,
+        is_traced: Callable[[int], bool],
+        tell: Callable[..., None],
+    ):
+        """`is_traced` says of a step whether a profiler runs in it already."""
+        self._interval = config.straggler_interval
+        self._enabled = config.enable_straggler_detection and mesh.world.size > 1
+        self._threshold = config.straggler_threshold
+        self._mesh, self._device, self._is_traced, self._tell = mesh, device, is_traced, tell
+        self._measure: StepMeasure | None = None
+        self._step = 0
+
+    def before_step(self, step: int) -> None:
+        if self._enabled and step % self._interval == 0 and not self._is_traced(step):
+            self._step, self._measure = step, StepMeasure(self._device, self._mesh.world)
+            self._measure.start()
+
+    def after_step(self) -> None:
+        if self._measure is None:
+            return
+        times = self._measure.stop()
+        self._measure = None
+        own = dict(enumerate(gather_json(own_time(times), self._mesh.world)))
+        stages: dict[int, dict[int, float]] = {}
+        for rank, milliseconds in own.items():
+            stages.setdefault(self._mesh.describe(rank).pp, {})[rank] = milliseconds
+        for stage in stages.values():
+            for rank, ratio in slow_ranks(stage, self._threshold).items():
+                self._tell(
+                    f"rank {rank} is slow: in step {self._step} it computed for {own[rank]:.1f} ms, {ratio:.2f} times "
+                    f"the median of ranks with the same work; look at its device's clock and temperature",
+                    event="straggler",
+                    step=self._step,
+                    rank=rank,
+                    ratio=ratio,
+                )
+
+
+def own_time(times: StepTimes) -> float:
+    """Milliseconds that a rank took for itself."""
+    return times.step - times.communication - times.bubble
+
+
+def slow_ranks(milliseconds: Mapping[int, float], threshold: float) -> dict[int, float]:
+    """Rank → how many times the median it took, of those above `threshold`. Of two ranks the quicker is the median."""
+    usual = median_low(milliseconds.values())
+    return {rank: own / usual for rank, own in milliseconds.items() if own > threshold * usual}
