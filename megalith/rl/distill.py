@@ -42,8 +42,8 @@ from megalith.parallel.model_spec import LOSSES
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
-from megalith.rl.objective import SummedLoss
 from megalith.rl.reference import StepData
+from megalith.rl.summed_loss import SummedLoss
 from megalith.training.build import Data, build_model, complete, prepare, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.run_state import Run, Task

@@ -18,7 +18,7 @@ from megalith.config import RunConfig, require_run_config
 from megalith.data.batch import Batch
 from megalith.data.chat.chat_dataset import make_chat_batch
 from megalith.errors import ConfigError
-from megalith.rl.objective import PreferenceBatch, PreferenceLoss
+from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
 from megalith.rl.reference import StepData, reference_logprobs
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train

@@ -6,30 +6,19 @@ that a sum over a sequence is the same function for padded and for packed rows.
 
 A step's loss is Σ over all micro-batches / a global count, known before the first backward: tokens, or sequences.
 The division by a sequence's own tokens happens here, for a sequence is never cut between micro-batches.
-
-Direct preference optimization (Rafailov et al. 2023) stands at the end: of two answers to a prompt the chosen one
-becomes likelier,
-
-    ℓ = −(1 − λ) · log σ(β · h) − λ · log σ(−β · h)       h = Σ_chosen (log π − log π_ref) − Σ_rejected (the same)
-
-where λ, the label smoothing, is how often the choice is wrong. The step's loss is the mean over the pairs. Its kin
-make another function of h, or of means over the tokens (docs/preference.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from megalith.comm.collectives import all_reduce_no_grad
-from megalith.config.rl import DpoConfig, RlConfig
+from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
-from megalith.models.loss import Loss
-from megalith.parallel.mesh import Mesh
+from megalith.rl.summed_loss import SummedLoss
 
 
 @dataclass
@@ -172,36 +161,6 @@ def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     return divisor(rl, sequence_tokens) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
 
 
-class SummedLoss(Loss):
-    """A loss that adds up what its FIGURES are made of, on the device, over micro-batches until they are taken."""
-
-    FIGURES: tuple[str, ...]
-    """The first is a count."""
-    _sums: Tensor | None = None
-
-    def add_figures(self, each: Sequence[Tensor]) -> None:
-        """A micro-batch's: of each figure what is to be summed, any shape."""
-        sums = torch.stack([x.sum(dtype=torch.float64) for x in each])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def take_sums(self) -> Tensor | None:
-        """Of FIGURES, float64 [figures], since the last call; None where this rank was not asked for a loss."""
-        sums, self._sums = self._sums, None
-        return sums
-
-    def take_all_sums(self, mesh: Mesh, device: torch.device) -> Tensor:
-        """`take_sums` over all ranks, each of which calls it."""
-        sums = self.take_sums()
-        if sums is None:
-            sums = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=device)
-        return all_reduce_no_grad(all_reduce_no_grad(sums, mesh.dp), mesh.pp)
-
-    def means(self, sums: Tensor) -> dict[str, float]:
-        """Of what was taken: all but the count, over it. Waits for the device."""
-        count, *rest = sums.tolist()
-        return dict(zip(self.FIGURES[1:], (value / max(count, 1) for value in rest)))
-
-
 class PolicyLoss(SummedLoss):
     """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch."""
 
@@ -332,65 +291,3 @@ def _old(logprobs: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
         rollout = torch.where(tokens["rollout"].isnan(), mine, tokens["rollout"])
         return torch.lerp(rollout, mine, tokens["proximal"].to(mine.dtype))
     return torch.where(tokens["old"].isnan(), mine, tokens["old"]) if "old" in tokens else mine
-
-
-@dataclass
-class PreferenceBatch(Batch):
-    """Sequences 2k and 2k + 1 are a pair, the chosen one first; `loss_mask` is 1 where the label is the answer's."""
-
-    numbers: Tensor  # int64 [batch, seq], of the token's sequence within the micro-batch
-    sequence_tokens: Tensor  # float32 [sequences], the answer's tokens of each; 0 of what fills up
-    reference_logprobs: Tensor | None = None  # float32 [batch, seq]
-
-
-class PreferenceLoss(SummedLoss):
-    """The step's loss by a section `dpo`, for `ParallelModel.backward` with micro-batches of PreferenceBatch."""
-
-    FIGURES = (
-        "pairs",
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
-
-    def __init__(self, dpo: DpoConfig):
-        self.dpo = dpo
-
-    def denominator(self, batch: PreferenceBatch) -> Tensor:
-        return (batch.sequence_tokens[::2] > 0).sum().double()
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
-        sequences = Sequences.of(batch)
-        logps = sequences.sums(logprobs)  # [sequences]
-        gaps = sequences.sums(logprobs - batch.reference_logprobs)
-        there = batch.sequence_tokens[::2] > 0  # [pairs]
-        rewards = (self.dpo.beta * gaps.detach()).unflatten(0, (-1, 2)).T  # [2, pairs]
-        margins = rewards[0] - rewards[1]
-        self.add_figures([there, *rewards, margins > 0, margins, *logps.detach().unflatten(0, (-1, 2)).T])
-        return torch.where(there, preference_losses(self.dpo, gaps, sequences.tokens), 0.0).sum()
-
-
-def preference_losses(dpo: DpoConfig, gaps: Tensor, tokens: Tensor) -> Tensor:
-    """Of each pair, float32 [pairs], from Σ (log π − log π_ref) of each sequence and its tokens, [sequences]."""
-    if dpo.loss_type in ("ipo", "sigmoid_norm"):
-        gaps = gaps / tokens.clamp(min=1)
-    margin = gaps[::2] - gaps[1::2]
-    right, wrong, smoothing = (
-        logsigmoid(dpo.beta * margin),
-        logsigmoid(-dpo.beta * margin),
-        dpo.label_smoothing,
-    )
-    match dpo.loss_type:
-        case "hinge":
-            return torch.relu(1 - dpo.beta * margin)
-        case "ipo":
-            return (margin - 1 / (2 * dpo.beta)).square()
-        case "robust":
-            return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
-        case "sigmoid_norm":
-            return -right
-        case _:
-            return -(1 - smoothing) * right - smoothing * wrong
