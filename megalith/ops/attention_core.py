@@ -4,7 +4,7 @@ On a GPU the causal case runs on cuDNN's kernel where it can, about twice as fas
 shapes. Documents and windows in fp16 and bf16 take flash's kernel, which skips what they close: no mask is made, and
 the time follows what is seen. Any other mask, and fp32, take the memory-efficient kernel with a dense mask, since
 cuDNN's has given NaN gradients with one. That kernel wants a head of keys and values for each head of queries, and
-left to itself torch would take its slowest for grouped heads: attention_blocks.py repeats them inside of an operator.
+left to itself torch would take its slowest for grouped heads: block_attention.py repeats them inside of an operator.
 On a CPU attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own,
 the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
@@ -31,13 +31,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megalith.ops import kernels
-from megalith.ops.attention_blocks import (
-    SinkAttention,
-    beside_sink,
-    block_attention,
-    for_each_head,
-    warn_of_plain_attention,
-)
+from megalith.ops.attention_blocks import warn_of_plain_attention
+from megalith.ops.attention_kernels import for_each_head
+from megalith.ops.attention_sink import SinkAttention, beside_sink
+from megalith.ops.block_attention import block_attention
 from megalith.ops.compiled import constant
 from megalith.ops.documents import (
     alibi_bias,
@@ -85,7 +82,7 @@ def attention(
     first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
     alibi: int
     | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
-    saved: bool = False,  # for a recomputation (attention_blocks.attention_saved); not with dropout, softcap and alibi
+    saved: bool = False,  # for a recomputation (block_attention.attention_saved); not with dropout, softcap and alibi
     bias: Tensor | None = None,  # [1, heads, queries, keys], added to the scores; not with softcap and alibi
     sink: Tensor
     | None = None,  # float32 [heads]: a score beside those of the keys, of nothing; with none of the other changes

@@ -233,7 +233,7 @@ class StageMemory:
         return saved
 
     def _masked_attention(self) -> int:
-        """What attention takes where it has a mask (ops/attention_blocks.py).
+        """What attention takes where it has a mask (ops/attention_kernels.py).
 
         In bf16 and fp16 its kernel has documents and windows without one, but with dropout (a ring only its windows).
         Not counted: of both in a ring a mask of window² elements where two chunks meet.

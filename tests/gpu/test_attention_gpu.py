@@ -11,8 +11,9 @@ from megalith.config.presets import PRESETS
 from megalith.data.batch import document_ends
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.ops.attention_blocks import Block, block_backward, block_forward
+from megalith.ops.attention_blocks import block_backward, block_forward
 from megalith.ops.attention_core import attention
+from megalith.ops.attention_kernels import Block
 from megalith.ops.documents import alibi_slopes, document_ids, ends_within, mask_of_ids
 
 BATCH, SEQ, WINDOW = 2, 320, 100  # SEQ % 128 == 64 is where cuDNN's masked kernel gives NaN

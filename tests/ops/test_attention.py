@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.data.batch import document_ends
-from megalith.ops import attention_blocks
+from megalith.ops import attention_blocks, attention_kernels
 from megalith.ops import attention_core as chosen
 from megalith.ops.attention_core import Seen, _flex, _on_gpu, _plain, attention, takes_heads
 from megalith.ops.documents import cumulative_lengths, document_ids, ends_within, mask_of_ids
@@ -360,8 +360,8 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
         return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
     aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(attention_blocks, "_aten", aten)
-    flash = attention_blocks.KERNELS["flash"]
+    monkeypatch.setattr(attention_kernels, "_aten", aten)
+    flash = attention_kernels.KERNELS["flash"]
     monkeypatch.setattr(attention_blocks, "_chosen", lambda query, key, value, block: (flash, block))
     inputs = qkv(groups=2)
     if where in ("across", "ahead"):  # some queries over other keys, as a block of a ring has them
@@ -369,7 +369,7 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
         parts = inputs[0][:, 12:], inputs[1][:, 3:15], inputs[2][:, 3:15]
         seen = dict(documents=tuple(ends_within(DOCUMENTS, [x]) for x in (rows, keys)))
         seen = seen if where == "across" else dict(window=12, ahead=SEQ - 15)
-        block = attention_blocks.Block(**seen, scale=0.25)
+        block = attention_kernels.Block(**seen, scale=0.25)
         heads = [x.transpose(1, 2).detach().requires_grad_() for x in parts]
         out, lse, _ = attention_blocks.block_forward(*heads, block)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -475,11 +475,11 @@ def test_the_masked_kernel_gets_a_head_of_keys_for_each_of_queries_and_rows_of_1
 
     name = "_scaled_dot_product_efficient_attention"
     aten = SimpleNamespace(**{name: forward, f"{name}_backward": backward})
-    monkeypatch.setattr(attention_blocks, "_aten", aten)
+    monkeypatch.setattr(attention_kernels, "_aten", aten)
     chosen_kernel = attention_blocks._chosen
 
     def efficient(*given):
-        return attention_blocks.KERNELS["efficient"], chosen_kernel(*given)[1]
+        return attention_kernels.KERNELS["efficient"], chosen_kernel(*given)[1]
 
     monkeypatch.setattr(attention_blocks, "_chosen", efficient)
     monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: 256)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megalith.ops import attention_blocks
-from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
+from megalith.ops.attention_blocks import block_backward, block_forward, merge
+from megalith.ops.attention_kernels import KERNELS, Block
 from megalith.ops.documents import ends_within
 from megalith.parallel.context import ring
 from megalith.parallel.context.zigzag import KeyBlock, natural, spans, zigzag

@@ -18,7 +18,7 @@ from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, TransformerLayer
-from megalith.ops import attention_blocks
+from megalith.ops import block_attention
 from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
 from megalith.parallel.memory.recompute import apply_recompute
@@ -120,9 +120,7 @@ def losses_and_kernel_calls(
         layer.compile(fullgraph=True, backend="aot_eager")
     ids = torch.randint(0, VOCAB, (2, 2, 17), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
-    with mock.patch.object(
-        attention_blocks, "block_forward", wraps=attention_blocks.block_forward
-    ) as computed:
+    with mock.patch.object(block_attention, "block_forward", wraps=block_attention.block_forward) as computed:
         losses = [model(x[:, :-1], labels=x[:, 1:], document_ends=ends) for x in ids]
         for loss in losses:
             loss.backward()

@@ -10,21 +10,9 @@ import torch
 from megalith.config import DpoConfig, RlConfig, RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-<<<<<<< HEAD
 from megalith.rl.drift import mean_ratio
-from megalith.rl.objective import (
-    PolicyLoss,
-    PreferenceBatch,
-    PreferenceLoss,
-    RolloutBatch,
-    Sequences,
-    divisor,
-    mismatch_weights,
-)
-=======
 from megalith.rl.objective import PolicyLoss, RolloutBatch, Sequences, divisor, mismatch_weights
 from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
->>>>>>> 8c64aa4d (rl: move preference losses and SummedLoss to files of their own)
 
 SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
 

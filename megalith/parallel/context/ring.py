@@ -30,13 +30,8 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import begin_group_all_gather
-from megalith.ops.attention_blocks import (
-    beside_sink,
-    block_backward,
-    block_forward,
-    merge,
-    sink_gradient,
-)
+from megalith.ops.attention_blocks import block_backward, block_forward, merge
+from megalith.ops.attention_sink import beside_sink, sink_gradient
 from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, natural, spans, zigzag
 
 _ops = torch.ops._c10d_functional
@@ -289,7 +284,7 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 class _WithSink(torch.autograd.Function):
-    """As ops.attention_blocks.SinkAttention, of a ring."""
+    """As ops.attention_sink.SinkAttention, of a ring."""
 
     @staticmethod
     def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.ops.attention_blocks import Block
+from megalith.ops.attention_kernels import Block
 from megalith.ops.documents import alibi_slopes, ends_within
 
 

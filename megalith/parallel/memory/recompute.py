@@ -28,7 +28,7 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.moe import MoE
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
-from megalith.ops.attention_blocks import attention_saved
+from megalith.ops.block_attention import attention_saved
 from megalith.ops.compiled import recomputing, saving_attention
 from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug

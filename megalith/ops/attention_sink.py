@@ -1,0 +1,43 @@
+"""Attention sinks (Xiao et al. 2023), as gpt-oss learns them.
+
+A sink is a learned score per head that every query has in addition to the scores of its keys. It belongs to a key whose
+value is 0. So it merges like a block (attention_blocks.py) with l₂ = sink and o₂ = 0, and the kernels' backward takes
+the merged o and l. The gradient of the sink is −exp(sink − l) · o · grad, summed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.ops.block_attention import block_attention, block_attention_backward
+
+
+def beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """o [batch, heads, queries, head_dim] and l merged with the scores sink, float32 [heads] or [heads, queries], of
+    nothing."""
+    sink = sink[:, None] if sink.dim() == 1 else sink
+    return out * torch.sigmoid(lse - sink)[..., None].to(out.dtype), torch.logaddexp(lse, sink)
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """That of the sink, float32 [heads], where grad is that of the merged `out`, and `lse` merged as well."""
+    share = (sink[:, None] - lse).exp()  # [batch, heads, queries]
+    return -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2))
+
+
+class SinkAttention(torch.autograd.Function):
+    """block_attention with a sink float32 [heads]: its result alone."""
+
+    @staticmethod
+    def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings) -> Tensor:
+        out, lse = beside_sink(*block_attention(query, key, value, *settings), sink)
+        mask, documents, *ctx.plain = settings
+        ctx.save_for_backward(sink, query, key, value, out, lse, mask, documents)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        sink, *saved = ctx.saved_tensors
+        of_sink = sink_gradient(grad, saved[3], saved[4], sink)
+        return of_sink, *block_attention_backward(grad, *saved, *ctx.plain), *[None] * 5
