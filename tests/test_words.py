@@ -17,7 +17,8 @@ from megalith.cli.main import build_parser
 from megalith.cli.planning import read_words
 from megalith.cli.training import PROGRAMS, _launcher_options
 from megalith.config import RunConfig
-from megalith.config.run import begins_override, known_keys, parse_yaml
+from megalith.config.run import begins_override, known_keys
+from megalith.config.yaml_loader import parse_yaml
 from megalith.dialects.accelerate import launch_door
 from megalith.dialects.megatron import door
 from megalith.dialects.megatron.flag_table import FLAGS

@@ -1,7 +1,11 @@
+<<<<<<< HEAD
 """RunConfig, the complete configuration of a run: YAML, dotted overrides, presets and Megatron-LM's spellings.
 
 The YAML loader builds no objects from tags, rejects duplicate keys and limits the expansion of aliases.
 """
+=======
+"""RunConfig: all settings of a run, from YAML, dotted overrides, presets and Megatron's spellings."""
+>>>>>>> 098ba27f (config: move the YAML loader out of run.py)
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from typing import Any
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError
-from yaml.composer import ComposerError
 
 from megalith.config.aliases import (
     ALIASES,
@@ -36,6 +39,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rl import ChatConfig, DistillConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.train import TrainConfig
+from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
 Tree = dict[str, dict[str, Any]]
@@ -408,6 +412,7 @@ def _hint_for_section(section: str, key: str = "") -> str:
         or did_you_mean(section, RunConfig.model_fields)
         or f"; sections: {_sections()}"
     )
+<<<<<<< HEAD
 
 
 MOST_NODES = 100_000  # with every alias written out; a blend of thousands of datasets stays far below
@@ -455,3 +460,5 @@ def _refuse_twins(keys: list[yaml.Node]) -> None:
         if key.value in seen:
             raise ComposerError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
         seen.add(key.value)
+=======
+>>>>>>> 098ba27f (config: move the YAML loader out of run.py)

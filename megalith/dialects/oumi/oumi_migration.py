@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megalith.config.run import parse_yaml
+from megalith.config.yaml_loader import parse_yaml
 from megalith.dialects.oumi.oumi_keys import ACTOR, ROLLOUT
 from megalith.dialects.oumi.oumi_settings import (
     Asked,

@@ -19,7 +19,7 @@ import yaml
 
 from megalith.config import RunConfig
 from megalith.config.aliases import by_content, by_ending
-from megalith.config.run import parse_yaml
+from megalith.config.yaml_loader import parse_yaml
 from megalith.dialects.oumi import oumi_meanings, oumi_objective
 from megalith.dialects.oumi.oumi_keys import (
     ALL,

@@ -14,11 +14,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch.utils.flop_counter import flop_registry
 
-<<<<<<< HEAD
 from megalith.parallel.overlap.interleave import ATTENTION_FLOPS, Interleave
-=======
-from megalith.ops import block_attention  # noqa: F401 (it registers operators)
->>>>>>> 31a4d7b8 (ops: split attention blocks, kernels, operators and sinks into files)
 
 WIDEST_ROW = 8192  # elements that a program holds in registers
 

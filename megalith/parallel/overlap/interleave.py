@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from megalith.ops import attention_blocks  # noqa: F401 (it registers operators)
+from megalith.ops import block_attention  # noqa: F401 (it registers operators)
 
 FLOPS = 600e12  # a second, of matmuls and of attention counted whole: an H200's
 LINK = 180e9  # bytes a second that a rank sends by NCCL beside matmuls; by copy engines it is twice as much

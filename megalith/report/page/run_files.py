@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from megalith.checkpoint.steps import list_steps
-from megalith.config.run import parse_yaml
+from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import DataError, MegalithError
 from megalith.parallel.pipeline.timeline import Timeline, read_timeline
 from megalith.progress import Progress
