@@ -11,12 +11,12 @@ MOST_NODES = 100_000  # with every alias written out; a blend of thousands of da
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain values of `text`. Raises yaml.YAMLError, or RecursionError for what is nested too deeply."""
+    """Return the plain values of `text`. Raises yaml.YAMLError, or RecursionError for excessive nesting."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses, before any value is made, what YAML would take in silence or fill the memory with."""
+    """YAML loader that rejects duplicate keys and excessive alias expansion before building values."""
 
     def __init__(self, text: str):
         super().__init__(text)

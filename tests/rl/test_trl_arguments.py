@@ -214,7 +214,9 @@ def test_a_dict_takes_the_same_names():
     )
     with pytest.raises(ConfigError, match=r"data_seed is 3, which GRPOTrainer does not have; the order"):
         settings_of({"data_seed": 3}, 16, 1)
-    with pytest.raises(ConfigError, match="args.top_entropy_quantile is 0.2, which GRPOTrainer does not have"):
+    with pytest.raises(
+        ConfigError, match=r"args\.top_entropy_quantile is 0.2, which GRPOTrainer does not have"
+    ):
         settings_of(SimpleNamespace(top_entropy_quantile=0.2), 16, 1)
 
 
