@@ -1,0 +1,43 @@
+"""The record of the GPU tests in git is of a whole run without a failure, recent, and the one that the README names."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORD = json.loads((ROOT / "tests" / "gpu" / "record.json").read_text())
+CODE_FOR_GPUS = [f"megalith/{folder}" for folder in ("ops", "parallel", "generation", "optim")]
+MOST_COMMITS = 40  # that may change this code before the GPU tests have to be run again
+
+
+def git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_record_is_of_a_whole_run_without_a_failure():
+    assert RECORD["whole"] and not RECORD["failed"]
+    assert sum(counts["passed"] for counts in RECORD["files"].values()) > 500
+    assert not any(counts["not_reached"] for counts in RECORD["files"].values())
+
+
+def test_the_readme_names_the_record():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    gpus = f"{len(RECORD['gpus'])} × {RECORD['gpus'][0]}"
+    for figure in (RECORD["date"], gpus, f"torch {RECORD['torch']}", f"commit {RECORD['commit'][:8]}"):
+        assert figure in text, figure
+
+
+def test_code_for_gpus_has_changed_in_few_commits_since():
+    try:
+        git("merge-base", "--is-ancestor", RECORD["commit"], "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this checkout lacks the history since the record")
+    changed = int(git("rev-list", "--count", f"{RECORD['commit']}..HEAD", "--", *CODE_FOR_GPUS))
+    assert changed <= MOST_COMMITS, (
+        f"{changed} commits have changed {', '.join(CODE_FOR_GPUS)} since the GPU tests ran whole at "
+        f"{RECORD['commit'][:8]}; run tests/gpu/run.py with --record tests/gpu/record.json on a machine with GPUs"
+    )
