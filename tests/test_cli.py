@@ -123,7 +123,7 @@ def test_generate_prints_json_and_streams_the_text_that_it_prints_whole(call, tr
     )
     assert stream == whole
     code, _, err = call("generate", trained, "--prompt", "a", "--prompt", "b", "--stream", *options)
-    assert code != 0 and "--stream shows one completion as it comes, and there are 2" in err
+    assert code != 0 and "--stream prints a single completion, but there are 2" in err
 
 
 def test_the_processes_of_generate_get_its_words_without_nproc():
