@@ -90,7 +90,7 @@ DENSE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151
 LLAMA = dict(DENSE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
              normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-EXPERTS = dict(LLAMA, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
+EXPERTS = dict(LLAMA, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_grouped_gemm=False)
 MODELS = {  # with the precision of the run
     "gpt": (DENSE, "fp32"),
     "llama": (LLAMA, "fp32"),
