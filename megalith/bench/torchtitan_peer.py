@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megalith.bench.peers import add_switches, model_run
+from megalith.config import RunConfig
 
 MODELS = {  # workload: torchtitan's model and flavor
     "llama3-8b": ("llama3", "8B"),
@@ -50,7 +51,7 @@ def main() -> None:
     specialize(model, flavor, run.model)
     if not torch.cuda.is_available():
         raise SystemExit("the torchtitan peer needs GPUs")
-    sys.argv = ["torchtitan", *options(args, model, flavor, run.data.seq_length)]
+    sys.argv = ["torchtitan", *options(args, model, flavor, run)]
     times = train(args.steps)
     if os.environ["RANK"] == "0":
         time_ms = statistics.median(times[args.warmup :])
@@ -64,18 +65,18 @@ def main() -> None:
         print(json.dumps(figures), flush=True)
 
 
-def options(args: argparse.Namespace, model: str, flavor: str, seq_length: int) -> list[str]:
+def options(args: argparse.Namespace, model: str, flavor: str, run: RunConfig) -> list[str]:
     """Return torchtitan's command line."""
     replicas = int(os.environ["WORLD_SIZE"]) // (args.tp * args.cp * args.pp)
     found = ["--model.name", model, "--model.flavor", flavor, "--training.steps", str(args.steps)]
-    found += ["--training.seq_len", str(seq_length)]
+    found += ["--training.seq_len", str(run.data.seq_length)]
     found += ["--training.local_batch_size", str(args.batch // args.micro_batches)]
     found += ["--training.global_batch_size", str(args.batch * replicas)]
     found += ["--activation_checkpoint.mode", args.recompute]
     found += ["--parallelism.fsdp_reshard_after_forward", args.reshard]
     for name, word in DEGREES.items():
         found += [f"--parallelism.{word}_parallel_degree", str(getattr(args, name))]
-    if args.ep > 1:
+    if run.model.moe_router_force_load_balancing:
         found.append("--debug.moe_force_load_balance")
     return found if args.compile is False else [*found, "--compile.enable"]
 

@@ -25,7 +25,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
-RECORD = FOLDER / "record.json"
 LEAST = 20.0  # seconds without which a job is not started
 ENDING = 15.0  # seconds that an interrupted job has to report what it did
 OUTCOMES = "passed", "failed", "skipped", "not_reached"
