@@ -335,20 +335,25 @@ def test_a_plan_waits_for_no_import_that_it_does_not_need():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
-def test_help_takes_less_than_half_a_second_of_the_processor(words):
-    """Of processor time, which other work on the machine does not lengthen much; the best of three."""
+def processor_seconds(command):
+    """Least processor time of three runs, which other work on the machine does not lengthen much."""
     import resource
 
     used = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*MEGALITH, *words], check=True, stdout=subprocess.DEVNULL, timeout=60)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if used[-1] < 0.5:
-            break
-    assert min(used) < 0.5, used
+    return min(used)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_help_takes_little_more_than_the_packages_that_it_needs(words):
+    """The limit is a multiple of importing pydantic and PyYAML, because the speed of machines differs by a factor of
+    two. The whole takes 2.3 times as long as that; importing torch would add ten times as much."""
+    packages = processor_seconds([sys.executable, "-c", "import yaml; from pydantic import BaseModel"])
+    assert processor_seconds([*MEGALITH, *words]) < 3.2 * packages
 
 
 def test_a_reader_that_goes_away_gets_no_traceback():

@@ -72,6 +72,7 @@ EXTRAS = {
     "datasets": (("datasets", "pyarrow"), "preprocessing from the Hugging Face hub and parquet"),
     "hf": (("datasets", "transformers"), "conversations in parquet, imports compared with transformers"),
     "accelerate": (("accelerate", "transformers"), "Accelerate's scripts"),
+    "math": (("math_verify",), "the reward math_verify"),
     "evaluate": (("lm_eval",), "benchmarks by `megalith evaluate --tasks`"),
     "log": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
     "remote": (("fsspec", "s3fs", "gcsfs"), "checkpoints and data in object stores"),

@@ -102,7 +102,7 @@ def test_the_line_that_installs_an_extra_names_one_that_there_is(monkeypatch):
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalith").rglob("*.py"))
     assert set(re.findall(r"install_line\('(\w+)'\)", sources)) <= set(extras)
     for extra, (modules, _) in EXTRAS.items():
-        named = " ".join(extras[extra]).replace("nvidia-ml-py", "pynvml").replace("lm-eval", "lm_eval")
+        named = " ".join(extras[extra]).replace("nvidia-ml-py", "pynvml").replace("-", "_")
         assert all(module in named for module in modules), extra
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     checks = {check.name: check for check in doctor.package_checks(has_gpu=True)}
