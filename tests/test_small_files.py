@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zstandard
 from hostile import little_memory
 from tokenizers import Tokenizer, models
 
@@ -23,7 +24,9 @@ from megalith.cli.main import main
 from megalith.data.chat.chat_template import read_template
 from megalith.data.tokenizers.huggingface import SIDE_FILES
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
-from megalith.errors import MegalithError
+from megalith.errors import DataError, MegalithError
+from megalith.report.metrics import read_records
+from megalith.rl.rollouts import unzstd
 from megalith.small_files import LARGEST, read_small_file
 
 SECRET = "PRIVATE KEY of the user"
@@ -130,6 +133,28 @@ def test_a_manifest_and_the_files_of_a_checkpoint(folder: Path, tmp_path: Path) 
     assert not list(refusals(step, ("manifest.json",), opened))
     names = tuple(f"tokenizer/{path.name}" for path in (step / "tokenizer").iterdir())
     assert len(names) > 5 and not list(refusals(step, names, opened))
+
+
+def test_the_metrics_of_a_run_are_bounded_and_no_link_out_of_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    file = run / "metrics.jsonl"
+    for kind in ("link", "sparse"):
+        spoil(file, kind)
+        with little_memory(), pytest.raises(DataError, match=r"metrics\.jsonl cannot be read: it"):
+            read_records(file)
+    for kind in ("pipe", "device", "folder"):
+        shutil.rmtree(run)
+        run.mkdir()
+        spoil(file, kind)
+        assert read_records(file) == []
+
+
+def test_what_zstd_unpacks_to_is_bounded() -> None:
+    content = zstandard.compress(bytes(2**25))
+    assert unzstd(content, 2**25) == bytes(2**25)
+    with pytest.raises(DataError, match="unpacks to more than 33,554,431 bytes"):
+        unzstd(content, 2**25 - 1)
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])

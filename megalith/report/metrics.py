@@ -37,8 +37,10 @@ from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.progress import Progress
 from megalith.remote import StorePath, place, size_of
 from megalith.report.trackers import BALANCING_LOSSES, Sink
+from megalith.small_files import RefusedFile, read_small_file
 
 METRICS_FILE = "metrics.jsonl"
+MOST_METRICS = 2**31  # bytes; 5 million steps
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
@@ -233,7 +235,11 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
     path = place(path)
     if not path.is_file():
         return []
-    lines = path.read_bytes().decode(errors="replace").split("\n")
+    try:
+        content = read_small_file(path, path.parent, MOST_METRICS)
+    except RefusedFile as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    lines = content.decode(errors="replace").split("\n")
     torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
     records = []
     for number, line in enumerate(lines, start=1):

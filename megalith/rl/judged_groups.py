@@ -22,7 +22,7 @@ from megalith.generation.requests import Completion, Sampling
 from megalith.rl.advantages import total_rewards
 from megalith.rl.prompts import Prompt
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollouts import PromptGroup, RatedCompletion
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, unzstd
 
 HELD_OUT_KEY = (
     2**44
@@ -167,7 +167,7 @@ def queue_file(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes
 
 def read_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]]:
     """What `queue_file` was given."""
-    tree = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(content))
+    tree = json.loads(unzstd(content))
     queue = {
         int(number): QueuedBatch([GroupRecord.of(*fields) for fields in records], logged)
         for number, (records, logged) in tree["batches"].items()

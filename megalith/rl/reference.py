@@ -28,6 +28,7 @@ from megalith.models.adapters import adapters
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
+from megalith.rl.rollouts import unzstd
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.run_state import Run
 
@@ -134,7 +135,7 @@ def logprobs_file(
 
 def read_logprobs(path: Path) -> tuple[int, Rows]:
     """The rollout batch's number, and its rows."""
-    number, rows = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
+    number, rows = json.loads(unzstd(path.read_bytes()))
     return number, {(mini, at): values for mini, at, values in rows}
 
 

@@ -35,6 +35,21 @@ from megalith.remote import place
 FORMAT, VERSION = "megalith-rollouts", 1
 COMPRESS = {".zst": zstandard.compress, ".gz": gzip.compress}
 MAX_LINE_BYTES = 256 << 20  # of a group: a thousand completions of ten thousand tokens
+MOST_UNPACKED = 2**32  # bytes of a file that a checkpoint keeps of a rollout batch
+
+
+def unzstd(content: bytes, largest: int = MOST_UNPACKED) -> bytes:
+    """Return what zstd content unpacks to. Raises DataError for more than `largest` bytes."""
+    pieces, size = [], 0
+    with zstandard.ZstdDecompressor().stream_reader(content) as reader:
+        while piece := reader.read(2**24):
+            pieces.append(piece)
+            size += len(piece)
+            if size > largest:
+                raise DataError(
+                    f"a compressed file of a rollout batch unpacks to more than {largest:,} bytes"
+                )
+    return b"".join(pieces)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from megalith.errors import DataError
 from megalith.io import make_subfolder, open_file, write_file
 from megalith.progress import Progress
 from megalith.remote import StorePath
+from megalith.small_files import read_small_file
 
 AT_ONCE = 1024  # samples that are encoded together
 EQUAL = "pairs of two equal answers, which teach nothing"
@@ -170,7 +171,7 @@ def _store(samples: Samples, path: Path) -> None:
 def _stored(path: Path, vocab_size: int) -> Samples | None:
     """What `_store` has written there, mapped; None where there is nothing, or something else."""
     try:
-        about = json.loads((path / "about.json").read_bytes())
+        about = json.loads(read_small_file(path / "about.json", path))
         found = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         tokens, learned, starts, letters, ends = found.values()
         each, first_bad = int(about["each"]), str(about["first_bad"])

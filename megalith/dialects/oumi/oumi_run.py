@@ -33,6 +33,7 @@ from megalith.dialects.oumi.oumi_settings import DatasetAsked, OumiRun, in_keys
 from megalith.errors import CheckpointError, ConfigError, DataError, install_line
 from megalith.io import atomic_file, write_file
 from megalith.launch.launcher import Process, this_process
+from megalith.small_files import read_small_file
 from megalith.training.build import build_run_tokenizer
 from megalith.training.trainer import TrainingResult, train
 
@@ -292,7 +293,7 @@ def converted(opened: OpenedRun, process: Process) -> Path:
                 "converts the weights there; is training.output_dir on a disk that all machines share?"
             )
         time.sleep(0.05)
-    found = json.loads(mark.read_text(encoding="utf-8"))["model_name"]
+    found = json.loads(read_small_file(mark, path))["model_name"]
     if found != source:
         raise ConfigError(
             f"{path} was made of {found}, but model.model_name is {source}; remove it, or choose another "
