@@ -161,8 +161,8 @@ SET_IN_PARALLEL = {
         "plain.grad",
         "parameter.grad",
         "self.named[at][1].data",
-        "parameter.placed",
-        "made[parameter].placed",
+        "parameter.dtensor",
+        "made[parameter].dtensor",
     },  # of parameters
 }
 

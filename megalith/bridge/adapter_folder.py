@@ -109,7 +109,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
 
     def change(name: str, shard: LocalShard) -> Tensor:
         samples.setdefault(name, {}).update(sample(shard))
-        return shard.values + shard.cut_from(delta(name)) if name in changes else shard.values
+        return shard.values + shard.slice_of(delta(name)) if name in changes else shard.values
 
     if is_source(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)
@@ -163,7 +163,7 @@ def _known(base: str | None, source: str | Path) -> str:
 @torch.no_grad()
 def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
     for name, shard in own_shards(model).items():
-        shard.values.copy_(shard.cut_from(read(name)))
+        shard.values.copy_(shard.slice_of(read(name)))
 
 
 def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: bool) -> Path:

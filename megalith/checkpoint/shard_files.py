@@ -45,7 +45,7 @@ from megalith.parallel.data.replicas import EXPERTS
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.shards import LocalShard, placed
+from megalith.parallel.shards import LocalShard, dtensor_of
 
 FILES = {MODEL: "pytorch_model", OPTIMIZER: "optimizer"}
 NAME = re.compile(rf"({'|'.join(FILES.values())})_tp_\d+_pp_\d+\.bin")
@@ -153,7 +153,7 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
     mesh, found = model.mesh, {}
     for chunk in model.chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
-            own = placed(tensor)
+            own = dtensor_of(tensor)
             if EXPERTS not in name:
                 shape, offset = local_shape_and_offset(own, ("tp",))
             elif mesh.etp.size == mesh.tp.size:

@@ -30,7 +30,7 @@ from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
-from megalith.parallel.data.replicas import copies_of
+from megalith.parallel.data.replicas import replica_axes
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard, local_shard
 from megalith.progress import Progress
@@ -47,7 +47,7 @@ def model_shards(model: Model) -> dict[str, LocalShard]:
     named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in _chunks(model):
-        copies = copies_of(chunk)
+        copies = replica_axes(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -98,7 +98,7 @@ def rank_copy(model: T5, tp: Axis, device: torch.device) -> T5:
     part.requires_grad_(False)
     whole = model.state_dict()
     for name, shard in named_shards([part]).items():
-        shard.values.copy_(shard.cut_from(whole[name]))
+        shard.values.copy_(shard.slice_of(whole[name]))
     return part.eval()
 
 

@@ -54,10 +54,10 @@ from megalith.ops.compiled import in_pieces, run_eagerly
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
-from megalith.parallel.data.replicas import copies_of
+from megalith.parallel.data.replicas import replica_axes
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
-from megalith.parallel.tensor.lora_shards import cut_adapters
+from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 WINDOW = {"cpu": 1, "cuda": 8}  # steps that are launched before the host reads what was sampled
@@ -155,7 +155,7 @@ class Engine:
                         parameter.data = parameter.data.to(self.dtype)
         tensor = apply_tensor(model, self.tp, sequence_parallel=False)
         if tensor is not None:
-            cut_adapters(model, tensor)
+            shard_adapters(model, tensor)
         model.to_empty(device=self.device)
         for buffer in model.buffers():
             buffer.zero_()
@@ -182,7 +182,7 @@ class Engine:
                     f"{name} is {list(tensor.shape)}, but the engine's is {list(shard.shape)}; load the weights of the "
                     "model that it is for"
                 )
-            shard.values.copy_(shard.cut_from(tensor))
+            shard.values.copy_(shard.slice_of(tensor))
             missing.discard(name)
         if missing:
             raise ConfigError(
@@ -484,7 +484,7 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocalShard]:
     named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in chunks:
-        copies = copies_of(chunk)
+        copies = replica_axes(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))

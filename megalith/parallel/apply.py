@@ -20,7 +20,7 @@ from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import to_local_parameters
-from megalith.parallel.tensor.lora_shards import cut_adapters
+from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 
@@ -46,13 +46,13 @@ def apply(
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     if device.type == "cuda" and compiles(config, device):
-        from megalith.parallel.overlap.inductor import keep_activations  # imports the compiler: seconds
+        from megalith.parallel.overlap.inductor import set_activation_budget  # imports the compiler: seconds
 
-        keep_activations(config.runtime.activation_share)
+        set_activation_budget(config.runtime.activation_share)
     for chunk in chunks:
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:
-            cut_adapters(chunk, tensor)
+            shard_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
         apply_expert(
             chunk, mesh, tensor, parallel.moe_token_dispatcher_type, parallel.moe_static_dispatch is True

@@ -37,7 +37,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def is_in_fp8(number: int, config: RunConfig) -> bool:
+def uses_fp8(number: int, config: RunConfig) -> bool:
     """Whether layer `number` computes in FP8; those of multi-token prediction come after the model's."""
     train, layers = config.train, config.model.num_layers
     if train.fp8_format is None:
@@ -72,7 +72,7 @@ def cast_once(numbers: Sequence[int], config: RunConfig) -> set[int]:
         return set()
     if parallel.data_parallel_sharding_strategy == "optim_grads_params":
         numbers = numbers[-parallel.unsharded_layers :]  # of the others codes of whole weights would stay
-    return {number for number in numbers if is_in_fp8(number, config)}
+    return {number for number in numbers if uses_fp8(number, config)}
 
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
@@ -80,7 +80,7 @@ def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
     return {
         f"{layer_name}.{name}": module
         for layer_name, layer in layers_of(model).items()
-        if is_in_fp8(layer.number, config)
+        if uses_fp8(layer.number, config)
         for name, module in layer.named_modules()
         if isinstance(module, GroupedLinear)
         or (isinstance(module, Linear) and name.rpartition(".")[2] in NAMES)

@@ -33,13 +33,13 @@ from megalith.parallel.fp8_linears import amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Streams
 from megalith.parallel.shards import to_local_parameters
-from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
+from megalith.parallel.tensor.building_blocks import replicate_plain_parameters, vocab_parallel_of
 
 
 class Head:
     """The end of a model's pass: what is asked of its last hidden states, be it the loss or the logits."""
 
-    def __init__(self, axis: Axis, asked: RankBatch | None = None):
+    def __init__(self, axis: Axis, asked: LocalMicroBatch | None = None):
         """`asked`: the pass whose loss is wanted; None: logits."""
         self.axis, self.asked = axis, asked
 
@@ -50,7 +50,7 @@ class Head:
         The loss, a float32 scalar; or logits [batch, seq, vocab] in hidden's dtype. No rank ever holds the whole
         logits of a loss.
         """
-        vocabulary, size = vocabulary_of(output, self.axis)
+        vocabulary, size = vocab_parallel_of(output, self.axis)
         labelled = None if self.asked is None else self.asked.labelled
         weight, context = local(output.weight), Context(len(hidden), PassLayout(), labelled=labelled)
         if self.asked is None:
@@ -106,7 +106,7 @@ class ModelSpec:
                 f"the model has buffers ({', '.join(buffers)}), which get no values on the meta device; compute them "
                 "in forward"
             )
-        replicate_the_rest(model, mesh.tp, fully_sharded=mesh.fsdp is not None)
+        replicate_plain_parameters(model, mesh.tp, fully_sharded=mesh.fsdp is not None)
         apply_data([model], mesh, parallel)
         model.to_empty(device=device)
         model.initialize(self.seed)
@@ -122,7 +122,9 @@ class ModelSpec:
         steps it, as it does what is outside of the layers."""
         return shape[-2:-1] if len(shape) == 2 and name.startswith("layers.") else None
 
-    def forward(self, axis: Axis, chunk: Model, part: RankBatch, streams: Streams | None) -> Streams | Tensor:
+    def forward(
+        self, axis: Axis, chunk: Model, part: LocalMicroBatch, streams: Streams | None
+    ) -> Streams | Tensor:
         """The loss of this rank's part of a micro-batch; `axis` is tensor parallelism's."""
         return chunk(part.batch, Head(axis, part))
 
@@ -189,7 +191,7 @@ class TransformerSpec(ModelSpec):
         }.get(module) or shape[-2:-1]
 
     def forward(
-        self, axis: Axis, chunk: Transformer, part: RankBatch, streams: Streams | None
+        self, axis: Axis, chunk: Transformer, part: LocalMicroBatch, streams: Streams | None
     ) -> Streams | Tensor:
         """What the next pipeline stage gets, or on the last one the loss."""
         batch = part.batch
@@ -216,7 +218,7 @@ class TransformerSpec(ModelSpec):
 
 
 @dataclass
-class RankBatch:
+class LocalMicroBatch:
     """What this rank gets of a micro-batch: its tokens, and their places in the whole sequence."""
 
     batch: Batch  # its labels and loss_mask are the loss's targets and weights
@@ -233,7 +235,7 @@ class RankBatch:
     def __getitem__(self, name: str) -> Tensor:
         return self.batch[name]
 
-    def to(self, device: torch.device) -> RankBatch:
+    def to(self, device: torch.device) -> LocalMicroBatch:
         """On a device; the scales are made there."""
         future = None if self.future is None else self.future.to(device)
         return replace(

@@ -19,20 +19,20 @@ from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import future_of
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
-from megalith.parallel.context.context_parallel import shard_batch, unshard_alike
+from megalith.parallel.context.context_parallel import shard_batch, unshard_replicated
 from megalith.parallel.data.data_parallel import (
-    micro_batch_begins,
+    finish_weight_gradients,
+    prepare_backward,
     wait_for_gradients,
     wait_for_reductions,
-    weight_gradients_added,
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
-from megalith.parallel.expert.expert_counts import gather_tallies, move_biases
+from megalith.parallel.expert.expert_counts import gather_tallies, update_expert_biases
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.model_spec import ModelSpec, RankBatch
+from megalith.parallel.model_spec import LocalMicroBatch, ModelSpec
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import schedule_kind
-from megalith.parallel.pipeline.tied_parameters import reduce_over_stages
+from megalith.parallel.pipeline.tied_parameters import reduce_shared_gradients
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.step_casts import StepCasts
 from megalith.parallel.tensor.building_blocks import (
@@ -63,11 +63,11 @@ class ParallelModel:
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
-        self.own_loss = torch.zeros((), device=device)
+        self.local_loss = torch.zeros((), device=device)
         """What this rank gave to the last step's sum of losses: float32 scalar."""
-        self.logged_loss = self.own_loss
+        self.logged_loss = self.local_loss
         """The last step's loss as the log has it (`Loss.logged_weight`): float32 scalar, the same on every rank."""
-        self.further_losses: Tensor | None = None
+        self.mtp_losses: Tensor | None = None
         """Mean loss of each layer of multi-token prediction in the last step: float32 [layers]; None without them."""
 
     def backward(
@@ -100,7 +100,7 @@ class ParallelModel:
             self.amaxes.begin_step()
         try:
             with self.step_casts:
-                self.own_loss = total = self._on_device(parts, factor)
+                self.local_loss = total = self._on_device(parts, factor)
         except BaseException:
             wait_for_reductions(self.chunks)
             raise
@@ -109,7 +109,7 @@ class ParallelModel:
         wait_for_gradients(self.chunks, self._parallel)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
-        reduce_over_stages(self.chunks, self.mesh)
+        reduce_shared_gradients(self.chunks, self.mesh)
         self.parameters.attach_gradients()
         if self.spec.has_experts:
             tokens_cut = self._parallel.sequence_parallel
@@ -128,7 +128,7 @@ class ParallelModel:
         if self.amaxes is not None:
             self.amaxes.end_step(skipped)
         if self.tallies is not None:
-            move_biases(self.chunks, self.tallies, skipped)
+            update_expert_biases(self.chunks, self.tallies, skipped)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ class ParallelModel:
                 chunk.train(mode)
         return self
 
-    def _parts(self, micro_batches: Sequence[Batch], loss: Loss) -> list[RankBatch]:
+    def _parts(self, micro_batches: Sequence[Batch], loss: Loss) -> list[LocalMicroBatch]:
         self._ids.check_batches(micro_batches, labels=self.config is not None)
         return [self._part(batch, loss) for batch in micro_batches]
 
@@ -200,7 +200,7 @@ class ParallelModel:
         sizes = [one.num_embeddings for one in modules if isinstance(one, VocabParallelEmbedding)]
         return sizes[0] if len(sizes) == 1 else None
 
-    def _part(self, batch: Batch, loss: Loss) -> RankBatch:
+    def _part(self, batch: Batch, loss: Loss) -> LocalMicroBatch:
         weights, objective, by_output = loss.weights(batch), None, loss.by_output(batch)
         if weights is not None:
             _require_shape(loss, "weights", weights, batch.loss_mask.shape)
@@ -220,7 +220,7 @@ class ParallelModel:
             )
         labelled = None if own.loss_mask.is_cuda else int(own.loss_mask.count_nonzero())
         ids = self._ids if self.config is None else None
-        part = RankBatch(own, places, objective, labelled=labelled, ids=ids)
+        part = LocalMicroBatch(own, places, objective, labelled=labelled, ids=ids)
         if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)
@@ -228,18 +228,20 @@ class ParallelModel:
 
     def _observed(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> None:
         cp = self.mesh.cp
-        entropy = None if entropy is None else unshard_alike(entropy, cp)
-        loss.observe(unshard_alike(logprobs, cp), entropy, batch)
+        entropy = None if entropy is None else unshard_replicated(entropy, cp)
+        loss.observe(unshard_replicated(logprobs, cp), entropy, batch)
 
     def _objective(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Every context-parallel rank computes the loss of whole sequences, and the first one counts it."""
         cp = self.mesh.cp
-        entropy = None if entropy is None else unshard_alike(entropy, cp)
-        total = loss(unshard_alike(logprobs, cp), entropy, batch)
+        entropy = None if entropy is None else unshard_replicated(entropy, cp)
+        total = loss(unshard_replicated(logprobs, cp), entropy, batch)
         _require_shape(loss, "__call__", total, torch.Size(), ": the micro-batch's sum, as .sum() makes it")
         return total if cp.rank == 0 else total - total.detach()
 
-    def _denominators(self, loss: Loss, micro_batches: Sequence[Batch], parts: list[RankBatch]) -> Tensor:
+    def _denominators(
+        self, loss: Loss, micro_batches: Sequence[Batch], parts: list[LocalMicroBatch]
+    ) -> Tensor:
         """float32 [1 + further layers + 1]: those of the step's loss, of each that predicts a further token, and of the
         logged loss."""
         own = torch.zeros(1 + self.spec.further_layers + 1, dtype=torch.float64)
@@ -252,7 +254,7 @@ class ParallelModel:
                 own[1:-1] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
         return loss_denominators(own, self.mesh.dp_cp, self.device)
 
-    def _begin_logged(self, parts: list[RankBatch]) -> None:
+    def _begin_logged(self, parts: list[LocalMicroBatch]) -> None:
         """Give the step's passes the sums that the log reads."""
         logged = torch.zeros((), device=self.device)
         further = torch.zeros(self.spec.further_layers, device=self.device)
@@ -261,19 +263,19 @@ class ParallelModel:
             if part.future is not None:
                 part.future.sums = further
 
-    def _read_logged(self, parts: list[RankBatch], loss: Tensor, denominators: Tensor) -> None:
+    def _read_logged(self, parts: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
         """Set logged_loss and further_losses from these sums and the step's `loss`; a collective."""
         logged, future = parts[0].logged, parts[0].future
         self.logged_loss = loss if logged is None else self._everywhere(logged) / denominators[-1]
-        self.further_losses = future and self._everywhere(future.sums) / denominators[1:-1]
+        self.mtp_losses = future and self._everywhere(future.sums) / denominators[1:-1]
 
-    def _forward(self, chunk: nn.Module, part: RankBatch, streams: Streams | None) -> Streams | Tensor:
+    def _forward(self, chunk: nn.Module, part: LocalMicroBatch, streams: Streams | None) -> Streams | Tensor:
         output = self.spec.forward(self.mesh.tp, chunk, part, streams)
         if part.logged is not None and isinstance(output, Tensor):
             part.logged += output.detach() * part.logged_weight
         return output
 
-    def _on_device(self, parts: list[RankBatch], factor: Tensor | None) -> Tensor:
+    def _on_device(self, parts: list[LocalMicroBatch], factor: Tensor | None) -> Tensor:
         """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""
         if factor is None:
             parts = [replace(part, future=None) for part in parts]
@@ -288,7 +290,7 @@ class ParallelModel:
         for number, part in enumerate(parts):
             losses = self._forward(self.chunks[0], part, None)
             if factor is not None:
-                micro_batch_begins(self.chunks, self._parallel, is_last=number == len(parts) - 1)
+                prepare_backward(self.chunks, self._parallel, is_last=number == len(parts) - 1)
                 losses.backward()
             loss += losses.detach()
         return loss
@@ -308,8 +310,8 @@ class ParallelModel:
                 self.config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel
             ),
             group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-            before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
-            after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
+            before_backward=lambda chunk, last: prepare_backward([chunk], parallel, last),
+            after_weights=lambda chunk, last: finish_weight_gradients([chunk], parallel, last),
         )
 
 

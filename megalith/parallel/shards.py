@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megalith.comm.collectives import Axis, gather_json, local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
-from megalith.parallel.data.replicas import copies_of
+from megalith.parallel.data.replicas import replica_axes
 from megalith.parallel.seams import replace_parameter
 
 
@@ -47,7 +47,7 @@ class LocalShard:
         kept = min(max(rows - self.offset[0], 0), len(self.values))
         return replace(self, values=self.values[:kept], shape=(rows, *self.shape[1:]))
 
-    def cut_from(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """This shard of another tensor of the global shape, as a view."""
         return whole[tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape))]
 
@@ -57,7 +57,7 @@ def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
 
     `copies` are the ranks on which it stands alike without its placements telling so; the first of them owns it.
     """
-    tensor, first = placed(tensor), copies is None or copies.rank == 0
+    tensor, first = dtensor_of(tensor), copies is None or copies.rank == 0
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -82,13 +82,13 @@ def to_local_parameters(chunk: nn.Module) -> None:
             if isinstance(parameter, DTensor):
                 if parameter not in made:
                     made[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-                    made[parameter].placed = parameter
+                    made[parameter].dtensor = parameter
                 replace_parameter(module, kind, made[parameter])
 
 
-def placed(parameter: Tensor) -> Tensor:
+def dtensor_of(parameter: Tensor) -> Tensor:
     """The DTensor that `to_local_parameters` has put a parameter in the place of; another is returned as it is."""
-    return getattr(parameter, "placed", parameter)
+    return getattr(parameter, "dtensor", parameter)
 
 
 class LocalParameters:
@@ -100,7 +100,7 @@ class LocalParameters:
     def __init__(self, chunks: Iterable[nn.Module]):
         self._chunks = chunks = list(chunks)
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
-        self.copies = {name: axis for chunk in chunks for name, axis in copies_of(chunk).items()}
+        self.copies = {name: axis for chunk in chunks for name, axis in replica_axes(chunk).items()}
         """The plain copies among them: the ranks that hold each, by name."""
         self.shards = {name: local_shard(parameter, self.copies.get(name)) for name, parameter in self._state}
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
@@ -112,7 +112,7 @@ class LocalParameters:
         """By name, for an optimizer. `matrices` says which matrices a parameter of a name and shape is made of."""
         made = {}
         for name, parameter in self._state:
-            tensor, shard = placed(parameter), self.shards[name]
+            tensor, shard = dtensor_of(parameter), self.shards[name]
             stands = dict(
                 matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
             )
@@ -143,7 +143,7 @@ class LocalParameters:
             name, parameter = self._state[at]
             if name in inexact:
                 continue
-            short, like = local(parameter).to(dtype), placed(parameter)
+            short, like = local(parameter).to(dtype), dtensor_of(parameter)
             if isinstance(like, DTensor):
                 how = dict(run_check=False, shape=like.shape, stride=like.stride())
                 like = DTensor.from_local(short, like.device_mesh, like.placements, **how)
@@ -151,7 +151,7 @@ class LocalParameters:
                 stored[parameter] = nn.Parameter(like, requires_grad=False)
                 self._state[at] = name, stored[parameter]
             elif like is not parameter:
-                parameter.placed = like
+                parameter.dtensor = like
             self.named[at][1].data = short
             self.shards[name] = local_shard(self._state[at][1], self.copies.get(name))
         for module in (module for chunk in self._chunks for module in chunk.modules()):
@@ -193,6 +193,6 @@ def _all_gathered(like: DTensor, shard: Tensor) -> Tensor:
 def _own_shard(like: DTensor, shard: LocalShard, whole: Tensor) -> Tensor:
     """This rank's shard of what `_all_gathered` gives, as a view."""
     if whole.shape == like.shape:
-        return shard.cut_from(whole)
+        return shard.slice_of(whole)
     first = (0, *shard.offset[1:])  # its own experts are all there
     return whole[tuple(slice(at, at + size) for at, size in zip(first, shard.values.shape))]

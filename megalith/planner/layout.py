@@ -32,7 +32,7 @@ from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, short_schedule
+from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, shortened_schedule
 from megalith.planner.candidates import CHEAP, PARALLEL, RECOMPUTED, SHARDS
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of
 from megalith.planner.memory import MemoryEstimate, StageMemory
@@ -146,7 +146,7 @@ def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -
     parallel = config.parallel
     micro_batches = _micro_batches(config, data_parallel_size(parallel, world_size))
     several = parallel.pipeline_model_parallel_size > 1
-    schedule = short_schedule(parallel, micro_batches)[0] if several else None
+    schedule = shortened_schedule(parallel, micro_batches)[0] if several else None
     assignment = assign_layers(config.model, parallel)
     stages = (
         stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment

@@ -18,8 +18,8 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size, is_sta
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
 from megalith.ops.delta_rule import CHUNK
-from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
-from megalith.parallel.memory.recompute import fits_a_graph, keeps_last_layer
+from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
+from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
 from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, left_out, makes_mask, saved_activations
@@ -147,7 +147,7 @@ class Passes:
             return 0.0
         if parallel.recompute_method == "block":
             return min(parallel.recompute_num_layers, layers) / layers
-        return 1.0 - (head and keeps_last_layer(parallel)) / layers
+        return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
         """With what the host is late by."""
@@ -185,7 +185,7 @@ class Passes:
         again, model = Counter(there), self.model
         if self.parallel.saves_attention:
             again["attention"] = 0.0
-        in_graph = fits_a_graph(model, self.parallel, number in self.expert_layers)
+        in_graph = can_recompute_in_graph(model, self.parallel, number in self.expert_layers)
         if in_graph and not self.eager and self.config.train.fp8_format is None:
             rows = [each for each in self.meta.matmuls(number) if each.style == "row"]
             for last in rows if model.parallel_attn_mlp else rows[-1:]:
@@ -198,7 +198,7 @@ class Passes:
     def _dtype(self, number: int) -> tuple[str, float]:
         """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
         train = self.config.train
-        if self.fp8 and is_in_fp8(number, self.config):
+        if self.fp8 and uses_fp8(number, self.config):
             return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
         if train.precision == "fp32":
             peaks = [peak_flops(self.rates, name) for name in ("fp32", "bf16")]

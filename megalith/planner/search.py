@@ -25,7 +25,7 @@ from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
-from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, short_schedule
+from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, shortened_schedule
 from megalith.planner.candidates import (
     ACTIVATIONS,
     BY_MEMORY,
@@ -349,7 +349,9 @@ class _Search:
         dp = data_parallel_size(parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         schedule = (
-            short_schedule(parallel, micro_batches)[0] if parallel.pipeline_model_parallel_size > 1 else None
+            shortened_schedule(parallel, micro_batches)[0]
+            if parallel.pipeline_model_parallel_size > 1
+            else None
         )
         return [
             stage_layout(config, self.meta, self.world, chunks, schedule, micro_batches)

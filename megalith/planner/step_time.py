@@ -17,7 +17,7 @@ from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, short_schedule
+from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, shortened_schedule
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.memory import moment_bytes
@@ -85,7 +85,7 @@ def step_time(
     if len(work) > 1:
         total = busy[slowest] * (1 + _bubble(parallel, micro_batches))
         if exact:
-            schedule, rest = short_schedule(parallel, micro_batches)
+            schedule, rest = shortened_schedule(parallel, micro_batches)
             timeline = simulate(schedule, _durations(passes, work, zero=schedule.kind == "zero_bubble"))
             total = timeline.total + rest * busy[slowest] / micro_batches
         parts["bubble"] = total - busy[slowest]

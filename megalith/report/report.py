@@ -69,7 +69,7 @@ class PendingStep:
     """Norm of the weights after the step, where it was taken."""
     timers: PhaseTimers | None = None
     """Of the run, with the times since the last log line."""
-    further_losses: Tensor | None = None
+    mtp_losses: Tensor | None = None
     """Mean loss of each layer of multi-token prediction, float32 [layers]."""
     tallies: Tensor | None = None
     """What the experts got, float32 [layers with experts, experts + 3]."""
@@ -222,7 +222,7 @@ class Report:
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
                 more = step.figures() if step.figures else {}
-                further = [] if step.further_losses is None else step.further_losses.tolist()
+                further = [] if step.mtp_losses is None else step.mtp_losses.tolist()
                 more |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(further, 1)}
                 self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
                 losses = named_losses(metrics, further, self._config.model)

@@ -31,7 +31,7 @@ from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import ModelSpec
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.tied_parameters import copies, held_by_stages
+from megalith.parallel.pipeline.tied_parameters import copies, shared_parameters
 from megalith.remote import StorePath
 from megalith.training.build import build_model, complete, vocabulary_rows
 
@@ -75,7 +75,7 @@ class Optimizer:
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
         self.optimizer = build_optimizer(
-            model.parameters.named, config, held_by_stages(chunks, mesh), model.placements(), precision
+            model.parameters.named, config, shared_parameters(chunks, mesh), model.placements(), precision
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(

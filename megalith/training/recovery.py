@@ -15,8 +15,8 @@ from megalith.comm.collectives import any_rank, gather_json
 from megalith.data.batch import Batch
 from megalith.data.order import leave_out
 from megalith.errors import TrainingError
-from megalith.parallel.data.data_parallel import free_gathered
-from megalith.parallel.data.gradient_norm import watched_gradients
+from megalith.parallel.data.data_parallel import reshard_parameters
+from megalith.parallel.data.gradient_norm import watch_nonfinite_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import Health, ReadStep, Verdict
 from megalith.report.report import Report
@@ -58,12 +58,12 @@ class Faults:
         run = self._run
         if not self._rerun:
             return
-        first, own_first = self._figures(loss), run.model.own_loss.item()
+        first, own_first = self._figures(loss), run.model.local_loss.item()
         if not any_rank(self._looks_wrong(*first), run.mesh.world):
             return
         run.model.parameters.clear_gradients()
         loss = run.gradients(micro_batches)
-        second, own_second = self._figures(loss), run.model.own_loss.item()
+        second, own_second = self._figures(loss), run.model.local_loss.item()
         again = any_rank(self._looks_wrong(*second), run.mesh.world)
         changed = gather_json(_differ(own_first, own_second), run.mesh.world)
         ranks = [rank for rank, other in enumerate(changed) if other]
@@ -105,11 +105,11 @@ class Faults:
         start = (lost.step - 1, lost.first_sample, run.device, run.left_out)
         with run.data.train_loader(*start) as batches:
             micro_batches = list(islice(batches, run.data.micro_batches(lost.first_sample)))
-        with watched_gradients(run.model.chunks) as watched:
+        with watch_nonfinite_gradients(run.model.chunks) as watched:
             run.gradients(micro_batches)
         run.task.figures(run)  # these passes count for no step
         run.model.parameters.clear_gradients()
-        loss_is_lost = not math.isfinite(run.model.own_loss.item())
+        loss_is_lost = not math.isfinite(run.model.local_loss.item())
         found = gather_json((loss_is_lost, watched.names()), run.mesh.world)
         met = {rank: names for rank, (own, names) in enumerate(found) if own or names}
         ranks = _origins(met, run.mesh)
@@ -150,7 +150,7 @@ class Faults:
                 "was left out; lower optim.lr, or go on from an earlier step"
             )
         left_out = leave_out(run.left_out, before.first_sample, spike.consumed_samples)
-        free_gathered(run.model.chunks)
+        reshard_parameters(run.model.chunks)
         restore(run, checkpoint)
         run.left_out = left_out
         self._health.went_back(step)

@@ -21,8 +21,8 @@ from megalith.comm.collectives import Axis, begin_all_gather, gather_json, wait
 from megalith.errors import TrainingError
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.tied_parameters import held_by_stages
-from megalith.parallel.shards import LocalParameters, placed
+from megalith.parallel.pipeline.tied_parameters import shared_parameters
+from megalith.parallel.shards import LocalParameters, dtensor_of
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
 NAMED = 3  # parameters in the message
@@ -42,7 +42,7 @@ class ReplicaCheck:
                 for axis in axes:
                     self._held.setdefault(axis.name, (axis, []))[1].append(name)
         # The axes between stages come last, so that every rank of a stage takes its axes in one order.
-        for name, axis in held_by_stages(chunks, mesh).items():
+        for name, axis in shared_parameters(chunks, mesh).items():
             self._held.setdefault(f"stages {axis.name}", (axis, []))[1].append(name)
         self.agreed_at: int | None = None
         """The last step after which all copies were found the same."""
@@ -92,7 +92,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _copies(parameter: Tensor) -> list[Axis]:
     """The axes along which a parameter's placements say that it stands on several ranks."""
-    parameter = placed(parameter)
+    parameter = dtensor_of(parameter)
     if not isinstance(parameter, DTensor):
         return []
     mesh, axes = parameter.device_mesh, []

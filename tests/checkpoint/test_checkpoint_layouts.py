@@ -7,7 +7,7 @@ from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.fingerprint import differences, tensor_digests
 from megalith.config import RunConfig
 from megalith.launch.pool import Pool
-from megalith.parallel.shards import placed
+from megalith.parallel.shards import dtensor_of
 from megalith.parity.job import start, state_by_name
 from megalith.training.build import vocabulary_rows
 
@@ -68,7 +68,7 @@ def load_and_save(config: RunConfig) -> dict[str, torch.Tensor]:
     assert trainer.step == 2 and trainer.consumed_samples == 16
     for chunk in trainer.model.chunks:
         for name, parameter in chunk.named_parameters():
-            parameter = placed(parameter)
+            parameter = dtensor_of(parameter)
             if name in vocabulary_rows(trainer.config) and parameter.shape == (140, 32):
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
                 assert not whole[131:].any()

@@ -33,7 +33,7 @@ def weighted(losses):
     return (losses * torch.arange(losses.shape[1])).sum() / losses.numel()
 
 
-def own_loss(loss_mask, losses):
+def local_loss(loss_mask, losses):
     loss = weighted(losses * loss_mask)
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
 
@@ -80,7 +80,7 @@ def gradient_of(accelerator, model, own, batch):
 
 def with_own_loss():
     """On two pipeline stages; test_accelerate_loop.py has the processes."""
-    layout = dict(num_micro_batches=2, gradient_clipping=0.0, custom_loss_function=own_loss)
+    layout = dict(num_micro_batches=2, gradient_clipping=0.0, custom_loss_function=local_loss)
     accelerator = fresh_accelerator(**layout, pp_degree=2)
     model, own, loader, _ = prepared(accelerator, "llama", samples(BATCH), "sgd")
     found = gradient_of(accelerator, model, own, next(iter(loader)))
@@ -196,7 +196,7 @@ def test_an_encoder_decoder_trains_by_its_labels():
 def test_what_an_encoders_step_does_not_have_is_refused():
     steps = BertTrainStep, GPTTrainStep, T5TrainStep
     assert all(issubclass(step, AbstractTrainStep) for step in steps)
-    accelerator = fresh_accelerator(custom_loss_function=own_loss)
+    accelerator = fresh_accelerator(custom_loss_function=local_loss)
     with pytest.raises(
         ConfigError, match="custom_loss_function is set, but an encoder is trained by BertTrainStep"
     ):

@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data.gradient_norm import watched_gradients
+from megalith.parallel.data.gradient_norm import watch_nonfinite_gradients
 from megalith.training.run_state import Run
 
 SKIPPED_STEP = 4
@@ -79,7 +79,7 @@ def test_every_parameter_is_watched():
     model = Transformer(ModelConfig(**PRESETS["tiny-gpt"], vocab_size=64, max_position_embeddings=8))
     initialize(model, model.config, seed=1)
     ids = torch.arange(8)[None]
-    with watched_gradients([model]) as watched:
+    with watch_nonfinite_gradients([model]) as watched:
         (model(ids, labels=ids) * math.nan).backward()
         assert set(watched.names()) == {name for name, _ in model.named_parameters()}
 

@@ -74,7 +74,7 @@ def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
     return all(
         torch.equal(
             shard.values,
-            shard.cut_from(factor * initial_value(name, torch.Size(shard.shape), run.model, run.train.seed)),
+            shard.slice_of(factor * initial_value(name, torch.Size(shard.shape), run.model, run.train.seed)),
         )
         for name, shard in engine.shards.items()
         if name not in buffers

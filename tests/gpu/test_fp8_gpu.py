@@ -286,7 +286,7 @@ def taken(config: RunConfig) -> tuple[Outcome, int, int]:
     """The job; bytes that its last step has taken on the device as its last backward pass begins; and elements of the
     matrices in FP8 of a layer."""
     found = []
-    begins, step = parallel_model.micro_batch_begins, ParallelModel.backward
+    begins, step = parallel_model.prepare_backward, ParallelModel.backward
 
     def stepping(model, *args, **kwargs) -> torch.Tensor:
         found.append((torch.cuda.memory_allocated(), 0))
@@ -299,7 +299,7 @@ def taken(config: RunConfig) -> tuple[Outcome, int, int]:
         begins(chunks, *args, **kwargs)
 
     with (
-        mock.patch.object(parallel_model, "micro_batch_begins", beginning),
+        mock.patch.object(parallel_model, "prepare_backward", beginning),
         mock.patch.object(ParallelModel, "backward", stepping),
     ):
         outcome = run_job(config)

@@ -18,11 +18,11 @@ from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_
 from megalith.ops.permute import sum_rows
 from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
-    gathered_rows,
     pack,
     plan_dispatch,
     spread,
     unpack,
+    unpack_replicated,
 )
 from megalith.parallel.expert.expert_parallel import ExpertParallel
 from megalith.parallel.mesh import build_mesh
@@ -111,7 +111,7 @@ def test_rows_in_buffers_of_any_routing_are_those_of_the_host(tokens):
             here = destinations.to(device) - 32 * rank
             plan = bounded_rows(leaves[1], torch.where((here < 0) | (here >= 32), 32, here), 32)
             end = RowGroups(plan.counts, padded=True).end
-            rows, row_weights, order = gathered_rows(parcels, plan, end, 64, fused)
+            rows, row_weights, order = unpack_replicated(parcels, plan, end, 64, fused)
             behind = torch.arange(len(rows), device=device)[:, None] >= end
             found = torch.where(behind, float("nan"), rows * row_weights)  # as a matmul may leave them
             y = y + sum_rows(found, order, fused)

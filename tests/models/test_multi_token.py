@@ -40,13 +40,13 @@ def test_the_gradient_is_that_of_both_losses_and_the_loss_that_of_the_next_token
     assert all(found[name].any() for name in found)
     model.zero_grad()
 
-    further = further_losses(model, tokens, mask)
+    further = mtp_losses(model, tokens, mask)
     (plain + sum(0.3 / 2 * sum(losses) for losses, _ in further)).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def further_losses(
+def mtp_losses(
     model: Transformer, tokens: torch.Tensor, mask: torch.Tensor
 ) -> list[tuple[list[torch.Tensor], float]]:
     """For each further layer the losses of the tokens that it predicts, times their masks, and the masks' sum."""
@@ -94,10 +94,10 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
     model.zero_grad()
     plain = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), loss_mask=mask) / mask.sum()
     torch.testing.assert_close(loss, plain.detach())
-    further = further_losses(model, tokens, mask)
+    further = mtp_losses(model, tokens, mask)
     assert [count for _, count in further] == [14.0, 13.0] and mask.sum() == 15
     logged = torch.stack([sum(losses) / count for losses, count in further])
-    torch.testing.assert_close(run.further_losses, logged.detach())
+    torch.testing.assert_close(run.mtp_losses, logged.detach())
     (plain + sum(0.3 / 2 * sum(losses) / count for losses, count in further)).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

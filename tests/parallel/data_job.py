@@ -18,10 +18,10 @@ from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
 from megalith.parallel.data.data_parallel import (
     apply_data,
-    free_gathered,
-    micro_batch_begins,
+    finish_weight_gradients,
+    prepare_backward,
+    reshard_parameters,
     wait_for_gradients,
-    weight_gradients_added,
 )
 from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
@@ -141,14 +141,14 @@ class Trained:
         loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
-            micro_batch_begins([self.model], self.job.parallel, is_last and not self.deferred_wgrads)
+            prepare_backward([self.model], self.job.parallel, is_last and not self.deferred_wgrads)
             loss_sum = self.model(**batch)
             (loss_sum * (self.loss_scale.scale / tokens)).backward()
             loss += loss_sum.detach()
             later.append(self.deferred_wgrads.take() if self.deferred_wgrads else [])
         for number, work in enumerate(later if self.deferred_wgrads else []):
             compute(work)
-            weight_gradients_added([self.model], self.job.parallel, is_last=number == len(later) - 1)
+            finish_weight_gradients([self.model], self.job.parallel, is_last=number == len(later) - 1)
         wait_for_gradients([self.model], self.job.parallel)
         reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
@@ -165,7 +165,7 @@ class Trained:
                 self.model.eval()
                 self.model(**self.micro_batches()[0])
                 self.model.train()
-            free_gathered([self.model])
+            reshard_parameters([self.model])
         return loss.item(), result.grad_norm.item()
 
     def owned(self, kind: str) -> dict[str, tuple]:

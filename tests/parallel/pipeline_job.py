@@ -15,14 +15,14 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import (
     apply_data,
-    micro_batch_begins,
+    finish_weight_gradients,
+    prepare_backward,
     wait_for_gradients,
-    weight_gradients_added,
 )
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
-from megalith.parallel.pipeline.tied_parameters import reduce_over_stages
+from megalith.parallel.pipeline.tied_parameters import reduce_shared_gradients
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
@@ -80,8 +80,8 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         forward,
         hidden_shape=residual_shape(model.hidden_size, mesh.tp.size, parallel.sequence_parallel),
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
-        after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
+        before_backward=lambda chunk, last: prepare_backward([chunk], parallel, last),
+        after_weights=lambda chunk, last: finish_weight_gradients([chunk], parallel, last),
     )
     batches = make_batches(micro_batches)
     factor = torch.tensor(1.0 / valid_tokens(batches))
@@ -89,7 +89,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     pipeline.record = True
     loss = pipeline.share(pipeline.step(own, factor))
     wait_for_gradients(chunks, parallel)
-    reduce_over_stages(chunks, mesh)
+    reduce_shared_gradients(chunks, mesh)
     for chunk in chunks:
         reduce_partial_gradients(chunk, mesh.tp)
     gradients = {name: whole_tensor(p.grad) for chunk in chunks for name, p in chunk.named_parameters()}

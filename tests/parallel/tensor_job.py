@@ -15,7 +15,7 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.models.transformer import Transformer
-from megalith.parallel.data.data_parallel import apply_data, micro_batch_begins, wait_for_gradients
+from megalith.parallel.data.data_parallel import apply_data, prepare_backward, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
@@ -114,7 +114,7 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
             layer.compile(fullgraph=True, backend=compiler)
     own = {name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()}
     loss = transformer(**own)
-    micro_batch_begins([transformer], parallel, is_last=True)
+    prepare_backward([transformer], parallel, is_last=True)
     (loss / 19).backward()
     wait_for_gradients([transformer], parallel)
     gradients = whole_gradients(transformer, mesh)

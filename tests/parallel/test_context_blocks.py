@@ -8,7 +8,7 @@ from megalith.ops.attention_blocks import block_backward, block_forward, merge
 from megalith.ops.attention_kernels import KERNELS, Block
 from megalith.ops.documents import ends_within
 from megalith.parallel.context import ring
-from megalith.parallel.context.zigzag import KeyBlock, natural, spans, zigzag
+from megalith.parallel.context.zigzag import KeyBlock, from_zigzag, spans, zigzag
 
 BATCH, HEADS, SEQ = 2, 4, 96
 WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -153,4 +153,4 @@ def test_the_places_of_a_rank_are_those_of_its_shard(size):
         assert [place for span in spans(rank, size, 24 // size) for place in span] == shards[
             rank
         ].flatten().tolist()
-    assert torch.equal(natural(shards, 0), places)
+    assert torch.equal(from_zigzag(shards, 0), places)

@@ -10,7 +10,7 @@ import torch
 from data_job import GPT2, LLAMA, Job, Outcome, assert_equal, collectives, train
 
 from megalith.config import ModelConfig
-from megalith.parallel.data.data_parallel import SumInFp32
+from megalith.parallel.data.data_parallel import Fp32SumReduceScatter
 
 MANY = 32  # samples: 16 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}
@@ -62,7 +62,7 @@ def test_a_step_gathers_what_stays_once_and_sends_the_layers_gradients_in_bf16(p
 
 
 def test_result_is_told_from_an_input_also_after_an_exception():
-    exchange = SumInFp32(SimpleNamespace(_get_fsdp_state=dict), ranks=2, replicas=False)
+    exchange = Fp32SumReduceScatter(SimpleNamespace(_get_fsdp_state=dict), ranks=2, replicas=False)
     asked = [8, 8, 4, 8, 4]  # an exception came between the first two: both are inputs
     dtypes = [
         exchange.allocate((size,), dtype=torch.bfloat16, device=torch.device("cpu")).dtype for size in asked

@@ -11,7 +11,7 @@ from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
 import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it registers operators)
 from megalith.comm.collectives import Axis
 from megalith.parallel.overlap import interleave
-from megalith.parallel.overlap.interleave import Interleave, awaited, begins_collective, seconds, waits
+from megalith.parallel.overlap.interleave import Interleave, awaited, seconds, starts_collective, waits
 
 collectives, aten = torch.ops._c10d_functional, torch.ops.aten
 TOKENS, HIDDEN, FFN, RANKS = 32768, 1280, 2560, 2
@@ -110,7 +110,7 @@ def exposed(nodes: list[Node]) -> float:
     now = link = stood = 0.0
     over = {}
     for node in nodes:
-        if begins_collective(node):
+        if starts_collective(node):
             over[node] = link = max(now, link) + seconds(node)
         elif waits(node):
             stood += max(0.0, over[awaited(node)] - now)
@@ -131,8 +131,8 @@ def test_every_node_stands_once_behind_what_it_takes(make):
 
 def test_collectives_of_a_half_keep_their_order():
     graph = backward_graph()
-    before = [node.name for node in graph.nodes if begins_collective(node)]
-    after = [node.name for node in ordered(graph) if begins_collective(node)]
+    before = [node.name for node in graph.nodes if starts_collective(node)]
+    after = [node.name for node in ordered(graph) if starts_collective(node)]
     for half in ("half0", "half1"):
         assert [n for n in before if n.startswith(half)] == [n for n in after if n.startswith(half)]
 
@@ -147,7 +147,7 @@ def test_an_exchange_of_heads_takes_as_long_as_that_of_one_tensor_of_all():
         collectives.all_to_all_single.default, whole, [TOKENS // RANKS] * RANKS, [TOKENS // RANKS] * RANKS, "cp",
         name="of_one", shape=(TOKENS, HIDDEN),
     )  # fmt: skip
-    assert begins_collective(one)
+    assert starts_collective(one)
     assert seconds(one) == seconds(other)
 
 
@@ -162,7 +162,7 @@ def test_a_direct_scatter_takes_as_long_as_a_reduce_scatter(ranks):
 
 def test_only_the_first_and_the_last_collective_are_exposed():
     graph = forward_graph()
-    one = next(seconds(node) for node in graph.nodes if begins_collective(node))
+    one = next(seconds(node) for node in graph.nodes if starts_collective(node))
     assert exposed(list(graph.nodes)) == pytest.approx(12 * one)
     assert exposed(ordered(graph)) == pytest.approx(2 * one, rel=0.25)
 
@@ -179,11 +179,11 @@ def test_weight_gradients_fill_waits_and_come_last_where_there_are_none(monkeypa
     def places() -> tuple[list[int], int]:
         nodes = ordered(backward_graph())
         gradients = [place for place, node in enumerate(nodes) if node.name.endswith("wgrad")]
-        return gradients, max(place for place, node in enumerate(nodes) if begins_collective(node))
+        return gradients, max(place for place, node in enumerate(nodes) if starts_collective(node))
 
     gradients, last = places()
     assert max(gradients) < last
-    monkeypatch.setattr(interleave, "seconds", lambda node: 0.0 if begins_collective(node) else seconds(node))
+    monkeypatch.setattr(interleave, "seconds", lambda node: 0.0 if starts_collective(node) else seconds(node))
     gradients, last = places()
     assert min(gradients) > last
 
@@ -254,7 +254,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
     forward, backward = map(copied, graphs)
     alone = [exposed(list(graph.nodes)) for graph in (forward, backward)]
     orders = [ordered(graph) for graph in (forward, backward)]
-    first = next(seconds(node) for node in orders[1] if begins_collective(node))
+    first = next(seconds(node) for node in orders[1] if starts_collective(node))
     assert alone[0] > 1e-3 and alone[1] > 1e-3
     if parallel is TP2_SP:
         assert exposed(orders[0]) == pytest.approx(2 * first, rel=0.05)
@@ -265,7 +265,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
         assert exposed(orders[0]) < 0.4 * alone[0]
     for slower in (1.0, 1.4):  # than the order was made for
         monkeypatch.setattr(interleave, "LINK", 180e9 / slower)
-        first = next(seconds(node) for node in orders[1] if begins_collective(node))
+        first = next(seconds(node) for node in orders[1] if starts_collective(node))
         assert exposed(orders[1]) == pytest.approx(first if parallel is TP2_SP else 0.0, abs=1e-6)
 
 
@@ -275,11 +275,11 @@ def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forwa
     monkeypatch.setattr(Axis, "by_copy_engine", lambda axis, x: True)
     forward, backward = (ordered(graph) for graph in layer_graphs(tensor_model_parallel_size=2))
     for nodes in (forward, backward):
-        kinds = [str(node.target) for node in nodes if begins_collective(node)]
+        kinds = [str(node.target) for node in nodes if starts_collective(node)]
         assert (
             kinds == ["megalith_copy_engine.scatter.default", "megalith_copy_engine.all_gather.default"] * 4
         )
-    last = [seconds(node) for node in forward if begins_collective(node)][-2:]
+    last = [seconds(node) for node in forward if starts_collective(node)][-2:]
     assert exposed(forward) == pytest.approx(sum(last), rel=0.05)
     assert exposed(backward) == pytest.approx(0.0, abs=1e-6)
 

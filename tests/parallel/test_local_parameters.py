@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.shards import LocalParameters, placed
+from megalith.parallel.shards import LocalParameters, dtensor_of
 
 
 def built(layout: str, processes: int) -> tuple[Transformer, LocalParameters]:
@@ -26,10 +26,10 @@ def unlike(layout: str) -> list[str]:
         name
         for name, parameter in chunk.named_parameters()
         if isinstance(parameter, DTensor)
-        or not isinstance(placed(parameter), DTensor)
-        or parameter.data_ptr() != placed(parameter).to_local().data_ptr()
+        or not isinstance(dtensor_of(parameter), DTensor)
+        or parameter.data_ptr() != dtensor_of(parameter).to_local().data_ptr()
         or parameter is not stepped[name]
-        or parameters.shards[name].shape != tuple(placed(parameter).shape)
+        or parameters.shards[name].shape != tuple(dtensor_of(parameter).shape)
     ]
 
 

@@ -161,7 +161,7 @@ def outcome(config: RunConfig, losses: tuple[Loss, ...] = LOSSES[1:]) -> list[tu
     results = []
     for loss in losses:
         value = model.backward(own, loss, loss_scale=4.0).item()
-        found, further = gradients(model), model.further_losses
+        found, further = gradients(model), model.mtp_losses
         logged = [model.logged_loss.item(), *([] if further is None else further.tolist())]
         evaluated, divisor = model.evaluate(own, loss)
         results.append((value, found, (evaluated / divisor).item(), logged))

@@ -154,15 +154,15 @@ def test_less_is_kept_for_the_backward_pass(mode):
 
 
 @pytest.mark.parametrize(
-    ("saves_gathered", "modules"),
+    ("saves_gathered_inputs", "modules"),
     [pytest.param(True, [], marks=pytest.mark.full), (False, ["layernorm", "mlp_act"])],
 )
-def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered, modules):
+def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered_inputs, modules):
     selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
     parallel = dict(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
-        save_gathered_inputs=saves_gathered,
+        save_gathered_inputs=saves_gathered_inputs,
         **selective,
     )
     forward, backward = layer_graphs(LLAMA, **parallel)
@@ -180,7 +180,10 @@ def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered, modules)
     ).total()
     assert elements == pytest.approx(counted, rel=1e-3)
     gathers = [sum("all_gather" in str(node.target) for node in graph.nodes) for graph in (forward, backward)]
-    assert gathers == [4, 4 if saves_gathered else 8]  # two halves; two of the backward pass are of gradients
+    assert gathers == [
+        4,
+        4 if saves_gathered_inputs else 8,
+    ]  # two halves; two of the backward pass are of gradients
 
 
 def test_recomputing_more_layers_keeps_less():

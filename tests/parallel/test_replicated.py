@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig
-from megalith.parallel.data.data_parallel import micro_batch_begins, wait_for_gradients
+from megalith.parallel.data.data_parallel import prepare_backward, wait_for_gradients
 from megalith.parallel.data.replicas import GradientBucket, Replicated
 from megalith.parallel.mesh import build_mesh
 
@@ -37,7 +37,7 @@ def sums_of_a_step(job: Job) -> tuple[list[tuple[str, bool]], list[int]]:
     with mock.patch.object(GradientBucket, "begin", begin):
         batches = run.micro_batches()
         for number, batch in enumerate(batches):
-            micro_batch_begins([run.model], job.parallel, is_last=number == len(batches) - 1)
+            prepare_backward([run.model], job.parallel, is_last=number == len(batches) - 1)
             run.model(**batch).backward()
             counts.append(len(begun))
         wait_for_gradients([run.model], job.parallel)
@@ -99,7 +99,7 @@ def gradients_of_a_pair(passes: list[bool]) -> tuple[list[bool], dict[str, torch
     buckets = [GradientBucket(mesh.dp_cp, [f"{name}.weight", f"{name}.bias"]) for name in ("first", "second")]
     replicated = Replicated(pair, buckets)
     for number, with_bias in enumerate(passes):
-        replicated.backward_begins(is_last=number == len(passes) - 1)
+        replicated.prepare_backward(is_last=number == len(passes) - 1)
         pair(torch.full((4, 3), 1.0 + dist.get_rank()), with_bias).backward()
     under_way = [bucket.sums is not None for bucket in buckets]
     replicated.wait()
@@ -140,7 +140,7 @@ def test_a_model_that_nobody_needs_is_freed_with_its_hooks():
     """Else each model of a process that makes several, a sweep's or a notebook's, would stay to its end."""
     chunk = nn.Linear(2, 2)
     chunk.replicated = Replicated(chunk, [GradientBucket(Axis(2), ["weight", "bias"])])
-    chunk.replicated.backward_begins(is_last=False)
+    chunk.replicated.prepare_backward(is_last=False)
     chunk(torch.ones(1, 2)).sum().backward()
     freed = weakref.ref(chunk)
     del chunk

@@ -22,7 +22,7 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
 from megalith.parallel.seams import SEAMS, plug
-from megalith.parallel.tensor.lora_shards import cut_adapters
+from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_position_embeddings=16,
@@ -71,7 +71,7 @@ def test_axes_change_nothing_in_a_module_but_its_seams(name):
         before = attributes(model)
         config = RunConfig.from_tree({"model": SIZES, "parallel": parallel}).parallel
         tensor = apply_tensor(model, axis, sequence_parallel=True)
-        cut_adapters(model, tensor)
+        shard_adapters(model, tensor)
         apply_context(model, axis, "a2a" if name == "t5" else "p2p")
         halved = config.model_copy(update=dict(tp_comm_overlap=True, cpu_offloading_num_layers=1))
         for ping_pong in (tensor, None):

@@ -14,7 +14,7 @@ from megalith.ops import compiled
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.dispatch_buffer import gathered_rows, spread
+from megalith.parallel.expert.dispatch_buffer import spread, unpack_replicated
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
@@ -80,7 +80,7 @@ def by_turns(x: Tensor, weights: Tensor, destinations: Tensor, fused: bool) -> T
         here = destinations - 4 * rank
         plan = bounded_rows(weights, torch.where((here < 0) | (here >= 4), 4, here), 4)
         end = RowGroups(plan.counts, padded=True).end
-        rows, row_weights, order = gathered_rows(parcels, plan, end, x.shape[1], fused)
+        rows, row_weights, order = unpack_replicated(parcels, plan, end, x.shape[1], fused)
         assert len(rows) == len(row_weights) == 2 * tokens * topk
         rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
         rows = weighted_activation(rows, row_weights, ACTIVATIONS["silu"], True, fused, end=end)

@@ -137,14 +137,14 @@ class Casts:
 def run_counting_casts(config: RunConfig) -> Casts:
     """The parity job, and what this rank cast and freed in it."""
     freed: set[int] = set()
-    begins = parallel_model.micro_batch_begins
+    begins = parallel_model.prepare_backward
 
     def watched(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
         linears = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Linear)]
         freed.add(sum(local(linear.weight).untyped_storage().size() == 0 for linear in linears))
         begins(chunks, *args, **kwargs)
 
-    with casts_of_weights() as casts, mock.patch.object(parallel_model, "micro_batch_begins", watched):
+    with casts_of_weights() as casts, mock.patch.object(parallel_model, "prepare_backward", watched):
         return Casts(run_job(config, STEPS), sum(casts), freed)
 
 

@@ -62,7 +62,7 @@ from megalith.dialects.accelerate.script_batches import (
 from megalith.dialects.accelerate.script_optimizer import EngineOptimizer, Pass, PassLoss
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.loss import Loss
-from megalith.parallel.data.data_parallel import free_gathered
+from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.planner.layout import with_auto
 from megalith.training.build import build_model, complete, vocabulary_rows
@@ -131,7 +131,7 @@ class MegatronEngine(nn.Module):
         self.model = build_model(self.run, self.mesh, device)
         let_main_process_save()
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
-        free_gathered(self.model.chunks)
+        reshard_parameters(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
         self._origins = origins(module, self.groups)
         if optimizer is not None:
@@ -361,7 +361,7 @@ class MegatronEngine(nn.Module):
 
     def published_state(self) -> dict[str, Tensor]:
         """The whole model's tensors under the names of Hugging Face's files, float32, on every rank's CPU."""
-        free_gathered(self.model.chunks)
+        reshard_parameters(self.model.chunks)
         return gather_state(self.groups, self.model.chunks, self.mesh.world, self.device)
 
     def hugging_face_module(self) -> nn.Module:
@@ -404,7 +404,7 @@ class MegatronEngine(nn.Module):
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
-        free_gathered(self.model.chunks)
+        reshard_parameters(self.model.chunks)
         folder, keeps = Path(output_dir) / STATE, self.optimizer is not None and not self.plugin.no_save_optim
         record = RunRecord(
             step=self.iteration,
@@ -434,7 +434,7 @@ class MegatronEngine(nn.Module):
             raise CheckpointError(
                 f"there is no checkpoint in {folder}; give load_state the folder of a save_state"
             )
-        free_gathered(self.model.chunks)
+        reshard_parameters(self.model.chunks)
         load_model(checkpoint, self.model.chunks, rows, world)
         if loads:
             load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)

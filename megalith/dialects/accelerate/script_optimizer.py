@@ -26,7 +26,7 @@ from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.tied_parameters import copies, held_by_stages
+from megalith.parallel.pipeline.tied_parameters import copies, shared_parameters
 from megalith.small_files import read_small_file
 
 CLASSES = {torch.optim.AdamW: AdamW, torch.optim.Adam: torch.optim.Adam, torch.optim.SGD: torch.optim.SGD}
@@ -128,7 +128,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         model, config = self.model, self.config
         on_gpu = [(name, p) for name, p in named.items() if p.device.type != "cpu"]
         share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        twice = held_by_stages(model.chunks, model.mesh)
+        twice = shared_parameters(model.chunks, model.mesh)
         host = kept_on_host(on_gpu, share, twice if share < 1 else ())
         for group in self.inner.param_groups:
             for name, parameter in zip(group["param_names"], group["params"]):

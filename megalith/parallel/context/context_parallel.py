@@ -34,7 +34,7 @@ from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.attention_core import attention
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
-from megalith.parallel.context.zigzag import natural, spans
+from megalith.parallel.context.zigzag import from_zigzag, spans
 from megalith.parallel.seams import plug
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     """Every rank's part of x along `dim` joined into the whole sequence, on every rank; has a gradient."""
     if axis.size == 1:
         return x
-    return natural(all_gather(x[None], axis), dim)
+    return from_zigzag(all_gather(x[None], axis), dim)
 
 
-def unshard_alike(x: Tensor, axis: Axis) -> Tensor:
+def unshard_replicated(x: Tensor, axis: Axis) -> Tensor:
     """As `unshard` along dimension 1, where every rank goes on to compute the same: the gradient is that of its own
     part."""
-    return x if axis.size == 1 else natural(all_gather_replicated(x[None], axis), 1)
+    return x if axis.size == 1 else from_zigzag(all_gather_replicated(x[None], axis), 1)
 
 
 def context_attention(

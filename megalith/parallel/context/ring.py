@@ -32,7 +32,7 @@ from torch import Tensor
 from megalith.comm.collectives import begin_group_all_gather
 from megalith.ops.attention_blocks import block_backward, block_forward, merge
 from megalith.ops.attention_sink import beside_sink, sink_gradient
-from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, natural, spans, zigzag
+from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, from_zigzag, spans, zigzag
 
 _ops = torch.ops._c10d_functional
 
@@ -136,7 +136,7 @@ class _Gather(_Route):
         coming = begin_group_all_gather(self.pair, size, self.group)
         yield self.own_shard
         shards = _ops.wait_tensor(coming).view(size, *self.pair.shape)
-        whole = natural(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
+        whole = from_zigzag(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
         before = range(rank * half)
         between = range((rank + 1) * half, (2 * size - 1 - rank) * half)
         behind = range((2 * size - rank) * half, 0 if self.causal else 2 * size * half)

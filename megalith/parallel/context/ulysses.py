@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_to_all, wait
 from megalith.ops.attention_core import split_heads
-from megalith.parallel.context.zigzag import natural, zigzag
+from megalith.parallel.context.zigzag import from_zigzag, zigzag
 
 
 def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
         return _HeadsFromTokens.apply(axis, *xs)
     shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
     exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
-    return natural(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
+    return from_zigzag(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
 
 
 class _HeadsFromTokens(torch.autograd.Function):

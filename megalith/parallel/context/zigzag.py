@@ -38,7 +38,7 @@ def zigzag(x: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat([early, late.flip(dim)], dim=dim + 1).movedim(dim, 0)
 
 
-def natural(shards: Tensor, dim: int) -> Tensor:
+def from_zigzag(shards: Tensor, dim: int) -> Tensor:
     """The whole sequence along `dim`, from every rank's chunks [size, ..., seq, ...]: the inverse of zigzag."""
     early, late = shards.movedim(0, dim).chunk(2, dim=dim + 1)  # [..., size, chunk, ...] each
     return torch.cat([early, late.flip(dim)], dim=dim).flatten(dim, dim + 1)

@@ -52,17 +52,17 @@ from megalith.parallel.mesh import Mesh
 class Strategy:
     """When FSDP2 frees parameters, and when it reduces gradients."""
 
-    frees_after_forward: bool
+    reshards_after_forward: bool
     """A layer's parameters are freed after its forward and gathered again for its backward."""
 
-    reduces_each: bool
+    reduces_each_micro_batch: bool
     """Gradients are reduced after each micro-batch, not only after the last."""
 
 
 STRATEGIES = {
-    "optim": Strategy(frees_after_forward=False, reduces_each=False),
-    "optim_grads": Strategy(frees_after_forward=False, reduces_each=True),
-    "optim_grads_params": Strategy(frees_after_forward=True, reduces_each=True),
+    "optim": Strategy(reshards_after_forward=False, reduces_each_micro_batch=False),
+    "optim_grads": Strategy(reshards_after_forward=False, reduces_each_micro_batch=True),
+    "optim_grads_params": Strategy(reshards_after_forward=True, reduces_each_micro_batch=True),
 }
 
 
@@ -79,7 +79,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     frees = (
-        None if strategy.frees_after_forward else False
+        None if strategy.reshards_after_forward else False
     )  # None: all but the root, whose backward comes next
     for chunk in chunks:
         dtype, ignored = chunk.compute_dtype, set()
@@ -101,7 +101,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_reshard_after_forward(False, recurse=False)
 
 
-def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+def prepare_backward(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
     """To be called before a micro-batch's backward: `is_last` when no other of the step follows on these chunks.
 
     The last one reduces the gradients, over the copies too, and frees the gathered parameters, so that the next step
@@ -109,20 +109,20 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
     """
     if _are_whole(parallel):
         for chunk in chunks:
-            chunk.replicated.backward_begins(is_last)
+            chunk.replicated.prepare_backward(is_last)
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     for root in _roots(chunks):
-        root.set_requires_gradient_sync(is_last or strategy.reduces_each)
+        root.set_requires_gradient_sync(is_last or strategy.reduces_each_micro_batch)
         root.set_requires_all_reduce(is_last)
-        root.set_reshard_after_backward(is_last or strategy.frees_after_forward)
+        root.set_reshard_after_backward(is_last or strategy.reshards_after_forward)
         for module in [*_outside(root), *_unsharded(root, parallel)]:
             module.set_reshard_after_backward(is_last, recurse=False)
         if parallel.pipeline_model_parallel_size == 1:
             root.set_is_last_backward(is_last)
 
 
-def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+def finish_weight_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
     """To be called after wgrads were added outside of the backward pass, as a zero-bubble schedule does.
 
     What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
@@ -132,7 +132,7 @@ def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig
             chunk.replicated.begin()
         return
     roots = _roots(chunks)
-    micro_batch_begins(roots, parallel, is_last)
+    prepare_backward(roots, parallel, is_last)
     for root in roots:
         root._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
 
@@ -155,7 +155,7 @@ def wait_for_reductions(chunks: Iterable[nn.Module]) -> None:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def free_gathered(chunks: Iterable[nn.Module]) -> None:
+def reshard_parameters(chunks: Iterable[nn.Module]) -> None:
     """Frees what forward passes without a backward (evaluation, generation) have left gathered.
 
     Whoever changes weights after such a pass other than by the step's own optimizer calls this first: a parameter
@@ -235,7 +235,7 @@ class ReduceScatter:
         reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
-class SumInFp32(ReduceScatter):
+class Fp32SumReduceScatter(ReduceScatter):
     """Of gradients in the compute dtype: an all-to-all in it, and one sum in fp32 of what has come. The result is that
     of a reduce-scatter in fp32, which sends twice as many bytes."""
 
@@ -259,7 +259,7 @@ class SumInFp32(ReduceScatter):
 def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: ParallelConfig, **how) -> None:
     """Lets FSDP2 gather the module in `dtype`, and reduce its gradients in fp32."""
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
-    wanted = parallel.exchanges_gradients and strategy.reduces_each
+    wanted = parallel.exchanges_gradients and strategy.reduces_each_micro_batch
     ranks = over.size(over.ndim - 1)
     exchanges = wanted and dtype != torch.float32 and ranks > 1
     # cast_forward_inputs would cast masks and rotary tables too
@@ -270,7 +270,7 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if ranks > 1:
-        kind = SumInFp32 if exchanges else ReduceScatter
+        kind = Fp32SumReduceScatter if exchanges else ReduceScatter
         module.set_custom_reduce_scatter(kind(module, ranks, replicas=over.ndim > 1))
 
 

@@ -64,7 +64,7 @@ class GradientSquares:
         return self._squares([parameter.grad for parameter in parameters if parameter in self._counted])
 
     @torch.no_grad()
-    def of_weights(self) -> Tensor:
+    def weight_squares(self) -> Tensor:
         """The sum of the squares of all weights, frozen ones too, counted likewise."""
         return self._squares(self._weights)
 
@@ -97,7 +97,7 @@ class Watched:
 
 
 @contextmanager
-def watched_gradients(chunks: Iterable[nn.Module]) -> Iterator[Watched]:
+def watch_nonfinite_gradients(chunks: Iterable[nn.Module]) -> Iterator[Watched]:
     """In it, forward and backward passes are made without compiled code and fill the Watched."""
     watched, handles = Watched(), []
     hooked: dict[int, nn.Parameter] = {}

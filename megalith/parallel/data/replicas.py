@@ -77,7 +77,7 @@ class Replicated:
         """By a parameter's name the ranks that hold copies of it; without those that stand on one rank."""
         return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
-    def backward_begins(self, is_last: bool) -> None:
+    def prepare_backward(self, is_last: bool) -> None:
         """Before a backward pass; in the one that `is_last` the sums begin."""
         self._hook()
         self._is_last = is_last
@@ -155,7 +155,7 @@ def _merged(
     return merged
 
 
-def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
+def replica_axes(chunk: nn.Module) -> Mapping[str, Axis]:
     """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
     replicated = getattr(chunk, "replicated", None)
     return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}

@@ -29,7 +29,7 @@ from megalith.ops.permute import Permutation, copies, inverse, places, rows_at, 
 
 NOWHERE = 2**31 - 1  # behind all rows
 # Of four bytes, of which a parcel without numbers of rows has a multiple: 16 bytes, what a GPU loads at once.
-PARCEL_NUMBERS = 4
+ROW_ALIGNMENT = 4
 
 
 class DispatchPlan(NamedTuple):
@@ -86,7 +86,7 @@ def spread(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
     return _Spread.apply(x, weights, ranks, fused)
 
 
-def gathered_rows(
+def unpack_replicated(
     parcels: Tensor, plan: ExpertRows, end: Tensor, hidden: int, fused: bool
 ) -> tuple[Tensor, Tensor, Permutation]:
     """As unpack, of parcels that have come from spread, with as many rows as there may be; from `end` on, int32 [1],
@@ -100,7 +100,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
         ctx.hidden, ctx.topk, ctx.ranks, ctx.fused = x.shape[1], weights.shape[1], ranks, fused
-        bits = F.pad(weights.detach(), (0, -ctx.topk % PARCEL_NUMBERS)).view(x.dtype)
+        bits = F.pad(weights.detach(), (0, -ctx.topk % ROW_ALIGNMENT)).view(x.dtype)
         return torch.cat([x, bits], 1).repeat(ranks, 1)
 
     @staticmethod

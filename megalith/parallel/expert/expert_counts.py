@@ -55,7 +55,7 @@ def gather_tallies(
     return all_reduce_no_grad(tallies, mesh.pp)
 
 
-def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
+def update_expert_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
     """Moves the expert bias of every layer that has one, by the tallies of the step; `skipped` is 1 or 0."""
     config = chunks[0].config
     for index, router in _routers(chunks):

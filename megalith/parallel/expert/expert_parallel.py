@@ -46,11 +46,11 @@ from megalith.ops.permute import (
 )
 from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
-    gathered_rows,
     pack,
     plan_dispatch,
     spread,
     unpack,
+    unpack_replicated,
 )
 from megalith.parallel.expert.expert_counts import SplitTokenShare
 from megalith.parallel.mesh import Mesh
@@ -229,7 +229,7 @@ class ExpertParallel(Dispatch):
         )
         matrices = None if cast is None else experts.prepared(cast)
         groups, parcels = RowGroups(plan.counts, padded=True), end_all_to_all(way)
-        rows, row_weights, order = gathered_rows(parcels, plan, groups.end, x.shape[1], self.fusion)
+        rows, row_weights, order = unpack_replicated(parcels, plan, groups.end, x.shape[1], self.fusion)
         rows = experts(rows, row_weights, groups, matrices)
         y = self._exchanged(sum_rows(rows, order, self.fusion), [tokens] * ranks, [tokens] * ranks, beside)
         return y.unflatten(0, (ranks, tokens)).sum(0)  # in fp32, rounded once

@@ -85,11 +85,11 @@ def _recomputed(model: Transformer, parallel: ParallelConfig) -> list[Transforme
     layers = list(layers_of(model).values())
     if parallel.recompute_method == "block":
         return layers[: parallel.recompute_num_layers]
-    last = model.final_layernorm is not None and keeps_last_layer(parallel)
+    last = model.final_layernorm is not None and skips_last_layer(parallel)
     return layers[:-1] if last else layers
 
 
-def keeps_last_layer(parallel: ParallelConfig) -> bool:
+def skips_last_layer(parallel: ParallelConfig) -> bool:
     """Whether full recomputation leaves the model's last layer out. Not where activations are offloaded: all of that
     layer's would go to the host and back, where its input does."""
     each = parallel.recompute_method != "block" and unit_size(parallel) == 1
@@ -101,10 +101,10 @@ def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
     gradient needs, as a layer's last matmul."""
     experts = any(x.has_experts for x in layers_of(model).values())
     own = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # FP8 keeps tables
-    return not own and fits_a_graph(model.config, parallel, experts)
+    return not own and can_recompute_in_graph(model.config, parallel, experts)
 
 
-def fits_a_graph(config: ModelConfig, parallel: ParallelConfig, experts: bool) -> bool:
+def can_recompute_in_graph(config: ModelConfig, parallel: ParallelConfig, experts: bool) -> bool:
     """Whether a compiled layer, with `experts` or without, can recompute itself, unless its linears are in FP8."""
     alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
     return alone and unit_size(parallel) == 1 and not config.attention_dropout and not experts

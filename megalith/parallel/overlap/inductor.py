@@ -19,7 +19,7 @@ from megalith.parallel.overlap.interleave import ATTENTION_FLOPS, Interleave
 WIDEST_ROW = 8192  # elements that a program holds in registers
 
 
-def keep_activations(share: float) -> None:
+def set_activation_budget(share: float) -> None:
     """`share`: of what layers compiled from here on would keep for the backward pass what they may, 0 to 1."""
     torch._functorch.config.activation_memory_budget = share
 

@@ -86,7 +86,7 @@ def split(nodes: list[Node]) -> list[list[Node]] | None:
     The first half of the collectives is one half's, the rest are the other's. None where they are not alike, or depend
     on each other: then the graph is not of two halves.
     """
-    starts = [node for node in nodes if begins_collective(node)]
+    starts = [node for node in nodes if starts_collective(node)]
     count = len(starts) // 2
     if not count or [node.target for node in starts[:count]] != [node.target for node in starts[count:]]:
         return None
@@ -138,10 +138,10 @@ class Merge:
             self._place(node)
 
     def _is_step(self, node: Node) -> bool:
-        return begins_collective(node) or self._takes_time(node)
+        return starts_collective(node) or self._takes_time(node)
 
     def _takes_time(self, node: Node) -> bool:
-        return waits(node) or (self._seconds[node] > 0 and not begins_collective(node))
+        return waits(node) or (self._seconds[node] > 0 and not starts_collective(node))
 
     def _next(self, current: int) -> int:
         """The chain to go on with; at the end, waits come last."""
@@ -170,7 +170,7 @@ class Merge:
         """When this chain by itself would begin its next collective."""
         time = self._now
         for step in chain:
-            if begins_collective(step):
+            if starts_collective(step):
                 return time
             time = (
                 max(time, self._done.get(awaited(step), 0.0)) if waits(step) else time + self._seconds[step]
@@ -179,7 +179,7 @@ class Merge:
 
     def _begin_collectives(self, chain: list[Node]) -> None:
         """Begins those of a half that come next, as long as nothing that takes time stands before them."""
-        for start in [step for step in chain if begins_collective(step)]:
+        for start in [step for step in chain if starts_collective(step)]:
             if any(self._takes_time(node) for node in self._missing(start)):
                 break
             self._place(start)
@@ -205,7 +205,7 @@ class Merge:
             del self._left[each]
             self.order.append(each)
             self._fillers.pop(each, None)
-            if begins_collective(each):
+            if starts_collective(each):
                 self._link_is_free = max(self._now, self._link_is_free) + self._seconds[each]
                 self._done[each] = self._link_is_free
             elif waits(each):
@@ -218,12 +218,12 @@ def _leading_to_collectives(nodes: list[Node]) -> set[Node]:
     """The collectives, and all that one of them depends on."""
     found: set[Node] = set()
     for node in reversed(nodes):
-        if begins_collective(node) or not found.isdisjoint(node.users):
+        if starts_collective(node) or not found.isdisjoint(node.users):
             found.add(node)
     return found
 
 
-def begins_collective(node: Node) -> bool:
+def starts_collective(node: Node) -> bool:
     return _is_functional_collective(node) and not waits(node)
 
 
@@ -244,7 +244,7 @@ def _is_functional_collective(node: Node) -> bool:
 def seconds(node: Node) -> float:
     """How long a node keeps the device, or a collective the link. What only goes through memory counts for nothing: it
     runs as a part of some other kernel, or beside the matmuls hardly matters."""
-    if begins_collective(node):
+    if starts_collective(node):
         return LATENCY + _bytes_sent(node) / LINK
     target = getattr(node.target, "overloadpacket", None)
     formula = ATTENTION_FLOPS.get(target) or flop_registry.get(target)

@@ -24,8 +24,8 @@ from megalith.comm.collectives import Axis
 class Links:
     """The links of this rank to the stages before and behind it. Every process of the world makes them together."""
 
-    def __init__(self, axis: Axis, laps: int):
-        """`laps` > 1, chunks of layers a rank: the last rank is a neighbour of the first."""
+    def __init__(self, axis: Axis, virtual: int):
+        """`virtual` > 1, chunks of layers a rank: the last rank is a neighbour of the first."""
         self._ranks = dist.get_process_group_ranks(axis.group)
         self._groups: dict[tuple[int, int, bool], ProcessGroup] = {}  # by sender and receiver, forward
         self._sending: deque[tuple[Work, Tensor]] = deque()
@@ -34,7 +34,7 @@ class Links:
         )  # of a pipeline's ranks: as many pipelines stand side by side
         for pipeline in range(spacing):
             mine = pipeline == self._ranks[0]
-            for stage in range(axis.size if laps > 1 else axis.size - 1):
+            for stage in range(axis.size if virtual > 1 else axis.size - 1):
                 following = (stage + 1) % axis.size
                 for sender, receiver, forward in ((stage, following, True), (following, stage, False)):
                     group = dist.new_group([pipeline + spacing * sender, pipeline + spacing * receiver])

@@ -101,7 +101,7 @@ def padded_micro_batches(parallel: ParallelConfig, micro_batches: int) -> int:
     return fitting_micro_batches(schedule_kind(parallel), stages, micro_batches, group)
 
 
-def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
+def shortened_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
     """That of as many micro-batches as show its form, and how many are left out of it."""
     most = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
     most = max(most, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
@@ -116,7 +116,7 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
     Each is a Transformer without what is not its own; parameters keep their names. Where embedding and head are tied
     but stand on different stages, the head's stage keeps a copy of the word embedding under the same name
-    (`reduce_over_stages` keeps the two equal); so does every stage of relative positions.
+    (`reduce_shared_gradients` keeps the two equal); so does every stage of relative positions.
     """
     if len(assignment) == 1:
         return [model]

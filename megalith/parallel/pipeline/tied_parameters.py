@@ -25,7 +25,7 @@ from megalith.parallel.mesh import Mesh
 NAME = "embedding.word_embeddings.weight"
 
 
-def held_by_stages(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]:
+def shared_parameters(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]:
     """The parameters of this rank of which other stages hold copies, by name: the axis of the stages that do.
 
     All ranks of a pipeline list them in one order.
@@ -42,14 +42,14 @@ def held_by_stages(chunks: Sequence[Transformer], mesh: Mesh) -> dict[str, Axis]
     return {name: axis for name, axis in held.items() if axis.size > 1}
 
 
-def reduce_over_stages(chunks: Sequence[Transformer], mesh: Mesh) -> None:
+def reduce_shared_gradients(chunks: Sequence[Transformer], mesh: Mesh) -> None:
     """Sums the gradients of what several stages hold, in place; after the last backward pass.
 
     Moves local shards, fp32, once a step: [rows of the padded vocabulary, hidden] where the matrices are tied, and
     [buckets, heads] of each stack with relative positions.
     """
     parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-    for name, axis in held_by_stages(chunks, mesh).items():
+    for name, axis in shared_parameters(chunks, mesh).items():
         parameter = parameters[name]
         if not parameter.requires_grad:
             continue
@@ -60,4 +60,4 @@ def reduce_over_stages(chunks: Sequence[Transformer], mesh: Mesh) -> None:
 
 def copies(chunks: Sequence[Transformer], mesh: Mesh) -> set[str]:
     """The parameters of this rank that another rank counts in the gradient norm: the first stage with a copy does."""
-    return {name for name, axis in held_by_stages(chunks, mesh).items() if axis.rank > 0}
+    return {name for name, axis in shared_parameters(chunks, mesh).items() if axis.rank > 0}

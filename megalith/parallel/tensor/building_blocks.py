@@ -62,7 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         embedding = nn.utils.skip_init(nn.Embedding, num_embeddings, embedding_dim, device="meta")
         self.weight = embedding.weight
-        self._vocabulary = vocabulary_of(self, axis)[0]
+        self._vocabulary = vocab_parallel_of(self, axis)[0]
         if axis.size > 1:
             place(self, Role(ROWS), axis)
 
@@ -70,13 +70,13 @@ class VocabParallelEmbedding(nn.Module):
         return self._vocabulary.lookup(input_ids, local(self.weight), Context(len(input_ids), PassLayout()))
 
 
-def vocabulary_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int]:
+def vocab_parallel_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int]:
     """The loss and the logits over the rows of an output matrix, and how many rows it has on all ranks."""
     size = output.num_embeddings if isinstance(output, VocabParallelEmbedding) else output.out_features
     return VocabParallel(TensorParallel(axis, sequence_parallel=False), size), size
 
 
-def replicate_the_rest(model: Model, axis: Axis, fully_sharded: bool) -> None:
+def replicate_plain_parameters(model: Model, axis: Axis, fully_sharded: bool) -> None:
     """Says, in place, of the parameters that no sharded layer has taken that they stand alike on the axis's ranks.
 
     They become replicated DTensors. Not where FSDP2 will shard them: it would give a model's own modules DTensors to

@@ -24,7 +24,7 @@ from megalith.parallel.tensor.roles import ROLES
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
-class SharedRows:
+class SharedKVRows:
     """B of the keys or values of a rank that shares its KV group: it reads the rows of that one head."""
 
     def __init__(self, group: int, head_dim: int):
@@ -34,7 +34,7 @@ class SharedRows:
         return weight.narrow(0, self.first, self.count)
 
 
-def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
+def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
     """Gives the adapters of `model`, or of a stage of it, their collectives, in place, after apply_tensor has placed
     their matrices."""
     groups, axis = model.config.query_groups, tensor.axis
@@ -48,4 +48,4 @@ def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
             plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
             for part, b in adapter.lora_B.items():
                 if part != "q":
-                    plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)
+                    plug(b, "rows", SharedKVRows(axis.rank * groups // axis.size, adapter.head_dim).rows)

@@ -58,10 +58,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an el
 class TensorParallel:
     """The collectives around the matmuls, and the styles of the linears that stand between them."""
 
-    def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True):
+    def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered_inputs: bool = True):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
-        self.saves_gathered = saves_gathered
+        self.saves_gathered_inputs = saves_gathered_inputs
 
     def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
         """Generation feeds a token at a time, which cannot be sharded; training always is."""
@@ -83,7 +83,7 @@ class TensorParallel:
             return all_reduce(x, self.axis)
         return reduce_scatter(x.reshape(1, -1, x.shape[-1]), self.axis, 1)
 
-    def sum_of_all(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of the ranks' x, which each goes on to use for its own heads: gradients are summed as well."""
         return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
@@ -103,7 +103,7 @@ class TensorParallel:
         """The sum of what the ranks made of their shares of the tokens, of which each goes on to compute the same."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
-    def in_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
+    def from_sp_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
         """The inverse of `in_shares`: [batch, seq, ...]."""
         if not layout.sharded:
             return shares
@@ -114,7 +114,7 @@ class TensorParallel:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
         sharded, edge = context.layout.sharded, gemm.edge(weight)
         saves, trains = has_wgrad(weight), torch.is_grad_enabled()
-        again = sharded and not self.saves_gathered
+        again = sharded and not self.saves_gathered_inputs
         y = _ColumnLinear.apply(
             x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded, again
         )
@@ -204,7 +204,7 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
-class SharedGroup:
+class SharedKVGroup:
     """The rows of linear_qkv, or of linear_kv, that a rank uses which shares its KV group with others: of linear_qkv
     its query heads, the group's key and value of both."""
 
@@ -225,7 +225,7 @@ class SharedGroup:
 
 
 def apply_tensor(
-    model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True
+    model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered_inputs: bool = True
 ) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
@@ -236,7 +236,7 @@ def apply_tensor(
     plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
         return None
-    tensor = TensorParallel(axis, sequence_parallel, saves_gathered)
+    tensor = TensorParallel(axis, sequence_parallel, saves_gathered_inputs)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", tensor.pass_layout)
         plug(stack, "shard_tokens", tensor.shard_tokens)
@@ -250,7 +250,7 @@ def apply_tensor(
             continue
         role = role_of(name, module, groups < axis.size, model.get_submodule(name.rpartition(".")[0]))
         if isinstance(module, HeadsNorm):
-            plug(module, "total", tensor.sum_of_all)
+            plug(module, "total", tensor.sum_over_ranks)
         place(module, role, axis)
         if role.style is not None:
             plug(module, "style", getattr(tensor, role.style))
@@ -311,7 +311,7 @@ def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> Non
         plug(attention, "gather", tensor.gather)
     if groups < size:
         shared = attention.linear_kv if isinstance(attention, CrossAttention) else attention.linear_qkv
-        plug(shared, "rows", SharedGroup(tensor.axis, attention, groups).rows)
+        plug(shared, "rows", SharedKVGroup(tensor.axis, attention, groups).rows)
         in_group = in_group * groups // size
     plug(attention, "heads", Heads(in_group, first))
 
@@ -368,7 +368,7 @@ class VocabParallel:
         *found, loss = ask_logprobs(
             objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
         )
-        ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
+        ordered = [None if x is None else self.tensor.from_sp_order(x, layout, context.batch) for x in found]
         return ordered[0], ordered[1], loss
 
     def logits(
