@@ -92,7 +92,7 @@ GB200 = Datasheet(fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000, bandwidth=
 MI250X_HALF = Datasheet(fp32=23.9, tf32=None, bf16=191.5, fp16=191.5, fp8=None, bandwidth=1638)
 MI300X = Datasheet(fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9, bandwidth=5300)
 
-KNOWN_DEVICES: dict[str, Datasheet] = {
+DATASHEETS: dict[str, Datasheet] = {
     "Tesla V100-SXM2-16GB": V100_SXM2,
     "Tesla V100-SXM2-32GB": V100_SXM2,
     "Tesla V100-PCIE-16GB": V100_PCIE,
@@ -132,13 +132,13 @@ KNOWN_DEVICES: dict[str, Datasheet] = {
 
 def device_info(name: str, memory_bytes: int | None = None) -> DeviceInfo:
     """What is known of a device by the exact `name` that its driver reports."""
-    sheet = KNOWN_DEVICES.get(name)
+    sheet = DATASHEETS.get(name)
     if sheet is None:
         return DeviceInfo(name, memory_bytes=memory_bytes)
     return DeviceInfo(name, sheet.peak_flops(), memory_bytes)
 
 
-def device_kind(device: torch.device | str) -> DeviceInfo:
+def local_device_info(device: torch.device | str) -> DeviceInfo:
     """The `DeviceInfo` of a device of this machine; for the CPU the name, the cores and the memory only."""
     import torch
 

@@ -38,7 +38,7 @@ def make_folder(folder: Path) -> None:
 
 def make_subfolder(folder: Path) -> Path:
     """Makes a folder inside one that is written into, where it is absent, and returns it. Raises OSError for a link."""
-    refuse_link(folder)
+    reject_symlink(folder)
     make_folder(folder)
     return folder
 
@@ -66,7 +66,7 @@ def write_file(path: Path, content: str | bytes) -> None:
         sync_file(file)
 
 
-def take_name(new: Path, name: Path, aside: Path) -> Path | None:
+def replace_folder(new: Path, name: Path, aside: Path) -> Path | None:
     """Gives a folder, whose files are on the disk, the name of another, which it exchanges in one call of the kernel.
 
     Filesystems that have no such call (NFS, Lustre) take two renames, by way of `aside`. Returns where the folder is
@@ -120,19 +120,19 @@ def open_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def refuse_link(path: Path) -> None:
+def reject_symlink(path: Path) -> None:
     """Raises OSError where `path` is a symbolic link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, LINK, str(path))
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """An empty file beside `path` that takes its name on a clean exit, and goes after an error. Raises OSError.
 
     A reader, and whoever comes after a crash, finds the old content or the new, whole. The name until then is random.
     """
-    refuse_link(path)
+    reject_symlink(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     os.close(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     try:
@@ -147,14 +147,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Gives a file new content, text as UTF-8, at once and on the disk (see `replacing`). Raises OSError.
+    """Gives a file new content, text as UTF-8, at once and on the disk (see `atomic_path`). Raises OSError.
 
     It is this process's own: what a killed one has left beside it goes.
     """
     for left in path.parent.iterdir():
         if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
             left.unlink(missing_ok=True)
-    with replacing(path) as partial:
+    with atomic_path(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -169,11 +169,11 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
-    """As `replacing`, a file opened for writing; its folder is made. DataError when the file system refuses."""
+    """As `atomic_path`, a file opened for writing; its folder is made. DataError when the file system refuses."""
     path = Path(path)
     with data_errors(path):
         make_folder(path.parent)
-        with replacing(path) as partial, open(partial, "wb") as file:
+        with atomic_path(path) as partial, open(partial, "wb") as file:
             yield file
 
 

@@ -122,7 +122,7 @@ def _joined(*words: str) -> str:
     return " | ".join(filter(None, words))
 
 
-def takes_live_line(console) -> bool:
+def supports_live_line(console) -> bool:
     """Whether a console of rich can redraw a line, and is wide enough for one."""
     return not console.is_dumb_terminal and console.width >= NARROWEST
 
@@ -135,7 +135,7 @@ def live_line(stream: TextIO):
     from rich.live import Live
 
     console = Console(file=stream)
-    if not takes_live_line(console):
+    if not supports_live_line(console):
         return None
     above = sys.stdout.isatty()  # what is printed goes above the line; a file gets it as it is
     return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=above)

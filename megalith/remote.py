@@ -40,7 +40,7 @@ def is_url(path: object) -> bool:
     return "://" in str(path)
 
 
-def place(path: str | Path | StorePath) -> Path | StorePath:
+def open_location(path: str | Path | StorePath) -> Path | StorePath:
     """A path or URL as what reads and writes there. Raises ConfigError for a URL of another kind."""
     if isinstance(path, StorePath) or not is_url(path):
         return path if isinstance(path, StorePath) else Path(path)

@@ -12,10 +12,10 @@ import megalith
 from megalith.checkpoint.store import StepFolder
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
-from megalith.io import make_folder, open_file, replace_file, replacing
+from megalith.io import atomic_path, make_folder, open_file, replace_file
 from megalith.launch.hang_watch import HangWatch
 from megalith.launch.lock import OutputLock
-from megalith.launch.restart import Attempt, claimed, failures_kept
+from megalith.launch.restart import Attempt, locked_output_dir, record_failures
 from megalith.parallel.pipeline.timeline import Timeline, write_timeline
 from megalith.report.metrics import MetricsWriter, StepMetrics
 from megalith.report.plot import plot_run
@@ -64,7 +64,7 @@ def lock(output):
 
 
 def claim(output):
-    with claimed(RunConfig.from_tree({"train": {"output_dir": str(output)}}), Attempt(0, "job")):
+    with locked_output_dir(RunConfig.from_tree({"train": {"output_dir": str(output)}}), Attempt(0, "job")):
         pass
 
 
@@ -78,7 +78,7 @@ def write_metrics(output):
 
 def fail(output):
     (output / "config.yaml").touch()
-    with suppress(ZeroDivisionError), failures_kept(output, Attempt(), 0):
+    with suppress(ZeroDivisionError), record_failures(output, Attempt(), 0):
         raise ZeroDivisionError
 
 
@@ -179,7 +179,7 @@ def test_a_replaced_file_is_the_old_or_the_new_whole_and_synced_before_it_gets_i
     replace_file(path, "old")
     partial, folder = synced
     assert partial.parent == tmp_path and partial.name.startswith(".config.yaml.") and folder == tmp_path
-    with pytest.raises(KeyError), replacing(path) as begun:
+    with pytest.raises(KeyError), atomic_path(path) as begun:
         begun.write_text("new")
         raise KeyError
     monkeypatch.setattr(os, "replace", lambda old, new: pytest.fail("it has its name before it is synced"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.errors import ConfigError
-from megalith.hardware import KNOWN_DEVICES, device_info, device_kind, pick_device, to_device
+from megalith.hardware import DATASHEETS, device_info, local_device_info, pick_device, to_device
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_unknown_device_never_gets_anothers_peak(name):
 
 
 def test_cpu_has_a_name_and_memory_but_no_peak():
-    info = device_kind("cpu")
+    info = local_device_info("cpu")
     assert info.name.startswith("CPU (")
     assert info.memory_bytes > 0
     assert info.peak("fp32") is None
 
 
 def test_table_figures_are_consistent_across_dtypes():
-    for name, sheet in KNOWN_DEVICES.items():
+    for name, sheet in DATASHEETS.items():
         peaks = sheet.peak_flops()
         assert peaks["fp32"] < peaks["fp16"], name
         assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"], name
@@ -69,7 +69,7 @@ def test_table_figures_are_consistent_across_dtypes():
 def test_gpu_is_identified_by_the_drivers_name(monkeypatch):
     properties = type("Properties", (), {"name": "NVIDIA H200", "total_memory": 150_000_000_000})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    info = device_kind("cuda:0")
+    info = local_device_info("cuda:0")
     assert (info.name, info.memory_bytes) == ("NVIDIA H200", 150_000_000_000)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalith.hardware import device_kind
+from megalith.hardware import local_device_info
 from megalith.ops.fp8 import codes as fp8
 from megalith.ops.fp8.codes import E4M3, E5M2
 from megalith.ops.fp8.recipes import AmaxTable, BlockGemm, CurrentScaling, DelayedScaling, Fp8Gemm
@@ -57,7 +57,7 @@ def matmuls(tokens: int) -> dict[str, float]:
 
     Returns the ms of a layer's matmuls as each recipe computes them."""
     total = dict.fromkeys(("bf16", "delayed", "tensorwise", "blockwise"), 0.0)
-    peaks = device_kind("cuda")
+    peaks = local_device_info("cuda")
     print(
         f"{'matmul':22}{'bf16':>16}{'fp8 fast':>16}{'fp8 exact':>16}{'fp8 blocks':>16}   ms, share of the peak"
     )

@@ -33,7 +33,7 @@ from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
-from megalith.remote import place, remove_all
+from megalith.remote import open_location, remove_all
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
@@ -73,7 +73,7 @@ def export_adapters(
     `family` is an architecture or model type; by default that of the base, else the first that can say the model.
     Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
     """
-    out = place(out)
+    out = open_location(out)
     refuse_existing(out)
     checkpoint, config = _open_run(run, show_progress)
     chosen = family_named(family, "--family") if family else _family(config.model)
@@ -96,7 +96,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     a folder in PEFT's format; `base` what they belong to, by default what they name. In memory are the adapters and
     one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
     """
-    out = place(out)
+    out = open_location(out)
     refuse_existing(out)
     base, adapted, trained_on = _adapted(source, base, show_progress)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}

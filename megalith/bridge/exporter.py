@@ -46,7 +46,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.io import sync_folder, write_file
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 
@@ -65,7 +65,7 @@ class FolderWriter:
         replace: bool = False,
     ):
         """Raises CheckpointError when something is at `path`, unless it is to be replaced."""
-        self.path = place(path)
+        self.path = open_location(path)
         self._place = partial_folder(self.path)
         self.partial = self._place.path
         self._tensors = dict(tensors)
@@ -247,7 +247,7 @@ def export_hf(
         writer.write_json(CONFIG, tree)
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
-    return Export(place(out), chosen, opened, groups, dtypes, notes)
+    return Export(open_location(out), chosen, opened, groups, dtypes, notes)
 
 
 def merge_hf(opened: Checkpoint, path: Path) -> None:

@@ -25,7 +25,7 @@ from megalith.checkpoint.files import DTYPE_CODES, Stored, list_safetensors
 from megalith.checkpoint.manifest import not_answering
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import CheckpointError, shorten
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 from megalith.small_files import read_small_file
 
 CONFIG = "config.json"
@@ -100,7 +100,7 @@ class SourceFolder:
 
 def is_model_folder(path: str | Path | StorePath) -> bool:
     """Whether a folder is Hugging Face's rather than one of ours."""
-    return is_there(place(path) / CONFIG)
+    return is_there(open_location(path) / CONFIG)
 
 
 def is_there(path: Path | StorePath) -> bool:
@@ -118,7 +118,7 @@ def find_folder(path: str | Path) -> Path:
 
     What a URL names is fetched, once a process, into a temporary folder.
     """
-    folder = place(path)
+    folder = open_location(path)
     if isinstance(folder, StorePath):
         return _fetched(folder)
     if folder.is_dir():

@@ -28,10 +28,10 @@ from megalith.config import RunConfig, TrainConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.launch.lock import LOCK_NAME, OutputLock, lock_of
+from megalith.launch.lock import LOCK_NAME, OutputLock, lock_output
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
-from megalith.remote import StorePath, place, remove_all
+from megalith.remote import StorePath, open_location, remove_all
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
@@ -56,7 +56,7 @@ def import_hf(
     Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
     there already or cannot be written: nothing is left then.
     """
-    refuse_existing(place(out))
+    refuse_existing(open_location(out))
     fit = open_source(source, allow)
     tokenizer = tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, fit.groups[0].model.vocab_size)
@@ -90,7 +90,7 @@ def write_run(
     elements = sum(math.prod(group.shape) for group in fit.groups)
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
     with (
-        new_run(place(out)) as checkpoints,
+        new_run(open_location(out)) as checkpoints,
         Progress("import", sum(map(fit.bytes, fit.groups)), show=show_progress) as progress,
         StepWriter(checkpoints, record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
     ):
@@ -109,7 +109,7 @@ def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
     Raises CheckpointError when something is at `out`, ConfigError while another process makes a run there.
     """
     refuse_existing(out)
-    with lock_of(out):
+    with lock_output(out):
         refuse_existing(out / CHECKPOINTS)
         try:
             yield out / CHECKPOINTS

@@ -27,7 +27,7 @@ from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 
 @torch.no_grad()
@@ -124,12 +124,12 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
 
 def is_source(path: str | Path) -> bool:
     """Whether weights are of another form than ours: Hugging Face's folder or hub name, or Megatron's folder."""
-    return is_foreign(path) or not is_there(place(path))
+    return is_foreign(path) or not is_there(open_location(path))
 
 
 def is_foreign(path: str | Path) -> bool:
     """Whether a folder is Hugging Face's or Megatron's. One that has steps of a run of ours is ours."""
-    folder = place(path)
+    folder = open_location(path)
     if not (is_model_folder(path) or (isinstance(folder, Path) and is_megatron_folder(folder))):
         return False
     return not ((folder / CHECKPOINTS).is_dir() and list_steps(folder / CHECKPOINTS))
@@ -139,7 +139,11 @@ def open_weights(
     path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
     """What `is_source` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is `import_hf`'s."""
-    if not isinstance(place(path), StorePath) and is_megatron_folder(path) and not is_model_folder(path):
+    if (
+        not isinstance(open_location(path), StorePath)
+        and is_megatron_folder(path)
+        and not is_model_folder(path)
+    ):
         return open_megatron(path, trust, vocab_size, allow)
     return open_source(path, allow)
 

@@ -2,7 +2,7 @@
 
 `OUT.partial` carries a mark that its maker holds a lock on. What is found there without the mark is someone's own and
 is not touched; what has it and is not locked was left by a conversion that was killed. Where an old folder in the place
-takes two renames (`io.take_name`), a kill between them is mended by the next conversion to this place.
+takes two renames (`io.replace_folder`), a kill between them is mended by the next conversion to this place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megalith.bridge.folder import is_there
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, sync_folder, sync_path, take_name
+from megalith.io import make_folder, replace_folder, sync_folder, sync_path
 from megalith.remote import StorePath
 
 MARK = ".megalith_conversion"
@@ -50,7 +50,7 @@ class PartialFolder:
     def commit(self) -> None:
         """Gives the folder, whose files are on the disk, its name; what had it before is removed."""
         try:
-            old = take_name(self.path, self.out, self._aside)
+            old = replace_folder(self.path, self.out, self._aside)
         except FileExistsError as error:
             raise CheckpointError(f"{error.filename} {error.strerror}; move it") from None
         if old is not None:

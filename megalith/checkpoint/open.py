@@ -37,7 +37,7 @@ from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 THREADS = 4  # files hashed or fetched at once
 FETCHED = "megalith_checkpoint_"  # temporary folders of what is fetched
@@ -74,7 +74,7 @@ def open_checkpoint(
     Raises CheckpointError when a step that was named is absent or damaged, when no step is whole, or when the
     folder holds something else; on every rank alike.
     """
-    path = place(path)
+    path = open_location(path)
 
     def candidates() -> list[str] | None:
         try:
@@ -88,7 +88,7 @@ def open_checkpoint(
     if found is None:
         return None
     refused: list[str] = []
-    for candidate in map(place, found):
+    for candidate in map(open_location, found):
         try:
             checkpoint = _open_step(candidate, what, world, shards, show_progress)
         except DamagedCheckpointError as error:
@@ -102,7 +102,7 @@ def open_checkpoint(
                 stacklevel=2,
             )
         return checkpoint
-    raise CheckpointError(f"no checkpoint in {place(found[0]).parent} is whole: {'; '.join(refused)}")
+    raise CheckpointError(f"no checkpoint in {open_location(found[0]).parent} is whole: {'; '.join(refused)}")
 
 
 def open_existing(

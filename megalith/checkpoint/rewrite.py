@@ -22,8 +22,8 @@ from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.checkpoint.writer import ShardWriter, WriteItem, saving
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, replacing
-from megalith.launch.lock import lock_of
+from megalith.io import atomic_path, make_folder
+from megalith.launch.lock import lock_output
 from megalith.progress import Progress
 from megalith.remote import StorePath
 
@@ -93,7 +93,7 @@ def reshard(
     """
     manifest = checkpoint.manifest
     step = step_folder(output / CHECKPOINTS, manifest.step)
-    with lock_of(output), saving(step):
+    with lock_output(output), saving(step):
         if step.final.exists():
             raise CheckpointError(f"{step.final} is there already; choose another output folder")
         step.begin()
@@ -126,7 +126,7 @@ def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = T
         make_folder(path.parent)
         total = part_bytes(checkpoint, part)
         with (
-            replacing(path) as temporary,
+            atomic_path(path) as temporary,
             Progress("merge", total, show=show_progress) as progress,
         ):
             if path.suffix == ".safetensors":

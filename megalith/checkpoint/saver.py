@@ -35,7 +35,7 @@ from megalith.launch.heartbeat import BACKGROUND
 from megalith.optim.moments import Moment
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)
@@ -87,7 +87,7 @@ class Saver:
         if background and world.size > 1:
             group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
             world = Axis(world.size, world.rank, group)
-        self._checkpoints, self._world = place(checkpoints), world
+        self._checkpoints, self._world = open_location(checkpoints), world
         self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every
         self._staging = Staging() if background else None

@@ -40,7 +40,7 @@ from megalith.checkpoint.state import (
 )
 from megalith.comm.collectives import Axis, gather_json, local_shape_and_offset
 from megalith.errors import CheckpointError
-from megalith.io import replace_file, replacing
+from megalith.io import atomic_path, replace_file
 from megalith.parallel.data.replicas import EXPERTS
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import Mesh
@@ -189,7 +189,7 @@ def _write_part(
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
     try:
         with (
-            replacing(file) as temporary,
+            atomic_path(file) as temporary,
             open(temporary, "wb") as opened,
         ):  # of a path the name would stand in it
             torch.save(dict(tensors), opened)

@@ -38,7 +38,7 @@ from megalith.checkpoint.steps import (
     save_number,
 )
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, replace_file, sync_folder, sync_path, take_name, write_file
+from megalith.io import make_folder, replace_file, replace_folder, sync_folder, sync_path, write_file
 from megalith.remote import StorePath
 
 
@@ -119,7 +119,7 @@ class StepFolder:
         write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
         aside = self.final.with_name(f"{self.final.name}.replaced")
-        if (old := take_name(self.temporary, self.final, aside)) is not None:
+        if (old := replace_folder(self.temporary, self.final, aside)) is not None:
             _remove(old)
         latest = self.checkpoints / LATEST
         if latest.is_symlink():  # someone's own, whose target is left as it is

@@ -25,7 +25,7 @@ from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, pi
 from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.errors import CheckpointError
 from megalith.io import sync_folder
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 THREADS = 4  # files written at once: hashing and writing leave Python's lock
 SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**31
@@ -133,7 +133,7 @@ class StepWriter:
         shard_bytes: int = STREAMED_SHARD,
     ):
         """`parts` are in the step even when no tensor is added to them. `write_tokenizer` fills a given folder."""
-        self._step = step_folder(place(checkpoints), record.step)
+        self._step = step_folder(open_location(checkpoints), record.step)
         self._record, self._write_tokenizer, self._shard_bytes = record, write_tokenizer, shard_bytes
         self._table: dict[str, dict[str, TensorRecord]] = {part: {} for part in parts}
         self.folder = self._step.final

@@ -170,11 +170,11 @@ def launch_job(args: Arguments) -> int:
 
 def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | None]:
     """The job that is asked for, and the array's setting and values. Raises ConfigError where it cannot be trained."""
-    from megalith.cli.training import check_source, implied
+    from megalith.cli.training import check_source, implied_settings
     from megalith.config import RunConfig
     from megalith.launch.cluster import cluster_job as cluster
 
-    settings = [*args.settings, *implied(args.program)]
+    settings = [*args.settings, *implied_settings(args.program)]
     config = RunConfig.load(args.run_file, settings)
     check_source(args.program, config)
     array = _array(args.array)

@@ -375,11 +375,11 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_reshard(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import reshard
-    from megalith.remote import place
+    from megalith.remote import open_location
 
     if args.files < 1:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
-    step = reshard(_open(args.path, None), place(args.output), args.files)
+    step = reshard(_open(args.path, None), open_location(args.output), args.files)
     print(f"wrote {printable(step)}")
     return 0
 
@@ -425,9 +425,9 @@ def _steps(path: str) -> list[Path | StorePath]:
     """The step folders under a path, in order. Raises CheckpointError when there are none."""
     from megalith.checkpoint.manifest import not_answering
     from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps
-    from megalith.remote import place
+    from megalith.remote import open_location
 
-    folder = place(path)
+    folder = open_location(path)
     try:
         if STEP.fullmatch(folder.name) and folder.is_dir():
             return [folder]

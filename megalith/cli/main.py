@@ -14,7 +14,7 @@ from megalith.cli.parser import Arguments, Parser, group, leaf
 from megalith.cli.planning import plan
 from megalith.cli.training import PROGRAMS, train
 from megalith.errors import ConfigError, DataError, MegalithError, printable
-from megalith.launch.parent import end_with_launcher
+from megalith.launch.parent import exit_with_launcher
 from megalith.remote import is_url
 from megalith.report.streams import lasting_streams
 
@@ -40,7 +40,7 @@ class ShowVersion(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. A MegalithError is printed as its sentence, without a traceback."""
-    end_with_launcher()
+    exit_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = {
         **dict.fromkeys(PROGRAMS, train),

@@ -175,7 +175,7 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
 
 def dry_run(config: RunConfig, processes: int) -> int:
     """Read the prompts, call the rewards once, and print layout and memory. Train and write nothing."""
-    from megalith.hardware import device_kind, pick_device
+    from megalith.hardware import local_device_info, pick_device
     from megalith.planner.layout import build_layout
     from megalith.report.layout_text import layout_text
     from megalith.report.summary import print_summary
@@ -185,7 +185,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
 
     config, tokenizer, notes = prepare(config, processes)
     layout = build_layout(config, processes)
-    print_summary(layout, device_kind(pick_device(config.runtime.device)))
+    print_summary(layout, local_device_info(pick_device(config.runtime.device)))
     if processes > 1:
         print(layout_text(layout, ["this machine"] * processes))
     for note in notes:

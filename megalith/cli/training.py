@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import megalith
 from megalith.cli.parser import Arguments, Parser, leaf
 from megalith.errors import ConfigError, TrainingError
-from megalith.launch.operators import placement
+from megalith.launch.scheduler_env import read_launch_settings
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
@@ -67,7 +67,7 @@ def train(arguments: list[str]) -> int:
     """`megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
     typed = program
-    arguments = [*arguments, *implied(program)]
+    arguments = [*arguments, *implied_settings(program)]
     if program == "sft":  # `train` with sft.enabled
         program = "train"
     if {"-h", "--help"} & set(arguments):
@@ -76,7 +76,7 @@ def train(arguments: list[str]) -> int:
         print(TRAIN_USAGE)
         print(help_text())
         return 0
-    if arguments == implied(typed):
+    if arguments == implied_settings(typed):
         raise ConfigError(
             f"`megalith {typed}` has neither a run file nor settings; give a run file (examples/quickstart.yaml is "
             "one), or settings such as --model.preset gpt2; `megalith train --help` lists them"
@@ -86,7 +86,7 @@ def train(arguments: list[str]) -> int:
     from megalith.config.run import begins_override
 
     launcher, arguments = _launcher_options().parse_known_args(arguments)
-    place = placement(os.environ, launcher.nproc, launcher.nnodes)
+    place = read_launch_settings(os.environ, launcher.nproc, launcher.nnodes)
     os.environ |= place.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
@@ -156,7 +156,7 @@ def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
             )
 
 
-def implied(program: str) -> list[str]:
+def implied_settings(program: str) -> list[str]:
     """Return the settings that a command implies."""
     return [f"--{program}.enabled"] if program in ("sft", "dpo") else []
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from megalith.data.doors import of_file
 from megalith.errors import DataError
-from megalith.remote import StorePath, is_url, place, size_of
+from megalith.remote import StorePath, is_url, open_location, size_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -55,7 +55,7 @@ CHUNK = 1 << 22  # elements treated at once: 100 million sequences then need no 
 
 def file_pair(prefix: str | Path) -> tuple[Path | StorePath, Path | StorePath]:
     """The `.bin` and the `.idx` of a prefix, which may be a URL."""
-    return place(f"{prefix}.bin"), place(f"{prefix}.idx")
+    return open_location(f"{prefix}.bin"), open_location(f"{prefix}.idx")
 
 
 def chunks(n: int) -> Iterator[slice]:

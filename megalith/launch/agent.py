@@ -47,19 +47,19 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.errors import REFUSALS, ConfigError
 from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
-from megalith.launch.meeting import (
+from megalith.launch.rendezvous import (
     ANSWER_PATIENCE,
     CONNECTED_FILE,
     LOOPBACK,
     PeerWatch,
     address_towards,
     await_name,
-    hold_store,
-    is_here,
-    join_store,
+    connect_store,
+    is_this_host,
     no_rendezvous,
+    serve_store,
 )
-from megalith.launch.signals import STOP_SIGNALS, heeded
+from megalith.launch.signals import STOP_SIGNALS, handled_stop_signals
 from megalith.launch.stops import STOP_CODE_FILE
 
 DEFAULT_PORT = 29400  # torch elastic's
@@ -69,13 +69,13 @@ LAST_CALL = 10  # seconds that machines wait for more to come when there are as 
 class OneMachine(RendezvousHandler):
     """The rendezvous of a launcher that is alone: nothing to agree on, and a store that loopback alone reaches."""
 
-    use_agent_store, holds_store = True, True
+    use_agent_store, serves_store = True, True
 
     def __init__(self) -> None:
         self.job = uuid.uuid4().hex
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = hold_store()  # of this attempt: the last one's ends with it
+        self._store = serve_store()  # of this attempt: the last one's ends with it
         place = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("launcher", self._store), 0, 1, place)
 
@@ -120,7 +120,7 @@ class SeveralMachines(RendezvousHandler):
             f"waiting at {self._host}:{self._port} for the launchers of {count} machines (--rdzv-id {run_id})",
             file=sys.stderr,
         )
-        self.holds_store = False
+        self.serves_store = False
         store, self.job = self._open(run_id)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks' store is ours
         meeting = RendezvousParameters(
@@ -133,13 +133,13 @@ class SeveralMachines(RendezvousHandler):
         key, timeout = "megalith/job", timedelta(seconds=60)
         self._address = self._host
         await_name(self._host)
-        if is_here(self._host):
+        if is_this_host(self._host):
             with suppress(OSError):  # taken: by another launcher of this machine, it is to be hoped
-                store, job = hold_store(self._host, self._port, timeout), uuid.uuid4().hex
+                store, job = serve_store(self._host, self._port, timeout), uuid.uuid4().hex
                 store.set(key, json.dumps([run_id, job]))
-                self.holds_store = True
+                self.serves_store = True
                 return store, job
-        store = join_store(self._host, self._port, timeout)
+        store = connect_store(self._host, self._port, timeout)
         self._address = address_towards(self._host, self._port)
         try:
             store.wait([key], timedelta(seconds=ANSWER_PATIENCE))
@@ -156,7 +156,7 @@ class SeveralMachines(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         met = self._inner.next_rendezvous()
         if met.rank == 0:
-            self._server = hold_store(self._address)
+            self._server = serve_store(self._address)
             met.store.set("megalith/ranks", json.dumps([self._address, self._server.port]))
         place = RendezvousStoreInfo(*json.loads(met.store.get("megalith/ranks")))
         return RendezvousInfo(met.store, met.rank, met.world_size, place)
@@ -202,7 +202,7 @@ class Agent(LocalElasticAgent):
         self.job = spec.rdzv_handler.job
         """Names this job and no other, on all of its machines."""
         self._asked = False
-        self._heeded = heeded()
+        self._heeded = handled_stop_signals()
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -287,8 +287,8 @@ class Agent(LocalElasticAgent):
             again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
             print(failure.sentence(self.world_size), again, sep="\n", file=sys.stderr)
         else:
-            holds_store = self._worker_group.spec.rdzv_handler.holds_store
-            self._peers.tell(failure.sentence(), holds_store)
+            serves_store = self._worker_group.spec.rdzv_handler.serves_store
+            self._peers.tell(failure.sentence(), serves_store)
 
 
 def _wait_for(processes: Sequence[Popen], seconds: float) -> None:

@@ -31,7 +31,7 @@ from megalith.errors import HangError, TrainingError
 from megalith.io import replace_file
 from megalith.launch.failure import CRASH_FILE, RankLost, report
 from megalith.launch.heartbeat import Heartbeat
-from megalith.launch.last_collectives import flight_recorder, standing_in
+from megalith.launch.last_collectives import flight_recorder, pending_collective
 from megalith.launch.launcher import Process
 from megalith.launch.restart import this_attempt
 
@@ -126,7 +126,7 @@ class HangWatch:
     def _say(self, look: int, interval: float) -> None:
         heartbeat = self._heartbeat
         still = time.monotonic() - heartbeat.last_beat > 2 * interval
-        where = standing_in(self._main) if still and not heartbeat.is_long else ""
+        where = pending_collective(self._main) if still and not heartbeat.is_long else ""
         sign = Sign(look, heartbeat.step, heartbeat.phase, where)
         self._store.set(f"rank{self._rank}", json.dumps(asdict(sign)))
 
@@ -168,7 +168,7 @@ class HangWatch:
         after = self._read_all()
         signs = {rank: _sign(said) for rank, said in enumerate(after) if said}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
-        text = tell_hang(signs, silent, self._world_size, self._timeout)
+        text = hang_message(signs, silent, self._world_size, self._timeout)
         return _text(self._store.compare_set("verdict", "", text))
 
     def _dump(self) -> None:
@@ -191,7 +191,7 @@ def _sign(said: str) -> Sign | None:
         return None
 
 
-def tell_hang(signs: Mapping[int, Sign | None], silent: set[int], world_size: int, timeout: float) -> str:
+def hang_message(signs: Mapping[int, Sign | None], silent: set[int], world_size: int, timeout: float) -> str:
     """Return the sentence for a job that hangs.
 
     Args:
@@ -240,7 +240,7 @@ def _no_answer(error: RuntimeError) -> TrainingError:
     return TrainingError(f"the store that the ranks met at does not answer: {error}")
 
 
-def open_watch(
+def open_hang_watch(
     heartbeat: Heartbeat, process: Process, timeout: timedelta, output: Path
 ) -> AbstractContextManager:
     """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""

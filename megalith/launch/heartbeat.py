@@ -19,7 +19,7 @@ BACKGROUND = "background"  # describes a group that keeps the patience it was ma
 
 
 class Heartbeat:
-    """`beat` whenever the loop has come further. In `long_work`, and before the first `settle`, nothing has to.
+    """`beat` whenever the loop has come further. In `long_work`, and before the first `end_long`, nothing has to.
 
     Collectives wait for longer than `timeout`, after which the watch ends a step that hangs: its words say more
     than theirs. In long work they wait for a day: there one rank may take longer, for its disk, than another may
@@ -27,7 +27,7 @@ class Heartbeat:
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta):
-        self._mesh, self._timeout = mesh, longer(timeout)
+        self._mesh, self._timeout = mesh, collective_timeout(timeout)
         self.step, self.phase = 0, ""
         self.last_beat = time.monotonic()
         self.begin_long("starting")
@@ -43,26 +43,26 @@ class Heartbeat:
         before = self.phase
         self.begin_long(phase)
         yield
-        self.settle(before)
+        self.end_long(before)
 
     def begin_long(self, phase: str) -> None:
         self.phase, self.is_long = phase, True
-        set_timeouts(PATIENCE)
+        set_collective_timeouts(PATIENCE)
 
-    def settle(self, phase: str) -> None:
+    def end_long(self, phase: str) -> None:
         """Waits for the other ranks' long work; from here on the time-out holds again."""
         all_reduce_no_grad(torch.zeros(()), self._mesh.world)
-        set_timeouts(self._timeout)
+        set_collective_timeouts(self._timeout)
         self.beat(self.step, phase)
         self.is_long = False
 
 
-def longer(timeout: timedelta) -> timedelta:
+def collective_timeout(timeout: timedelta) -> timedelta:
     """What collectives wait where the hang watch waits for `timeout`."""
     return 2 * timeout + timedelta(minutes=1)
 
 
-def set_timeouts(timeout: timedelta) -> None:
+def set_collective_timeouts(timeout: timedelta) -> None:
     """How long the collectives of every process group wait from now on: those of pipeline links, of hybrid sharding and
     of two-level context parallelism too, to which torch gave its own default. Not those of BACKGROUND."""
     for group in list(distributed_c10d._world.pg_map):

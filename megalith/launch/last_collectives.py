@@ -22,7 +22,7 @@ def last_collectives(count: int) -> str:
     )
 
 
-def standing_in(thread: int | None) -> str:
+def pending_collective(thread: int | None) -> str:
     """The collective that was begun last and has not ended, and the innermost of our functions that waits for it."""
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame) if frame else []

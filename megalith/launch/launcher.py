@@ -25,16 +25,16 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError, TrainingError
 from megalith.launch.failure import CRASH_FILE, RankLost, report_uncaught
-from megalith.launch.meeting import (
+from megalith.launch.parent import LAUNCHER, exit_with_launcher
+from megalith.launch.rendezvous import (
     CONNECTED_FILE,
     JOB,
-    hold_store,
+    connect_store,
     is_loopback,
-    join_store,
-    stay_on_loopback,
-    stay_on_network,
+    serve_store,
+    use_loopback_interface,
+    use_network_interface,
 )
-from megalith.launch.parent import LAUNCHER, end_with_launcher
 from megalith.launch.stops import STOP_CODE_FILE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -88,13 +88,15 @@ def _number_here(rank: int) -> int:
     return rank % gpus if gpus else rank
 
 
-def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_speaks: bool = True) -> Process:
+def init_distributed(
+    device: torch.device, timeout: timedelta = TIMEOUT, mute_other_ranks: bool = True
+) -> Process:
     """Joins the job's other processes, if it has any; a single process gets no process group.
 
     `timeout` is how long a collective waits for the others. `device` is this process's own. Of many processes only
-    the first keeps its standard output, where `one_speaks`.
+    the first keeps its standard output, where `mute_other_ranks`.
     """
-    end_with_launcher()
+    exit_with_launcher()
     process = this_process()
     report_uncaught()
     if process.world_size == 1:
@@ -106,9 +108,9 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_spe
                 "with --nproc or torchrun, or set it to the first process's"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
-        stay_on_loopback()
+        use_loopback_interface()
     else:
-        stay_on_network(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        use_network_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     options = dict(
         store=open_store(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
     )
@@ -123,7 +125,7 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_spe
     if path := os.environ.get(CONNECTED_FILE):
         with open(path, "ab", buffering=0) as file:
             file.write(b".")
-    if one_speaks and not process.is_first:
+    if mute_other_ranks and not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
 
@@ -150,7 +152,7 @@ def open_store(process: Process, timeout: timedelta) -> dist.Store:
         if process.is_first:
             store = _hold_store(host, port, timeout)
         else:
-            store = join_store(host, port, timeout, timeout.total_seconds())
+            store = connect_store(host, port, timeout, timeout.total_seconds())
         return dist.PrefixStore("only", store)
     store = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     made_up = uuid.uuid4().hex
@@ -165,7 +167,7 @@ def open_store(process: Process, timeout: timedelta) -> dist.Store:
 
 def _hold_store(host: str, port: int, timeout: timedelta) -> dist.Store:
     try:
-        return hold_store(host, port, timeout)
+        return serve_store(host, port, timeout)
     except OSError as error:
         raise ConfigError(
             f"rank 0 cannot listen at port {port} for the other ranks ({error.strerror}); set MASTER_PORT to a port "

@@ -21,7 +21,7 @@ from types import TracebackType
 
 from megalith.errors import ConfigError
 from megalith.io import make_folder, open_file
-from megalith.remote import StorePath, is_inside, is_url, place
+from megalith.remote import StorePath, is_inside, is_url, open_location
 
 LOCK_NAME = ".lock"
 
@@ -116,7 +116,7 @@ def _close_in_forked_children(lock: OutputLock) -> None:
     os.register_at_fork(after_in_child=forget)
 
 
-def lock_of(output: Path | StorePath) -> contextlib.AbstractContextManager:
+def lock_output(output: Path | StorePath) -> contextlib.AbstractContextManager:
     """The lock of a folder. An object store has none: there nothing guards two jobs from each other."""
     return contextlib.nullcontext() if isinstance(output, StorePath) else OutputLock(output)
 
@@ -173,8 +173,8 @@ def check_output_dir(
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"train.output_dir is {folder}, which is a file; name a folder")
-    folders = [folder] + ([] if save is None else [place(save)])
-    if load is not None and any(is_inside(place(load), own) for own in folders):
+    folders = [folder] + ([] if save is None else [open_location(save)])
+    if load is not None and any(is_inside(open_location(load), own) for own in folders):
         return
     for own in folders:
         if found := _traces_of_a_run(own):

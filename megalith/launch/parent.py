@@ -12,7 +12,7 @@ LAUNCHER = "MEGALITH_LAUNCHER"  # the launcher's process id
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def end_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """For a rank to call first thing: when its launcher is gone, or goes, so is this process.
 
     The kernel sees to it from here on (on Linux; elsewhere the hang watch does, once it runs). A launcher that was gone
@@ -27,7 +27,7 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def started_at(pid: int) -> int | None:
+def process_start_time(pid: int) -> int | None:
     """When the system started a process, in ticks since its boot; None where it does not tell (Linux does)."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

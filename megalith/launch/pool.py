@@ -124,11 +124,11 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        from megalith.launch.meeting import hold_store
+        from megalith.launch.rendezvous import serve_store
 
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)
-        self._store = hold_store()
+        self._store = serve_store()
         for _ in range(self.size):
             ours, theirs = processes.Pipe()
             process = processes.Process(target=_work, args=(theirs,), daemon=True)
@@ -195,12 +195,12 @@ def _run_job(
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
 
-    from megalith.launch.meeting import LOOPBACK, stay_on_loopback
+    from megalith.launch.rendezvous import LOOPBACK, use_loopback_interface
 
     faulthandler.dump_traceback_later(timeout)
     try:
         function, args = pickle.loads(job)
-        stay_on_loopback()
+        use_loopback_interface()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         _stay_on_a_core(rank, size)
         store = dist.PrefixStore(f"job {number}", dist.TCPStore(LOOPBACK, port))

@@ -21,9 +21,9 @@ from megalith.config import RunConfig
 from megalith.errors import MegalithError
 from megalith.io import make_subfolder, open_file, replace_file
 from megalith.launch.lock import OutputLock, check_output_dir, refused
-from megalith.launch.meeting import JOB
-from megalith.launch.parent import boot_id, started_at
-from megalith.remote import StorePath, place
+from megalith.launch.parent import boot_id, process_start_time
+from megalith.launch.rendezvous import JOB
+from megalith.remote import StorePath, open_location
 from megalith.small_files import read_small_file
 
 MARK = ".job"
@@ -52,7 +52,7 @@ def this_attempt() -> Attempt:
 
 def _named(run_id: str, launcher: int) -> str:
     """A name that no other launcher has: run ids, host names and process ids repeat, in containers above all."""
-    return f"{run_id} {socket.gethostname()} {boot_id()} {launcher} {started_at(launcher)}"
+    return f"{run_id} {socket.gethostname()} {boot_id()} {launcher} {process_start_time(launcher)}"
 
 
 def pause(attempt: Attempt) -> float:
@@ -61,12 +61,12 @@ def pause(attempt: Attempt) -> float:
 
 
 @contextmanager
-def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
+def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
     """The output folder, for this run alone; True where an earlier attempt of the same job has saved there.
 
     Rank 0 calls it. Raises ConfigError where another job has the folder, or has left a run in it.
     """
-    output, saved = Path(config.train.output_dir), place(config.run_folder)
+    output, saved = Path(config.train.output_dir), open_location(config.run_folder)
     with OutputLock(output):
         if _is_marked(output, attempt):
             with refused(saved):  # no clock is asked: it may have been set back
@@ -112,7 +112,7 @@ def _has_begun(output: Path) -> bool:
 
 
 @contextmanager
-def failures_kept(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
+def record_failures(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
     """Writes down what ends a run that has begun. The first attempt's file tells what a crash loop came from."""
     try:
         yield

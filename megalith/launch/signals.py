@@ -27,36 +27,36 @@ MEETING = "before the processes of the run had found each other"
 ONE_WISH = 1.0  # seconds in which the same signal counts once: a launcher and its scheduler may both send it
 
 
-def heeded() -> list[signal.Signals]:
+def handled_stop_signals() -> list[signal.Signals]:
     """The stop signals that this process was not told to ignore: under `nohup` it outlives its terminal."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopSignals:
-    """In its `with`, `asked` is the first stop signal that came, None before. Elsewhere than in the main thread
+    """In its `with`, `received` is the first stop signal that came, None before. Elsewhere than in the main thread
     signals stay what they were: Python takes them there only. One that `announces` says on stderr what it took, and
     whether the run `saves` then."""
 
     def __init__(self, announces: bool = True, saves: bool = True) -> None:
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._announces, self._saves = announces, saves
         self._came: dict[int, float] = {}  # when each signal came first
         self._obeyed: float | None = None
         self._meeting = False
 
     @contextmanager
-    def while_meeting(self) -> Iterator[None]:
+    def during_rendezvous(self) -> Iterator[None]:
         """In it, while the processes of the run find each other, a signal ends this one at once: those that it waits
         for may never come, and there is no step yet whose end could be the run's."""
         self._meeting = True
-        if self.asked is not None:
-            _leave(self.asked, f"{self.asked.name} {MEETING}")
+        if self.received is not None:
+            _leave(self.received, f"{self.received.name} {MEETING}")
         try:
             yield
         finally:
             self._meeting = False
 
-    def obey(self) -> None:
+    def acknowledge(self) -> None:
         """To be called by the loop when it has seen that it is to end: what comes from now on is another wish."""
         self._obeyed = self._obeyed or time.monotonic()
 
@@ -65,7 +65,7 @@ class StopSignals:
         if self._listening:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
-            self._handlers = {number: signal.signal(number, _note) for number in heeded()}
+            self._handlers = {number: signal.signal(number, _note) for number in handled_stop_signals()}
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
             self._thread.start()
@@ -94,7 +94,7 @@ class StopSignals:
         now = time.monotonic()
         is_new = number not in self._came
         first = self._came.setdefault(number, now)
-        self.asked = self.asked or number
+        self.received = self.received or number
         if is_new and self._announces:
             again = "; again: at once" if number is signal.SIGINT else ""
             print(

@@ -43,7 +43,7 @@ class Stops:
         self._limits, self._world, self._signals = limits, world, signals
         self._started = time.monotonic()
         self._answer: Tensor | None = None
-        self.hurry: str | None = None
+        self.stop_reason: str | None = None
         """The signal, or the minutes, that the run is to end for now: a key of EXIT_CODES, the same on every rank."""
 
     def before_work(self) -> None:
@@ -51,13 +51,13 @@ class Stops:
             self._answer = begin_all_reduce(torch.tensor([self._wish()]), self._world, "max")
 
     def after_work(self) -> str | None:
-        """`hurry` as it is now."""
+        """`stop_reason` as it is now."""
         wish = self._wish() if self._world.size == 1 else int(wait(self._answer))
-        if wish and self.hurry is None:
-            self.hurry = WISHES[wish]
+        if wish and self.stop_reason is None:
+            self.stop_reason = WISHES[wish]
             if self._signals is not None:
-                self._signals.obey()
-        return self.hurry
+                self._signals.acknowledge()
+        return self.stop_reason
 
     def after_step(self, step: int) -> str | None:
         """`after_work`, and why the run ends after `step`: a key of EXIT_CODES, or None; the same on every rank."""
@@ -65,8 +65,8 @@ class Stops:
         return self.after_work() or ("exit_interval" if interval and step % interval == 0 else None)
 
     def _wish(self) -> int:
-        if self._signals is not None and self._signals.asked is not None:
-            return WISHES.index(self._signals.asked.name)
+        if self._signals is not None and self._signals.received is not None:
+            return WISHES.index(self._signals.received.name)
         minutes = self._limits.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._started > 60 * minutes
         return int(over)

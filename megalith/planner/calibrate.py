@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalith.hardware import GIGA, TERA, device_kind
+from megalith.hardware import GIGA, TERA, local_device_info
 from megalith.planner.rates import WIRING, Rates, Wiring
 from megalith.planner.topology import NVLINK, PCIE
 from megalith.progress import Progress
@@ -56,7 +56,7 @@ def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool 
 
 
 def _measured(bench: _Bench) -> Rates:
-    device, kind = bench.device, device_kind(bench.device)
+    device, kind = bench.device, local_device_info(bench.device)
     matmuls = {"bf16": [[*shape, bench.gemm(*shape)] for shape in bench.small(GEMMS)]}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         matmuls["fp8"] = [[*shape, bench.fp8_gemm(*shape)] for shape in GEMMS]

@@ -19,7 +19,7 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError, nearest_of
-from megalith.hardware import GIGA, KNOWN_DEVICES, TERA, Datasheet, device_info
+from megalith.hardware import DATASHEETS, GIGA, TERA, Datasheet, device_info
 from megalith.planner.topology import NVLINK, PCIE
 
 NETWORK = "network"
@@ -283,7 +283,7 @@ def _short(name: str) -> str:
 
 def _by_ratio(table: Rates, name: str) -> Rates:
     """Another chip's rates: GEMMs and attention by its peak, memory by its bandwidth, links by NVLink's."""
-    here, there = KNOWN_DEVICES[table.device], KNOWN_DEVICES[name]
+    here, there = DATASHEETS[table.device], DATASHEETS[name]
     wiring, own = WIRING[name], table.wiring
     compute = _peak(there) / _peak(here)
     matmuls = {"bf16": [[*row[:3], row[3] * compute] for row in table.matmuls["bf16"]]}

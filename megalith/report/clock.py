@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import torch
 
-from megalith.launch.parent import started_at
+from megalith.launch.parent import process_start_time
 
 
 def process_age() -> float | None:
     """Seconds since the system started this process; None where it does not tell."""
-    started = started_at(os.getpid())
+    started = process_start_time(os.getpid())
     if started is None:
         return None
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

@@ -77,7 +77,7 @@ def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None)
     interval, own = log.log_interval, log.console == "auto"
     if stream.isatty() and own:
         console = Console(file=stream, force_terminal=True)
-        if progress.takes_live_line(console):
+        if progress.supports_live_line(console):
             return LiveConsole(total_steps, interval, console)
     return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=own)
 

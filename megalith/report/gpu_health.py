@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis, gather_json
-from megalith.hardware import KNOWN_DEVICES, device_kind
+from megalith.hardware import DATASHEETS, local_device_info
 from megalith.launch.pool import Pool, RankFailed
 from megalith.planner.topology import NVLINK, read_links
 from megalith.report.doctor import BAD, GOOD, WARN, Check, driver_check, graded
@@ -232,7 +232,7 @@ def device_checks(timeout: float = 300.0, measured: bool = True) -> Iterator[Che
     if not torch.cuda.is_available():
         built = "torch is built for CPUs" if torch.version.cuda is None else "torch sees no CUDA device"
         do = "a GPU machine: look at nvidia-smi, and install a CUDA build of torch"
-        yield Check("devices", GOOD, f"{device_kind('cpu').name}; {built}", do)
+        yield Check("devices", GOOD, f"{local_device_info('cpu').name}; {built}", do)
         if measured:
             yield gloo_check(timeout)
         return
@@ -272,7 +272,7 @@ def gpu_checks(number: int) -> Iterator[Check]:
     free, total = torch.cuda.mem_get_info(number)
     capability = f"{properties.major}.{properties.minor}"
     found = f"{properties.name}, {total / 1e9:.0f} GB, compute capability {capability}"
-    known = properties.name in KNOWN_DEVICES
+    known = properties.name in DATASHEETS
     yield graded(name, found, known, "its peak is not known: no MFU is reported, all else works")
     used = (total - free) / total
     do = "another process uses it: look at nvidia-smi, and start the run when it is gone"

@@ -35,7 +35,7 @@ from megalith.errors import DataError
 from megalith.io import open_file
 from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.progress import Progress
-from megalith.remote import StorePath, place, size_of
+from megalith.remote import StorePath, open_location, size_of
 from megalith.report.trackers import BALANCING_LOSSES, Sink
 from megalith.small_files import RefusedFile, read_small_file
 
@@ -222,7 +222,7 @@ def _dated(record: dict[str, Any]) -> str:
 
 def metrics_bytes(folders: Sequence[str | Path]) -> int:
     """What the metrics of these runs take."""
-    paths = [place(folder) / METRICS_FILE for folder in folders]
+    paths = [open_location(folder) / METRICS_FILE for folder in folders]
     return sum(size_of(path) for path in paths if path.is_file())
 
 
@@ -232,7 +232,7 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
     A last line that a crash tore is left out; any other line that is not one is a DataError naming it. `progress`
     counts the bytes.
     """
-    path = place(path)
+    path = open_location(path)
     if not path.is_file():
         return []
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megalith.io import replacing
+from megalith.io import atomic_path
 from megalith.planner.goodput import Goodput
 from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
 from megalith.planner.step_time import PARTS, caution
@@ -252,7 +252,7 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
             each.spines[side].set_visible(False)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
+    with atomic_path(path) as partial:
         FigureCanvasAgg(figure).print_png(str(partial))
     return path
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalith.errors import DataError
-from megalith.io import replacing
+from megalith.io import atomic_path
 from megalith.progress import Progress
 from megalith.remote import is_url
 from megalith.report.console import si
@@ -91,7 +91,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
         _style(axes, title)
     output = Path(output_png)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as partial:
+    with atomic_path(output) as partial:
         FigureCanvasAgg(figure).print_png(str(partial))
     return output
 

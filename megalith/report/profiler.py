@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megalith.config import LogConfig
-from megalith.io import make_subfolder, replace_file, replacing
+from megalith.io import atomic_path, make_subfolder, replace_file
 
 TABLE_ROWS = 40
 
@@ -74,7 +74,7 @@ class StepProfiler:
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         try:
             make_subfolder(self._folder)
-            with replacing(trace) as partial:
+            with atomic_path(trace) as partial:
                 profile.export_chrome_trace(str(partial))
             replace_file(table, profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
             written = f"{trace}, {table}"

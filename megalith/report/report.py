@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.errors import printable
-from megalith.hardware import device_kind
+from megalith.hardware import local_device_info
 from megalith.io import replace_file
 from megalith.launch.lock import refused
 from megalith.parallel.mesh import Mesh
@@ -118,7 +118,7 @@ def open_report(
         sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)
-    rows = print_summary(layout, device_kind(device))
+    rows = print_summary(layout, local_device_info(device))
     metrics.log_start(start_record(layout, [place.host for place in places], step, rows))
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
@@ -178,7 +178,7 @@ class Report:
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
         self._flops = flops_by_length(config)
-        self._peak = device_kind(device).peak(config.train.peak_dtype)
+        self._peak = local_device_info(device).peak(config.train.peak_dtype)
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, install_line
-from megalith.io import make_folder, make_subfolder, refuse_link, replace_file
+from megalith.io import make_folder, make_subfolder, reject_symlink, replace_file
 from megalith.small_files import read_optional_file
 
 BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
@@ -217,7 +217,7 @@ class WandbSink:
 
 def _identity(path: Path) -> str:
     """The run's id at W&B, made where the file has none: it may be absent, or what a crash has left of it."""
-    refuse_link(path)
+    reject_symlink(path)
     found = (read_optional_file(path, path.parent, largest=4096) or b"").decode(errors="replace").strip()
     if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
         found = uuid.uuid4().hex[:12]

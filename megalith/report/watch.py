@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.errors import printable
-from megalith.remote import StorePath, modified, place
+from megalith.remote import StorePath, modified, open_location
 from megalith.report.console import si
 from megalith.report.metrics import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from megalith.report.page.charts import sparkline
@@ -57,7 +57,7 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Shows the runs until all have ended, anew every `interval` seconds; once where `once`."""
-    runs = dict(zip(run_names(folders), map(place, folders)))
+    runs = dict(zip(run_names(folders), map(open_location, folders)))
     if once:
         console.print(_screen(runs, console.width)[0])
         return

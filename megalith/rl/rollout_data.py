@@ -29,7 +29,7 @@ from megalith.config import RlConfig, RunConfig
 from megalith.data.batch import document_ends
 from megalith.errors import DataError
 from megalith.parallel.pipeline.stages import padded_micro_batches
-from megalith.remote import place
+from megalith.remote import open_location
 from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch, entropy_weight
@@ -477,7 +477,7 @@ def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, floa
 def _identity(path: str) -> dict[str, int | str]:
     """As a DataRecord has it, which counts an index of no bytes."""
     digest, size = hashlib.sha256(), 0
-    with place(path).open("rb") as file:
+    with open_location(path).open("rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
             size += len(piece)

@@ -30,7 +30,7 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.data.preprocessing.jsonl import read_blocks
 from megalith.errors import DataError
 from megalith.io import atomic_file
-from megalith.remote import place
+from megalith.remote import open_location
 
 FORMAT, VERSION = "megalith-rollouts", 1
 COMPRESS = {".zst": zstandard.compress, ".gz": gzip.compress}
@@ -385,7 +385,7 @@ class _Reader:
 
 def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers from 1; blank ones are left out."""
-    for block in read_blocks(place(str(path)), MAX_LINE_BYTES):
+    for block in read_blocks(open_location(str(path)), MAX_LINE_BYTES):
         for number, line in enumerate(block.data.split(b"\n"), block.first_line):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(

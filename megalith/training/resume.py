@@ -28,7 +28,7 @@ from megalith.config.train import BatchSizeSchedule
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
-from megalith.remote import StorePath, is_inside, place
+from megalith.remote import StorePath, is_inside, open_location
 from megalith.training.build import vocabulary_rows
 from megalith.training.run_state import Run
 from megalith.training.skipped_steps import SkippedSteps
@@ -143,14 +143,14 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    return fitting(_open(run, place(settings.load), settings.load_optim), run.config, run.tokenizer)
+    return fitting(_open(run, open_location(settings.load), settings.load_optim), run.config, run.tokenizer)
 
 
 def fitting(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
     """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
-    load, output = place(config.checkpoint.load), place(config.run_folder)
+    load, output = open_location(config.checkpoint.load), open_location(config.run_folder)
     if checkpoint is None:
         if not is_inside(load, output):
             raise CheckpointError(
@@ -212,7 +212,7 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
     for path in together(run.mesh.world, candidates)[0] or []:
         try:
-            return _open(run, place(path), with_optimizer=True)
+            return _open(run, open_location(path), with_optimizer=True)
         except CheckpointError as error:
             run.log(str(error))
     return None

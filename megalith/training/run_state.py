@@ -24,7 +24,7 @@ from megalith.models.loss import CrossEntropy, Loss
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.fp8_counts import counted, counters
 from megalith.parallel.mesh import Mesh
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
@@ -99,7 +99,7 @@ class Run:
         """With the initial weights; `load_run` (resume.py) puts it where a checkpoint stands."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
-        self.saves = place(config.run_folder) / CHECKPOINTS
+        self.saves = open_location(config.run_folder) / CHECKPOINTS
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.task = task or Task()
@@ -268,7 +268,7 @@ class Run:
                 self._write_tracker(saved.moment[0])
 
     def _write_tracker(self, step: int) -> None:
-        tracker = place(self.config.run_folder) / MEGATRON_TRACKER
+        tracker = open_location(self.config.run_folder) / MEGATRON_TRACKER
         try:
             tracker.write(str(step)) if isinstance(tracker, StorePath) else replace_file(tracker, str(step))
         except OSError as error:

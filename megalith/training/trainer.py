@@ -20,10 +20,10 @@ from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
 from megalith.errors import ConfigError, printable
-from megalith.launch.hang_watch import open_watch
-from megalith.launch.heartbeat import Heartbeat, longer
+from megalith.launch.hang_watch import open_hang_watch
+from megalith.launch.heartbeat import Heartbeat, collective_timeout
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
-from megalith.launch.restart import claimed, failures_kept, pause, this_attempt
+from megalith.launch.restart import locked_output_dir, pause, record_failures, this_attempt
 from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
@@ -83,11 +83,11 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     with (
         lasting_streams() if process.is_first else nullcontext(),
         StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
-        claimed(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
-        failures_kept(output, attempt, process.rank),
+        locked_output_dir(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
+        record_failures(output, attempt, process.rank),
     ):
-        with signals.while_meeting() if process.world_size > 1 else nullcontext():
-            init_distributed(device, longer(timeout))
+        with signals.during_rendezvous() if process.world_size > 1 else nullcontext():
+            init_distributed(device, collective_timeout(timeout))
         machine = machine_of(config, device)
         if process.is_first and task is None:
             notes += micro_batch_notes(config, process.world_size, machine)
@@ -107,7 +107,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         run, heartbeat = None, Heartbeat(mesh, timeout)
         starting.mark("settings and processes")
         try:
-            with open_watch(heartbeat, process, timeout, output):
+            with open_hang_watch(heartbeat, process, timeout, output):
                 run = Run(config, tokenizer, mesh, device, task)
                 trainer = Trainer(run, heartbeat, signals, starting, notes)
                 result = trainer.train()
@@ -221,7 +221,7 @@ class Trainer:
         """Trains from where the run stands. Returns why it ended; None when it stands at an earlier step now."""
         run, report = self.run, self.report
         with run.data.train_loader(run.step, run.consumed_samples, run.device, run.left_out) as batches:
-            self.heartbeat.settle("training")
+            self.heartbeat.end_long("training")
             while run.step < run.total_steps:
                 self.heartbeat.beat(run.step + 1, "training")
                 self.stops.before_work()
@@ -232,9 +232,9 @@ class Trainer:
                     report.flush()  # what is saved has been judged
                 if self.faults.look_after():
                     return None
-                if self.stops.hurry is None:
+                if self.stops.stop_reason is None:
                     self._between_steps()
-                if (stop := self.stops.hurry or stop) and run.step < run.total_steps:
+                if (stop := self.stops.stop_reason or stop) and run.step < run.total_steps:
                     return stop
         return "train_iters"
 
@@ -303,7 +303,7 @@ class Trainer:
             if run.mesh.world.rank == 0:
                 print(megatron_evaluation_line(run.step, losses[-1], f" on {name} set", figures), flush=True)
         self.validation_loss, self.test_loss = losses
-        return self._result(self.loaded_from, self.stops.hurry or "train_iters", None)
+        return self._result(self.loaded_from, self.stops.stop_reason or "train_iters", None)
 
     def evaluate(self) -> None:
         """The mean loss over the evaluation's tokens, or what else the weights are judged by, reported and kept."""
@@ -317,7 +317,7 @@ class Trainer:
 
     def _judged(self) -> dict[str, float] | None:
         """As the task's; None also where a stop signal breaks it off."""
-        if not self.config.train.eval_iters or self.stops.hurry:
+        if not self.config.train.eval_iters or self.stops.stop_reason:
             return None
         step, parts = self.run.step, 0
 
@@ -336,7 +336,7 @@ class Trainer:
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
         """As the run's; None also where a stop signal breaks it off."""
         step, total = self.run.step, self.config.train.eval_iters
-        if dataset is None or not total or self.stops.hurry:
+        if dataset is None or not total or self.stops.stop_reason:
             return None
 
         def before(done: int) -> None:

@@ -8,7 +8,7 @@ from s3_job import read_again_behind_a_fork, s3_config, train_and_save
 
 from megalith.checkpoint import list_steps, open_checkpoint, open_existing
 from megalith.errors import CheckpointError
-from megalith.remote import _store, place
+from megalith.remote import _store, open_location
 
 pytest.importorskip("s3fs", reason="pip install 'megalith[test]'")
 server = pytest.importorskip("moto.server", reason="pip install 'megalith[test]'")
@@ -36,7 +36,7 @@ def environment():
 def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, pool, corpus, tmp_path):
     url, here = "s3://bucket/runs/gpt", tmp_path / "here"
     for ending in (".bin", ".idx"):
-        place(f"s3://bucket/corpus{ending}").send(place(corpus + ending))
+        open_location(f"s3://bucket/corpus{ending}").send(open_location(corpus + ending))
     tp, pp = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 
     def job(layout: dict, until: int, **checkpoint: object) -> tuple[list[float], list[str], str]:
@@ -48,8 +48,8 @@ def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, poo
     assert failure == "" and len(told) == 2 and f"saved {url}/checkpoints/step_00000002" in told[-1]
     more, told, failure = job(pp, 4, save=url, load=url, keep_last=1)
     assert failure == "" and losses + more == pytest.approx(straight, rel=1e-5)
-    assert list(list_steps(place(url) / "checkpoints")) == [4]
-    assert (place(url) / "checkpoints" / "latest").read_bytes() == b"step_00000004\n"
+    assert list(list_steps(open_location(url) / "checkpoints")) == [4]
+    assert (open_location(url) / "checkpoints" / "latest").read_bytes() == b"step_00000004\n"
     ours = open_existing(url)
     (model,) = [name for name in ours.folder.sizes() if "model-00000" in name]
     content = (ours.folder / model).read_bytes()
@@ -63,7 +63,7 @@ def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, poo
 def test_a_dataset_that_was_read_before_a_fork_is_read_behind_it(environment, pool, corpus):
     """As torch's DataLoader does it: the child has the parent's object, and none of its connections' threads."""
     for ending in (".bin", ".idx"):
-        place(f"s3://bucket/forked{ending}").send(place(corpus + ending))
+        open_location(f"s3://bucket/forked{ending}").send(open_location(corpus + ending))
     assert pool.run(read_again_behind_a_fork, environment, "s3://bucket/forked", corpus, size=1) == [0]
 
 
@@ -89,7 +89,7 @@ def test_credentials_a_bucket_or_a_server_that_are_not_there_are_a_sentence(
             with pytest.raises(
                 CheckpointError, match=rf"could not be saved: {told}.*look at the bucket, its cred"
             ):
-                run.save(place(url))
+                run.save(open_location(url))
             if changed:
                 with pytest.raises(CheckpointError, match=rf"{url} cannot be fetched: {told}"):
                     open_checkpoint(url)

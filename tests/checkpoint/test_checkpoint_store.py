@@ -19,7 +19,7 @@ from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.io import make_folder
 from megalith.launch.lock import OutputLock
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 
 def empty_memory() -> None:
@@ -34,7 +34,7 @@ def store(tmp_path, monkeypatch):
     empty_memory()
     make_folder(tmp_path / "fetched")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "fetched"))
-    yield place("memory://bucket/run")
+    yield open_location("memory://bucket/run")
     empty_memory()
 
 
@@ -251,7 +251,7 @@ def test_what_is_not_installed_or_not_known_is_told_with_the_way_out(monkeypatch
 
 
 def test_a_file_url_is_a_folder_like_any_other(tiny_run, tmp_path):
-    tiny_run().train(1).save(place(f"file://{tmp_path}/a%20run"))
+    tiny_run().train(1).save(open_location(f"file://{tmp_path}/a%20run"))
     assert open_checkpoint(f"file://{tmp_path}/a%20run").folder.parent.parent == tmp_path / "a run"
     assert (tmp_path / "a run" / "checkpoints" / "step_00000001" / "manifest.json").is_file()
 

@@ -13,7 +13,7 @@ from megalith.data.blend import build_datasets
 from megalith.data.idx_format import HEADER, MAGIC
 from megalith.data.indexed import IndexedDataset, IndexedWriter, merge
 from megalith.errors import DataError
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def bucket():
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
-    yield place("memory://data")
+    yield open_location("memory://data")
     memory.store.clear()
 
 
@@ -29,7 +29,7 @@ def bucket():
 def copied(bucket, corpus):
     """The corpus's two files in the store; the prefix there."""
     for ending in ("bin", "idx"):
-        (bucket / f"corpus.{ending}").send(place(f"{corpus}.{ending}"))
+        (bucket / f"corpus.{ending}").send(open_location(f"{corpus}.{ending}"))
     return f"{bucket}/corpus"
 
 

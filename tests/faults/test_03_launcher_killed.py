@@ -41,7 +41,7 @@ def test_a_launcher_killed_while_its_ranks_start_leaves_none_behind(tmp_path):
 
 def test_a_rank_whose_launcher_is_gone_before_its_first_line_ends():
     """The parent of this process is alive, and is not the one that the environment names."""
-    command = "import os; from megalith.launch.parent import *; end_with_launcher(); print(os.environ.get(LAUNCHER))"
+    command = "import os; from megalith.launch.parent import *; exit_with_launcher(); print(os.environ.get(LAUNCHER))"
     for launcher, code, said in ((os.getpid(), 0, "None\n"), (1, 1, "")):
         environment = {**os.environ, "MEGALITH_LAUNCHER": str(launcher)}
         words = [sys.executable, "-c", command]

@@ -17,8 +17,8 @@ from ranks import Ranks, launch, saved, steps, until, words, workers_of
 import megalith.training.trainer
 from megalith.errors import TrainingError
 from megalith.launch import hang_watch
-from megalith.launch.hang_watch import Sign, tell_hang
-from megalith.launch.heartbeat import longer
+from megalith.launch.hang_watch import Sign, hang_message
+from megalith.launch.heartbeat import collective_timeout
 from megalith.training.run_state import Run
 
 TIMEOUT = 4.0  # seconds
@@ -37,7 +37,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     until(lambda: len(steps(output)) >= 100, "step 100")  # the watch has looked several times
     running.send(signal.SIGSTOP, [1])
     stopped = time.monotonic()
-    running.processes[0].join(longer(timedelta(seconds=TIMEOUT)).total_seconds())
+    running.processes[0].join(collective_timeout(timedelta(seconds=TIMEOUT)).total_seconds())
     took = time.monotonic() - stopped
     running.kill()
     assert running.processes[0].exitcode == 6  # by the watch, before a collective's own time-out
@@ -74,10 +74,10 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
 
 def lose_the_store(rank: int) -> None:
     """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
-    inner = megalith.training.trainer.open_watch
+    inner = megalith.training.trainer.open_hang_watch
     hang_watch.STORE_PATIENCE = 2.0
 
-    def open_watch(heartbeat, process, *rest):
+    def open_hang_watch(heartbeat, process, *rest):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         with contextlib.suppress(ConnectionError):
@@ -86,7 +86,7 @@ def lose_the_store(rank: int) -> None:
                 time.sleep(0.02)
         return inner(heartbeat, process, *rest)
 
-    megalith.training.trainer.open_watch = open_watch
+    megalith.training.trainer.open_hang_watch = open_hang_watch
 
 
 def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):
@@ -128,7 +128,7 @@ def test_the_rank_that_differs_from_most_comes_first():
     waiting = f"all_reduce number 31 of default_pg, called from valid_tokens ({place})"
     signs = {rank: Sign(9, 7, "training", waiting) for rank in range(4)}
     signs[2] = Sign(9, 7, "training", waiting.replace("31", "30"))
-    text = tell_hang(signs, {3}, 5, 600.0)
+    text = hang_message(signs, {3}, 5, 600.0)
     assert (
         text.index("rank 3 does not answer") < text.index("rank 2: step 7") < text.index("ranks 0, 1: step 7")
     )

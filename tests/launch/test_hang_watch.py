@@ -12,7 +12,7 @@ from megalith.checkpoint.saver import PATIENCE, Saver
 from megalith.config import ParallelConfig
 from megalith.launch import hang_watch
 from megalith.launch.hang_watch import LISTENING_LOOKS, HangWatch
-from megalith.launch.heartbeat import Heartbeat, longer
+from megalith.launch.heartbeat import Heartbeat, collective_timeout
 from megalith.parallel.context.context_parallel import _levels
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.links import Links
@@ -90,7 +90,7 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
     _levels(build_mesh(ParallelConfig(context_parallel_size=4), 4, "cpu").cp, "a2a+p2p", [2, 2])
     Links(build_mesh(ParallelConfig(pipeline_model_parallel_size=4), 4, "cpu").pp, 1)
     background = Saver("unused", mesh.world, background=True)._world.group
-    Heartbeat(mesh, timedelta(minutes=3)).settle("training")
+    Heartbeat(mesh, timedelta(minutes=3)).end_long("training")
 
     def timeout(group) -> timedelta:
         return group._get_backend(torch.device("cpu")).options._timeout
@@ -103,7 +103,7 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
 
 
 def test_every_group_waits_as_long_as_the_main_one(pool):
-    assert pool.run(timeouts) == [({longer(timedelta(minutes=3))}, PATIENCE)] * pool.size
+    assert pool.run(timeouts) == [({collective_timeout(timedelta(minutes=3))}, PATIENCE)] * pool.size
 
 
 def test_foreign_bytes_in_the_store_neither_end_the_watch_nor_hide_a_hang(monkeypatch):

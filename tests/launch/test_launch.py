@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 from megalith.launch import failure
 from megalith.launch.failure import Failure
 from megalith.launch.launcher import Process, init_distributed, launch, this_process
-from megalith.launch.meeting import is_loopback
+from megalith.launch.rendezvous import is_loopback
 
 WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = """import sys

@@ -6,8 +6,8 @@ import pytest
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
-from megalith.launch.parent import started_at
-from megalith.launch.restart import Attempt, claimed, this_attempt
+from megalith.launch.parent import process_start_time
+from megalith.launch.restart import Attempt, locked_output_dir, this_attempt
 
 FIRST, SECOND = Attempt(0, "job host 1"), Attempt(1, "job host 1")
 
@@ -28,7 +28,7 @@ def save(tmp_path):
 def goes_on(output, attempt: Attempt) -> bool:
     """What an attempt is told; it then begins its run."""
     config = RunConfig.from_tree({"train": {"output_dir": str(output)}, "checkpoint": {"load": str(output)}})
-    with claimed(config, attempt) as told:
+    with locked_output_dir(config, attempt) as told:
         (output / "config.yaml").touch()
     return told
 
@@ -44,8 +44,8 @@ def test_a_mark_names_its_launcher_so_that_no_other_jobs_is_taken_for_it(tmp_pat
     """In containers the run id, the host's name and the launcher's process id repeat."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     ours = this_attempt()
-    assert ours == this_attempt() and started_at(os.getppid()) is not None
-    monkeypatch.setattr("megalith.launch.restart.started_at", lambda pid: 17)
+    assert ours == this_attempt() and process_start_time(os.getppid()) is not None
+    monkeypatch.setattr("megalith.launch.restart.process_start_time", lambda pid: 17)
     later = this_attempt()
     monkeypatch.setattr("megalith.launch.restart.boot_id", lambda: "another")
     assert len({ours.launcher, later.launcher, this_attempt().launcher}) == 3
@@ -53,7 +53,7 @@ def test_a_mark_names_its_launcher_so_that_no_other_jobs_is_taken_for_it(tmp_pat
     save(5, time=1000)
     assert goes_on(tmp_path, ours)
     config = RunConfig.from_tree({"train": {"output_dir": str(tmp_path)}})
-    with pytest.raises(ConfigError, match="holds another run"), claimed(config, later):
+    with pytest.raises(ConfigError, match="holds another run"), locked_output_dir(config, later):
         pass
 
 

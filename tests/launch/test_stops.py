@@ -12,8 +12,8 @@ import megalith.launch.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.launch.agent import Agent
 from megalith.launch.failure import CRASH_FILE
-from megalith.launch.meeting import CONNECTED_FILE
-from megalith.launch.signals import STOP_SIGNALS, StopSignals, heeded
+from megalith.launch.rendezvous import CONNECTED_FILE
+from megalith.launch.signals import STOP_SIGNALS, StopSignals, handled_stop_signals
 from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, WISHES, Stops
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import build_mesh
@@ -39,13 +39,13 @@ def test_exit_duration_is_in_minutes_and_counts_from_the_start(clock):
     clock.now += 119
     assert stops.after_step(1) is None
     clock.now += 2
-    assert stops.after_step(2) == stops.hurry == "exit_duration_in_mins"
+    assert stops.after_step(2) == stops.stop_reason == "exit_duration_in_mins"
 
 
 def test_an_exit_interval_is_no_hurry():
     stops = Stops(TrainConfig(exit_interval=3), ALONE)
     assert [stops.after_step(step) for step in (2, 3, 4)] == [None, "exit_interval", None]
-    assert stops.hurry is None
+    assert stops.stop_reason is None
 
 
 def test_every_signal_has_an_exit_code_and_a_place_among_the_wishes():
@@ -86,7 +86,7 @@ def test_a_second_sigterm_counts_only_when_the_loop_has_acted_on_the_first(take)
 
 def test_a_rank_that_stops_for_another_ones_signal_takes_its_own_first_for_the_same_wish(take):
     came = StopSignals()
-    came.obey()  # the ranks have agreed
+    came.acknowledge()  # the ranks have agreed
     take(came, signal.SIGTERM, later=3)
     take(came, signal.SIGTERM, later=3)
 
@@ -113,11 +113,11 @@ def test_a_second_sigusr1_or_sighup_changes_nothing(take, number, capsys):
 
 def test_a_signal_while_the_processes_find_each_other_ends_this_one_for_no_step_may_ever_come(take, capsys):
     came = StopSignals()
-    with pytest.raises(Left, match="143"), came.while_meeting():
+    with pytest.raises(Left, match="143"), came.during_rendezvous():
         take(came, signal.SIGTERM)
     assert "before the processes of the run had found each other" in capsys.readouterr().err
     take(came, signal.SIGTERM)  # they have: it is the first wish of a run that trains
-    with pytest.raises(Left, match="143"), came.while_meeting():
+    with pytest.raises(Left, match="143"), came.during_rendezvous():
         raise AssertionError("what was asked before counts too")
 
 
@@ -137,14 +137,14 @@ def handled(number, handler):
 
 def test_signals_are_heeded_and_what_nohup_has_a_process_ignore_stays_ignored(capsys):
     with handled(signal.SIGHUP, signal.SIG_IGN):
-        assert signal.SIGHUP not in heeded() and signal.SIGTERM in heeded()
+        assert signal.SIGHUP not in handled_stop_signals() and signal.SIGTERM in handled_stop_signals()
         with StopSignals() as came:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGUSR1)
-        assert came.asked is signal.SIGUSR1 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert came.received is signal.SIGUSR1 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with handled(signal.SIGHUP, signal.SIG_DFL), StopSignals() as came:
         os.kill(os.getpid(), signal.SIGHUP)
-    assert came.asked is signal.SIGHUP
+    assert came.received is signal.SIGHUP
 
 
 @pytest.mark.parametrize("heeds", [True, False], ids=["", "nohup"])

@@ -31,7 +31,7 @@ from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.progress import Progress
-from megalith.remote import place
+from megalith.remote import open_location
 
 FORMATS = ("torch_dist", "torch")
 VERSION = 3.0  # of how queries, keys and values stand in a matrix
@@ -97,14 +97,14 @@ def export_megatron(
     common = {"args": arguments, "checkpoint_version": VERSION, "iteration": exported.step}
     name = f"iter_{exported.step:07d}" if exported.step else "release"
     by_engine = transformer_impl == "transformer_engine"
-    with new_folder(place(out)) as folder, progress:
+    with new_folder(open_location(out)) as folder, progress:
         if ckpt_format == "torch_dist":
             common |= _optimizer(exported) if with_optimizer else {}
             write_torch_dist(folder / name, tensors, common, by_engine, with_optimizer)
         else:
             write_ranks(folder / name, tensors, common, by_engine, tp, pp)
         (folder / LATEST).write_text(str(exported.step or "release"))
-    return place(out) / name
+    return open_location(out) / name
 
 
 def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress: bool) -> _Exported:
@@ -301,7 +301,7 @@ def convert(
                 "Megatron's, no run of ours; give the folder that does"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
-        if not is_there(place(path)):
+        if not is_there(open_location(path)):
             raise CheckpointError(f"there is no folder {path}; check the path")
         raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
     if kind == target != "megatron":
@@ -312,7 +312,7 @@ def convert(
         return import_megatron(path, out, trust=trust) if kind == "megatron" else import_hf(path, out)
     if kind == "megalith":
         return export_hf(path, out).path
-    if is_there(place(out)):
+    if is_there(open_location(out)):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
     with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent) as between:
         import_megatron(path, f"{between}/run", trust=trust)

@@ -12,7 +12,7 @@ from megalith.data.chat.conversations import Record
 from megalith.data.doors import of_dataset
 from megalith.data.preprocessing.jsonl import expand_inputs, read_objects
 from megalith.errors import ConfigError, DataError
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 
 def chat_files(path: DataPath) -> list[Path | StorePath]:
@@ -92,10 +92,10 @@ def _package(name: str, path: Path | StorePath) -> Any:
 def _whole_json(path: Path | StorePath) -> list[Record] | None:
     """The entries of a file that is one JSON array; None: it is JSON Lines."""
     try:
-        with place(str(path)).open("rb") as file:
+        with open_location(str(path)).open("rb") as file:
             if file.read(1) != b"[":
                 return None
-        with place(str(path)).open("rb") as file:
+        with open_location(str(path)).open("rb") as file:
             entries = json.loads(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); correct the file") from error

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from megalith.errors import DataError
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 BLOCK_BYTES = 1 << 18
 MAX_LINE_BYTES = 32 << 20
@@ -89,7 +89,7 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path | StorePath]:
 
 
 def _matches(given: str) -> list[Path | StorePath]:
-    path = place(given)
+    path = open_location(given)
     if path.exists():
         return [path]
     return (

@@ -93,7 +93,9 @@ def join_processes(cpu: bool, timeout: timedelta) -> None:
     if joined:
         return
     if process.world_size > 1:
-        init_distributed(pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, one_speaks=False)
+        init_distributed(
+            pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, mute_other_ranks=False
+        )
     else:  # Accelerate broadcasts under Megatron, be it alone
         dist.init_process_group(
             "gloo" if cpu else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalith.errors import ConfigError, MegalithError, did_you_mean, printable
-from megalith.launch.parent import end_with_launcher
+from megalith.launch.parent import exit_with_launcher
 from megalith.report.streams import lasting_streams
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -66,7 +66,7 @@ class OwnOptions(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command of COMMANDS; without one's name `pretrain-gpt`. A MegalithError is printed as its sentence."""
-    end_with_launcher()
+    exit_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with lasting_streams():

@@ -16,7 +16,7 @@ from posixpath import normpath
 from megalith.config import RunConfig
 from megalith.data.tokenizers.hub import is_hub_name
 from megalith.errors import ConfigError
-from megalith.remote import is_inside, is_url, place
+from megalith.remote import is_inside, is_url, open_location
 
 PORT = 29500
 HUB_NAMES = ("data.tokenizer_model", "model.init_from")  # what the hub can have, too
@@ -142,7 +142,7 @@ def check_resumes(config: RunConfig) -> list[str]:
         )
     if load is None:
         return ["--checkpoint.load", str(own)]
-    if not is_inside(place(load), place(str(own))):
+    if not is_inside(open_location(load), open_location(str(own))):
         raise ConfigError(
             f"checkpoint.load is {load}, and this run saves in {own}: started again after a failure, it would begin "
             f"from {load} anew; give it as model.init_from, or copy it to {own}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from megalith.errors import DataError
 from megalith.io import replace_file
 from megalith.parallel.pipeline.schedules import Action, Kind
-from megalith.remote import StorePath, place
+from megalith.remote import StorePath, open_location
 
 TIMELINE_FILE = "pipeline.json"
 
@@ -64,7 +64,7 @@ def write_timeline(run: str | Path, timeline: Timeline) -> Path:
 
 def read_timeline(run: str | Path | StorePath) -> Timeline:
     """The timeline that a run left in its output folder. Raises DataError where there is none, or no whole one."""
-    path = place(run) / TIMELINE_FILE
+    path = open_location(run) / TIMELINE_FILE
     try:
         ranks = json.loads(path.read_bytes())["ranks"]
         timeline = timeline_of(ranks)

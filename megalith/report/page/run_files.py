@@ -20,7 +20,7 @@ from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import DataError, MegalithError
 from megalith.parallel.pipeline.timeline import Timeline, read_timeline
 from megalith.progress import Progress
-from megalith.remote import StorePath, place, size_of
+from megalith.remote import StorePath, open_location, size_of
 from megalith.report.metrics import (
     EVALUATIONS_FILE,
     EVENTS_FILE,
@@ -63,7 +63,7 @@ class RunFiles:
     @classmethod
     def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
         """Raises DataError for a folder without metrics. `progress` counts their bytes."""
-        where = place(folder)
+        where = open_location(folder)
         steps = read_records(where / METRICS_FILE, progress)
         if not steps:
             raise DataError(

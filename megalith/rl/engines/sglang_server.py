@@ -13,7 +13,7 @@ from typing import Any
 
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
-from megalith.launch.meeting import hold_store
+from megalith.launch.rendezvous import serve_store
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
@@ -97,7 +97,7 @@ class SglangServer(EngineServer):
             raise TrainingError(f"{self.http} failed at POST {path}: {at_path(answer, 'message')!s:.300}")
 
     def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
-        store = hold_store(address, 0, timedelta(seconds=timeout))
+        store = serve_store(address, 0, timedelta(seconds=timeout))
         name = self.group_name()
         meeting = address, store.port, backend, name
         return meeting, lambda: TorchGroup(backend, store, name, size, timeout)

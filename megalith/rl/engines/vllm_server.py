@@ -15,7 +15,7 @@ from typing import Any
 
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
-from megalith.launch.meeting import hold_store
+from megalith.launch.rendezvous import serve_store
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
@@ -143,7 +143,7 @@ class VllmServer(EngineServer):
         if backend == "nccl":
             port = free_port(address)
             return (address, port), lambda: VllmNcclGroup(address, port, size)
-        store = hold_store(address, 0, timedelta(seconds=timeout))
+        store = serve_store(address, 0, timedelta(seconds=timeout))
         return (address, store.port), lambda: TorchGroup(backend, store, GROUP, size, timeout)
 
     def open_memory(self, deadline: Deadline) -> None:

@@ -36,7 +36,7 @@ class LaunchSettings:
     """Of a rank that srun has started: what a launcher would have set in its environment."""
 
 
-def placement(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:
+def read_launch_settings(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:
     """From the environment; what the command line gives (`nproc`, `nnodes`) holds against it.
 
     Raises ConfigError where the two contradict, or where the environment has no numbers.
@@ -128,7 +128,7 @@ def _endpoint(environ: Mapping[str, str], address: str, port: str) -> str | None
 
 def _reachable(endpoint: str | None, environ: Mapping[str, str], rank: str) -> str | None:
     """The first pod may have `localhost` for its address, where the others have its name."""
-    from megalith.launch.meeting import is_loopback  # which imports torch: seconds
+    from megalith.launch.rendezvous import is_loopback  # which imports torch: seconds
 
     host, _, port = (endpoint or "").rpartition(":")
     if host and is_loopback(host) and environ.get(rank) == "0" and socket.gethostname() != host:

@@ -14,10 +14,10 @@ from forked import free_port
 from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.errors import ConfigError
-from megalith.launch import meeting
+from megalith.launch import rendezvous
 from megalith.launch.agent import OneMachine, SeveralMachines, id_of
 from megalith.launch.launcher import init_distributed
-from megalith.launch.meeting import PeerWatch, hold_store, is_here, join_store
+from megalith.launch.rendezvous import PeerWatch, connect_store, is_this_host, serve_store
 
 MINUTE = timedelta(minutes=1)
 
@@ -32,9 +32,9 @@ def port() -> Iterator[int]:
 def test_a_store_on_loopback_listens_there_alone():
     before = listening(os.getpid())
     for host in ("127.0.0.1", "localhost"):
-        store = hold_store(host)
+        store = serve_store(host)
         assert sorted(listening(os.getpid())) == sorted([*before, "127.0.0.1"])
-        join_store(host, store.port, MINUTE).set("key", "value")
+        connect_store(host, store.port, MINUTE).set("key", "value")
         assert store.get("key") == b"value"
         del store
     assert listening(os.getpid()) == before
@@ -50,18 +50,18 @@ def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
 
 
 def test_a_port_that_says_nothing_is_no_rendezvous(port, monkeypatch):
-    monkeypatch.setattr(meeting, "ANSWER_PATIENCE", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER_PATIENCE", 0.5)
     with pytest.raises(ConfigError, match=f"what listens at 127.0.0.1:{port} is no rendezvous"):
-        join_store("127.0.0.1", port, MINUTE)
+        connect_store("127.0.0.1", port, MINUTE)
 
 
 def test_the_longest_that_a_wrong_port_takes_is_20_seconds():
-    assert 2 * meeting.ANSWER_PATIENCE <= 20
+    assert 2 * rendezvous.ANSWER_PATIENCE <= 20
 
 
 @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
 def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monkeypatch):
-    monkeypatch.setattr(meeting, "ANSWER_PATIENCE", 100.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_PATIENCE", 100.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -74,7 +74,7 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monke
         threading.Thread(target=answer, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(ConfigError, match="is no rendezvous"):
-            join_store("127.0.0.1", server.getsockname()[1], MINUTE)
+            connect_store("127.0.0.1", server.getsockname()[1], MINUTE)
         assert time.monotonic() - began < 50
 
 
@@ -82,16 +82,16 @@ def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(ConfigError, match=r"nothing has come to listen at 127.0.0.1"):
-            join_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
+            connect_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
 
 
 def test_who_waits_for_a_listener_is_told_so_once(monkeypatch, capsys):
-    monkeypatch.setattr(meeting, "TELL_AFTER", 0.0)
+    monkeypatch.setattr(rendezvous, "TELL_AFTER", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(ConfigError):
-            join_store("127.0.0.1", port, MINUTE, patience=0.5)
+            connect_store("127.0.0.1", port, MINUTE, patience=0.5)
     told = capsys.readouterr().err
     assert told.count(f"nothing answers at 127.0.0.1:{port} yet") == 1
     assert f"megalith doctor --reach 127.0.0.1:{port}" in told
@@ -100,18 +100,18 @@ def test_who_waits_for_a_listener_is_told_so_once(monkeypatch, capsys):
 @pytest.mark.parametrize(("own", "taken"), [("127.0.1.1", "eth7"), ("192.0.2.5", None)])
 def test_gloo_leaves_loopback_where_the_machines_own_name_is_there(monkeypatch, own, taken):
     where = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))
-    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *args, **options: [where])
-    monkeypatch.setattr(meeting, "address_towards", lambda host, port: "192.0.2.5")
-    monkeypatch.setattr(meeting, "_interface_of", {"192.0.2.5": "eth7"}.get)
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *args, **options: [where])
+    monkeypatch.setattr(rendezvous, "address_towards", lambda host, port: "192.0.2.5")
+    monkeypatch.setattr(rendezvous, "_interface_of", {"192.0.2.5": "eth7"}.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be as it was afterwards")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    meeting.stay_on_network("192.0.2.1", 1)
+    rendezvous.use_network_interface("192.0.2.1", 1)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == taken
 
 
 def test_an_interface_is_found_by_its_address():
-    assert meeting._interface_of("127.0.0.1") == LOOPBACK_INTERFACE
-    assert meeting._interface_of("192.0.2.77") is None
+    assert rendezvous._interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+    assert rendezvous._interface_of("192.0.2.77") is None
 
 
 def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
@@ -149,14 +149,14 @@ def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, mon
 @pytest.fixture
 def watches(tmp_path, monkeypatch) -> Iterator[list[PeerWatch]]:
     """Of three launchers, of two ranks each."""
-    monkeypatch.setattr(meeting, "LOOKS_EVERY", 0.0)
-    store = hold_store()
+    monkeypatch.setattr(rendezvous, "LOOKS_EVERY", 0.0)
+    store = serve_store()
     yield [PeerWatch(store, rank, 3, tmp_path / str(rank), 2) for rank in range(3)]
 
 
 def test_what_ends_one_machine_for_good_is_read_by_all_others(watches, monkeypatch):
     assert [watch.look() for watch in watches] == ["", "", ""]
-    monkeypatch.setattr(meeting, "RELAY", 600.0)
+    monkeypatch.setattr(rendezvous, "RELAY", 600.0)
     teller = threading.Thread(target=watches[1].tell, args=("error: rank 3 failed", True))
     teller.start()
     while not (told := watches[0].look()):
@@ -170,7 +170,7 @@ def test_a_launcher_that_is_not_heard_of_is_lost_unless_its_ranks_are_connected(
 ):
     for watch in watches:
         assert watch.look() == ""
-    monkeypatch.setattr(meeting, "SILENCE", 0)
+    monkeypatch.setattr(rendezvous, "SILENCE", 0)
     (tmp_path / "1").write_bytes(b"..")
     assert watches[1].look() == "" and watches[1].rests
     assert watches[0].look() == watches[0].look() == watches[0].look() == ""  # listens to the one at rest
@@ -184,7 +184,7 @@ def test_a_launcher_that_was_held_up_itself_does_not_call_the_others_lost(watche
     for watch in reversed(watches):
         assert watch.look() == ""
     later = time.monotonic() + 10_000
-    monkeypatch.setattr(meeting.time, "monotonic", lambda: later)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: later)
     assert [watch.look() for watch in watches] == [""] * 3
 
 
@@ -199,7 +199,7 @@ def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
 
 def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):
     monkeypatch.setattr("megalith.launch.agent.ANSWER_PATIENCE", 0.5)
-    store = hold_store()
+    store = serve_store()
     with pytest.raises(ConfigError, match="is no rendezvous"):
         SeveralMachines(f"127.0.0.1:{store.port}", "ours", (2, 2))
     with pytest.raises(ConfigError, match="--rdzv-endpoint is 'node0:port'"):
@@ -212,5 +212,6 @@ def test_a_job_is_named_by_its_command():
 
 
 def test_this_machine_knows_its_own_addresses():
-    assert is_here("localhost") and is_here("127.0.0.1") and is_here("::1") and is_here(socket.gethostname())
-    assert not is_here("192.0.2.77") and not is_here("no-such-machine.invalid")
+    names = "localhost", "127.0.0.1", "::1", socket.gethostname()
+    assert all(map(is_this_host, names))
+    assert not is_this_host("192.0.2.77") and not is_this_host("no-such-machine.invalid")

@@ -46,7 +46,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def stay_on_loopback() -> None:
+def use_loopback_interface() -> None:
     """The process groups of this process listen on the loopback interface, unless the environment names another."""
     for _, name in socket.if_nameindex():
         if name in LOOPBACK_NAMES:
@@ -54,7 +54,7 @@ def stay_on_loopback() -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def stay_on_network(host: str, port: int) -> None:
+def use_network_interface(host: str, port: int) -> None:
     """The process groups of this process listen on the interface that reaches `host`, unless the environment names
     another: gloo would take what the machine's own name resolves to, which may be loopback (127.0.1.1 on Debian)."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
@@ -80,7 +80,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def hold_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
+def serve_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
     """A store that this process holds, at `port` (0: a free one); reached by loopback alone where `host` is that.
 
     `timeout` is how long a read waits for its key. Raises OSError where the port is taken.
@@ -106,7 +106,7 @@ def hold_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None = 
     )
 
 
-def join_store(host: str, port: int, timeout: timedelta, patience: float = HOST_PATIENCE) -> TCPStore:
+def connect_store(host: str, port: int, timeout: timedelta, patience: float = HOST_PATIENCE) -> TCPStore:
     """The store that another process holds at host:port, as soon as there is one, for at most `patience` seconds.
 
     Raises ConfigError where nothing listens there by then, or what does is no store. torch would wait for its answer
@@ -227,14 +227,14 @@ class PeerWatch:
                 "ranks connect",
             )
 
-    def tell(self, sentence: str, holds_store: bool) -> None:
+    def tell(self, sentence: str, serves_store: bool) -> None:
         """Leaves for the others why the job has failed for good. Who holds the store stays until they have read it."""
         if self.rests:
             return
         with suppress(RuntimeError):
             if not self._store.check([self.FAILED]):
                 self._store.set(self.FAILED, f"on machine {socket.gethostname()}: {sentence}")
-            deadline = time.monotonic() + (RELAY if holds_store else 0)
+            deadline = time.monotonic() + (RELAY if serves_store else 0)
             while self._store.add(self.NOTED, 0) < self._machines - 1 and time.monotonic() < deadline:
                 time.sleep(0.1)
 
@@ -254,7 +254,7 @@ def await_name(host: str, patience: float = HOST_PATIENCE) -> None:
             time.sleep(0.5)
 
 
-def is_here(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Whether `host` is this machine: its own name, or an address that one of its interfaces has."""
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True

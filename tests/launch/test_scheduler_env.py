@@ -7,8 +7,8 @@ import forked
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.launch import meeting
-from megalith.launch.operators import LaunchSettings, first_host, placement, tasks_by_node
+from megalith.launch import rendezvous
+from megalith.launch.scheduler_env import LaunchSettings, first_host, read_launch_settings, tasks_by_node
 
 MASTER = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 POD = MASTER | {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16", "RANK": "1"}
@@ -55,12 +55,12 @@ MET = LaunchSettings(8, "2", "gpu007:31234")
 def test_the_environment_says_what_to_start_and_the_command_line_holds_against_it(
     environment, nproc, nnodes, meant
 ):
-    assert placement(environment, nproc, nnodes) == meant
+    assert read_launch_settings(environment, nproc, nnodes) == meant
 
 
 def test_tasks_of_srun_are_ranks_where_a_machine_has_several():
     step = STEP | {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4"}
-    given = placement(step, None, None)
+    given = read_launch_settings(step, None, None)
     assert given.nproc is None and given.variables == {
         "RANK": "9",
         "WORLD_SIZE": "12",
@@ -70,19 +70,19 @@ def test_tasks_of_srun_are_ranks_where_a_machine_has_several():
         "MASTER_PORT": "31234",
     }
     with pytest.raises(ConfigError, match=r"12 tasks on 2 machines, and --nproc 8 .*--ntasks-per-node=1"):
-        placement(step, 8, None)
+        read_launch_settings(step, 8, None)
 
 
 def test_the_first_pod_is_reached_by_its_name_though_it_is_told_localhost():
     told = POD | {"MASTER_ADDR": "localhost", "RANK": "0"}
-    assert placement(told, None, None).endpoint == f"{socket.gethostname()}:23456"
+    assert read_launch_settings(told, None, None).endpoint == f"{socket.gethostname()}:23456"
 
 
 def test_numbers_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE is 'many'; it is a number"):
-        placement(POD | {"PET_NPROC_PER_NODE": "many"}, None, None)
+        read_launch_settings(POD | {"PET_NPROC_PER_NODE": "many"}, None, None)
     with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS is 'x' in the environment"):
-        placement({"SLURM_STEP_NUM_TASKS": "x"}, None, None)
+        read_launch_settings({"SLURM_STEP_NUM_TASKS": "x"}, None, None)
 
 
 def test_lists_of_slurm_are_read():
@@ -99,9 +99,9 @@ def test_a_name_that_is_not_yet_known_is_awaited(monkeypatch):
         if isinstance(answer, OSError):
             raise answer
 
-    monkeypatch.setattr(meeting.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
-    meeting.await_name("job-node-0-0.job")
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    rendezvous.await_name("job-node-0-0.job")
     assert not answers
 
 
