@@ -33,7 +33,7 @@ class Derives:
     """Settings that follow from several flags together."""
 
     takes: str
-    derive: Callable[[Given], None]
+    derive: Callable[[ParsedFlags], None]
     default: Any = None
     kind: ClassVar[str] = "derives"
 
@@ -67,8 +67,8 @@ Flag = Sets | Derives | NoEffect | Refused
 
 
 @dataclass
-class Given:
-    """The flags of a command line, read: `given["--lr"]` is its value, or Megatron's default where it was omitted."""
+class ParsedFlags:
+    """The flags of a command line, read: `flags["--lr"]` is its value, or Megatron's default where it was omitted."""
 
     table: Mapping[str, Flag]
     program: str = "pretrain-gpt"

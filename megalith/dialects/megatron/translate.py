@@ -17,7 +17,7 @@ import yaml
 
 from megalith.config import RunConfig
 from megalith.dialects.megatron.derive import is_empty
-from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
+from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, ParsedFlags, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, NOT, OLDER
 from megalith.errors import ConfigError, MegalithError
 
@@ -120,36 +120,36 @@ def translate(
     same. `trust` lets pickles of the checkpoint to load be read. Raises ConfigError with all that is wrong, a sentence
     each.
     """
-    given = read_words(words, ignore_unknown)
-    given.world_size, given.program = world_size, program
+    flags = read_words(words, ignore_unknown)
+    flags.world_size, flags.program = world_size, program
     if trust:
-        given.set("checkpoint.trust", True)
-    _check(given)
-    for flag, value in given.values.items():
-        match row := given.table[flag]:
+        flags.set("checkpoint.trust", True)
+    _check(flags)
+    for flag, value in flags.values.items():
+        match row := flags.table[flag]:
             case Sets():
-                _set(given, flag, row, value)
+                _set(flags, flag, row, value)
             case Refused() if value != (False if row.takes == "switch" else row.default):
-                _refuse(given, flag, row.means, row.harmless and ignore_unknown)
+                _refuse(flags, flag, row.means, row.harmless and ignore_unknown)
     for derive in dict.fromkeys(row.derive for row in FLAGS.values() if isinstance(row, Derives)):
-        derive(given)
-    given.set("log.console", "lines")
-    if given.problems:
-        raise ConfigError(*given.problems, *_out_of_range(given))
-    idle = _idle(given)
+        derive(flags)
+    flags.set("log.console", "lines")
+    if flags.problems:
+        raise ConfigError(*flags.problems, *_out_of_range(flags))
+    idle = _idle(flags)
     with in_flags():
-        tree = _with_defaults(given)
+        tree = _with_defaults(flags)
         notes = _without_unread(tree)
-    return Translation(tree, [*given.notes, *map(said_in_flags, notes), *([idle] if idle else [])])
+    return Translation(tree, [*flags.notes, *map(said_in_flags, notes), *([idle] if idle else [])])
 
 
-def _out_of_range(given: Given) -> list[str]:
+def _out_of_range(flags: ParsedFlags) -> list[str]:
     """What the settings refuse of the values that were given, where the command line has other faults already."""
     try:
         with in_flags():
-            RunConfig.from_tree(given.tree)
+            RunConfig.from_tree(flags.tree)
     except ConfigError as error:
-        return [line for line in str(error).split("\n") if line.partition(" is ")[0] in given.values]
+        return [line for line in str(error).split("\n") if line.partition(" is ")[0] in flags.values]
     return []
 
 
@@ -166,22 +166,22 @@ def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
     return notes
 
 
-def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
+def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlags:
     """The flags of a command line with their values; what cannot be read is a problem of the result."""
-    given, index = Given(FLAGS | OLDER | MODELOPT), 0
+    flags, index = ParsedFlags(FLAGS | OLDER | MODELOPT), 0
     while index < len(words):
         word = words[index]
         index += 1
         name, equals, text = word.partition("=")
         if word[0:1] and word[0] in DASHES:
-            given.problems.append(
+            flags.problems.append(
                 f"{word!r} begins with another sign than -; write --{word.lstrip(DASHES + '-')}"
             )
             while index < len(words) and not _is_flag(words[index]):
                 index += 1
             continue
         if not _is_flag(word):
-            given.problems.append(f"{word!r} stands where a flag is needed; flags begin with --")
+            flags.problems.append(f"{word!r} stands where a flag is needed; flags begin with --")
             continue
         values = [text] if equals else []
         while (
@@ -192,39 +192,39 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
         ):
             values.append(words[index])
             index += 1
-        flag = _known(given, name, ignore_unknown)
+        flag = _known(flags, name, ignore_unknown)
         if flag is not None:
             try:
-                given.values[flag] = _value(given.table[flag].takes, [value.strip("'\"") for value in values])
+                flags.values[flag] = _value(flags.table[flag].takes, [value.strip("'\"") for value in values])
             except ValueError as error:
-                given.problems.append(f"{flag} is {' '.join(values) or 'given no value'}: {error}")
-                given.misread.add(flag)
-    return given
+                flags.problems.append(f"{flag} is {' '.join(values) or 'given no value'}: {error}")
+                flags.misread.add(flag)
+    return flags
 
 
 def _is_flag(word: str) -> bool:
     return word.startswith("--") and len(word) > 2
 
 
-def _known(given: Given, name: str, ignore_unknown: bool) -> str | None:
+def _known(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
     """The flag that is meant by `name`, which may be the beginning of one."""
-    if name in given.table:
+    if name in flags.table:
         return name
     longer = [flag for flag in FLAGS if flag.startswith(name)]
     if len(longer) == 1:
-        given.notes.append(f"{name} is taken for {longer[0]}")
+        flags.notes.append(f"{name} is taken for {longer[0]}")
         return longer[0]
     if longer:
-        given.problems.append(f"{name} could be {', '.join(longer[:5])}; write it out")
-        given.misread.update(longer)
+        flags.problems.append(f"{name} could be {', '.join(longer[:5])}; write it out")
+        flags.misread.update(longer)
         return None
     near = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.85)
     if ignore_unknown and not near:
-        given.notes.append(f"warning: {name} is no flag of Megatron-LM that is known here; it is ignored")
+        flags.notes.append(f"warning: {name} is no flag of Megatron-LM that is known here; it is ignored")
         return None
     near = near or difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.7)
-    given.misread.update(near)
-    given.problems.append(
+    flags.misread.update(near)
+    flags.problems.append(
         f"there is no flag {name}{f'; did you mean {near[0]}?' if near else ''}; `megalith megatron flags` lists them"
         " all"
     )
@@ -261,40 +261,40 @@ def _one_value(one: str, text: str) -> Any:
     return text
 
 
-def _check(given: Given) -> None:
+def _check(flags: ParsedFlags) -> None:
     stored = (
-        given["--use-checkpoint-args"] and given["--load"] is not None and not is_empty(Path(given["--load"]))
+        flags["--use-checkpoint-args"] and flags["--load"] is not None and not is_empty(Path(flags["--load"]))
     )
-    known = {*given.values, *given.misread}
+    known = {*flags.values, *flags.misread}
     missing = [flag for flag in REQUIRED if not {flag, STAND_INS.get(flag)} & known]
     if missing := [flag for flag in missing if not (stored and flag in OF_CHECKPOINT)]:
-        given.problems.append(
+        flags.problems.append(
             f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; give "
             f"{'them' if missing[1:] else 'it'}"
         )
-    if not {"--train-iters", "--train-samples"} & {*given.values, *given.misread}:
-        given.problems.append("--train-iters or --train-samples is missing: the run's length; give one")
+    if not {"--train-iters", "--train-samples"} & {*flags.values, *flags.misread}:
+        flags.problems.append("--train-iters or --train-samples is missing: the run's length; give one")
     for pair in CONTRADICTIONS:
-        if all(flag in given and given[flag] for flag in pair):
-            given.problems.append(f"{pair[0]} and {pair[1]} contradict each other; leave one out")
+        if all(flag in flags and flags[flag] for flag in pair):
+            flags.problems.append(f"{pair[0]} and {pair[1]} contradict each other; leave one out")
 
 
-def _set(given: Given, flag: str, row: Sets, value: Any) -> None:
+def _set(flags: ParsedFlags, flag: str, row: Sets, value: Any) -> None:
     ours = row.values.get(value) if row.values is not None else value
     there = [*row.values] if row.values is not None else _choices(row.path)
     if (row.values is not None and value not in row.values) or (
         row.values is None and there and value not in there
     ):
-        _refuse(given, f"{flag} {value}", f"there are {', '.join(map(str, there))}", False)
+        _refuse(flags, f"{flag} {value}", f"there are {', '.join(map(str, there))}", False)
         return
-    given.set(row.path, ours)
+    flags.set(row.path, ours)
 
 
-def _refuse(given: Given, what: str, why: str, passed_over: bool) -> None:
+def _refuse(flags: ParsedFlags, what: str, why: str, passed_over: bool) -> None:
     if passed_over:
-        given.notes.append(f"warning: {what} is ignored: {why}")
+        flags.notes.append(f"warning: {what} is ignored: {why}")
     else:
-        given.problems.append(f"{what} is refused: {why}")
+        flags.problems.append(f"{what} is refused: {why}")
 
 
 def _choices(path: str) -> list[Any]:
@@ -311,17 +311,17 @@ def _choices(path: str) -> list[Any]:
     return found
 
 
-def _with_defaults(given: Given) -> dict[str, dict[str, Any]]:
+def _with_defaults(flags: ParsedFlags) -> dict[str, dict[str, Any]]:
     """The tree with Megatron's defaults where ours differ and the run reads them, in the order of our sections."""
     omitted: dict[str, Any] = {}
     for flag, row in FLAGS.items():
-        if isinstance(row, Sets) and flag not in given and row.path not in omitted:
+        if isinstance(row, Sets) and flag not in flags and row.path not in omitted:
             values = row.values or {}
             is_switch = row.takes == "switch"
             omitted[row.path] = (
                 not values.get(True, True) if is_switch else values.get(row.default, row.default)
             )
-    tree = {section: dict(given.tree.get(section, {})) for section in RunConfig.model_fields}
+    tree = {section: dict(flags.tree.get(section, {})) for section in RunConfig.model_fields}
     config = RunConfig.from_tree(tree)
     for path, default in omitted.items():
         section, _, name = path.partition(".")
@@ -334,13 +334,13 @@ def _with_defaults(given: Given) -> dict[str, dict[str, Any]]:
     return {section: values for section, values in tree.items() if values}
 
 
-def _idle(given: Given) -> str:
+def _idle(flags: ParsedFlags) -> str:
     """The one note on the flags that have no effect, by reason."""
     by_reason: dict[str, list[str]] = {}
-    for flag in given.values:
-        if isinstance(row := given.table[flag], NoEffect):
+    for flag in flags.values:
+        if isinstance(row := flags.table[flag], NoEffect):
             by_reason.setdefault(row.means, []).append(flag)
-    told = [f"{' '.join(flags)} ({reason})" for reason, flags in by_reason.items()]
+    told = [f"{' '.join(idle)} ({reason})" for reason, idle in by_reason.items()]
     return f"these flags have no effect here: {'; '.join(told)}" if told else ""
 
 
