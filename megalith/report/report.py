@@ -73,9 +73,9 @@ class PendingStep:
     """Mean loss of each layer of multi-token prediction, float32 [layers]."""
     tallies: Tensor | None = None
     """What the experts got, float32 [layers with experts, experts + 3]."""
-    figures: Callable[[], dict[str, Any]] | None = None
+    extra_metrics: Callable[[], dict[str, Any]] | None = None
     """Gives what else the step's line has; waits for the device."""
-    shown: Sequence[str] = ()
+    console_metrics: Sequence[str] = ()
     """Which of these the console shows."""
     work: Work | None = None
     """What the step trained on; None: whole sequences."""
@@ -221,12 +221,12 @@ class Report:
                     metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
-                more = step.figures() if step.figures else {}
+                more = step.extra_metrics() if step.extra_metrics else {}
                 further = [] if step.mtp_losses is None else step.mtp_losses.tolist()
                 more |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(further, 1)}
                 self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
                 losses = named_losses(metrics, further, self._config.model)
-                self._console.log_step(metrics, {name: more[name] for name in step.shown}, losses)
+                self._console.log_step(metrics, {name: more[name] for name in step.console_metrics}, losses)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
         means = timers.means()

@@ -153,15 +153,15 @@ class TaughtBatch(Batch):
 class DistillationTask(Task):
     """What the trainer's loop needs to know of distillation."""
 
-    shown = ("divergence",)
+    console_metrics = ("divergence",)
 
-    def begin(self, run: Run) -> TaughtData:
+    def build_data(self, run: Run) -> TaughtData:
         stored = run.config.distill.logits_dir is not None
         teacher = StoredTeacher(run) if stored else Teacher(run.config, run.mesh, run.device)
         self.loss = DistillationLoss(run.config, teacher)
         return TaughtData(run, teacher)
 
-    def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         sums = self.loss.take_all_sums(run.mesh, run.device)
         return lambda: self.loss.means(sums)
 

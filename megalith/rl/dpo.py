@@ -35,17 +35,17 @@ def train_dpo(config: RunConfig) -> TrainingResult:
 class PreferenceTask(Task):
     """What the trainer's loop needs to know of DPO."""
 
-    shown = ("rewards/accuracies", "rewards/margins")
+    console_metrics = ("rewards/accuracies", "rewards/margins")
 
-    def begin(self, run: Run) -> PreferenceData:
+    def build_data(self, run: Run) -> PreferenceData:
         self.loss, self.evaluation_loss = (PreferenceLoss(run.config.dpo) for _ in range(2))
         return PreferenceData(run)
 
-    def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         sums = self.loss.take_all_sums(run.mesh, run.device)
         return lambda: self.loss.means(sums)
 
-    def evaluation_figures(self, run: Run) -> dict[str, float]:
+    def evaluation_metrics(self, run: Run) -> dict[str, float]:
         return self.evaluation_loss.means(self.evaluation_loss.take_all_sums(run.mesh, run.device))
 
 

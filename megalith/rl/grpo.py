@@ -104,7 +104,7 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
 class PolicyTask(Task):
     """What the trainer's loop needs to know of GRPO."""
 
-    shown = ("rewards_mean",)
+    console_metrics = ("rewards_mean",)
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class PolicyTask(Task):
         self._own = {one.name for one in fields(ExpertStepMetrics)}  # names of the run's own figures
         self._renamed: set[str] = set()  # figures of rewards that had such a name
 
-    def begin(self, run: Run) -> RolloutData:
+    def build_data(self, run: Run) -> RolloutData:
         config = run.config
         self.loss = PolicyLoss(config.rl, policy_entries(config, run.tokenizer))
         reference = (
@@ -142,19 +142,19 @@ class PolicyTask(Task):
         self._began = time.perf_counter()
         return RolloutData(run, self._live, reference)
 
-    def files_to_keep(self, run: Run) -> dict[str, bytes]:
-        return run.data.files_to_keep() | ({} if self._live is None else self._live.files_to_keep())
+    def state_files(self, run: Run) -> dict[str, bytes]:
+        return run.data.state_files() | ({} if self._live is None else self._live.state_files())
 
-    def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
-        run.data.go_on_with(files)
+    def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
+        run.data.load_state(files)
         if self._live is not None:
-            self._live.go_on_with(run.step, files)
+            self._live.load_state(run.step, files)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.close()
 
-    def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
         """Of the step that `run` is about to count. Every rank calls it. Raises TrainingError for drift."""
         if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
             self._live.settle()
@@ -180,7 +180,7 @@ class PolicyTask(Task):
 
         return read
 
-    def judge(
+    def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
         """Of the held-out prompts. The seconds are none of a step's."""

@@ -218,7 +218,7 @@ class LiveRollouts:
         self._describe(batch)
         return [record.group(self._prompts.prompts) for record in batch.records]
 
-    def files_to_keep(self) -> dict[str, bytes]:
+    def state_files(self) -> dict[str, bytes]:
         """The queue as it stands before the next sync, and the batch in progress: what a checkpoint goes on with."""
         self.settle()
         if self._run.mesh.world.rank:
@@ -230,8 +230,8 @@ class LiveRollouts:
             found[name] = rollout_file(name, self._rollouts(groups))
         return found
 
-    def go_on_with(self, step: int, files: Mapping[str, Path]) -> None:
-        """Takes what `files_to_keep` gave at this step."""
+    def load_state(self, step: int, files: Mapping[str, Path]) -> None:
+        """Takes what `state_files` gave at this step."""
         config, rl = self._run.config, self._rl
         number, self._queue, self._current = step // rl.steps_per_batch, {}, None
         if (path := files.get(CURRENT.format(number))) is not None:

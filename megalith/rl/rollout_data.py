@@ -287,7 +287,7 @@ class RolloutData:
 
     # Inside of a rollout batch
 
-    def files_to_keep(self) -> dict[str, bytes]:
+    def state_files(self) -> dict[str, bytes]:
         """The old policy's log-probabilities, which later weights do not give. Every rank calls it."""
         run, rl = self._run, self._rl
         number, inside = divmod(run.step, rl.steps_per_batch)
@@ -296,8 +296,8 @@ class RolloutData:
         flat = [batch.old_logprobs for batches in self._ready for batch in batches]
         return {OLD_LOGPROBS: logprobs_file(run.mesh, number, self._places(number), flat)}
 
-    def go_on_with(self, files: Mapping[str, Path]) -> None:
-        """Takes what `files_to_keep` gave."""
+    def load_state(self, files: Mapping[str, Path]) -> None:
+        """Takes what `state_files` gave."""
         kept = self._rl.computes_old and OLD_LOGPROBS in files
         self._kept = read_logprobs(files[OLD_LOGPROBS]) if kept else (-1, {})
 

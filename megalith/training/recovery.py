@@ -27,8 +27,8 @@ NAMED = 3  # parameters in a message
 MOST_RETURNS = 3  # to one checkpoint
 
 
-class Faults:
-    """Looks after `run`: `second_try` inside a step, `look_after` behind it."""
+class FaultHandler:
+    """Looks after `run`: `rerun_if_suspect` inside a step, `after_step` behind it."""
 
     def __init__(self, run: Run, report: Report):
         self._run, self._report = run, report
@@ -37,7 +37,7 @@ class Faults:
         self._health = Health(run.config, run.mesh.world)
         self._returns: dict[int, int] = {}  # how often the run went back to a step
 
-    def look_after(self) -> bool:
+    def after_step(self) -> bool:
         """Acts on the steps whose figures have been read since. True: the run stands at an earlier step now.
 
         Raises TrainingError when too many steps in a row were lost, or spikes come again and again.
@@ -53,7 +53,7 @@ class Faults:
             )
         return verdict.spike is not None and self._go_back(verdict)
 
-    def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
+    def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
         """With `rerun_bad_steps`, compute the step's gradients once more if they or its `loss` look wrong."""
         run = self._run
         if not self._rerun:
@@ -107,7 +107,7 @@ class Faults:
             micro_batches = list(islice(batches, run.data.micro_batches(lost.first_sample)))
         with watch_nonfinite_gradients(run.model.chunks) as watched:
             run.gradients(micro_batches)
-        run.task.figures(run)  # these passes count for no step
+        run.task.step_metrics(run)  # these passes count for no step
         run.model.parameters.clear_gradients()
         loss_is_lost = not math.isfinite(run.model.local_loss.item())
         found = gather_json((loss_is_lost, watched.names()), run.mesh.world)

@@ -175,7 +175,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)
     run.totals, run.left_out = dict(record.counters), record.left_out
-    run.task.go_on_with(run, checkpoint.task_files)
+    run.task.load_state(run, checkpoint.task_files)
     run.abandoned = _abandoned(run, checkpoint)
 
 

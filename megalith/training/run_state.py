@@ -41,10 +41,10 @@ class Task:
     loss: Loss | None = None
     """None: the model's own."""
     evaluation_loss: Loss = CrossEntropy()
-    shown: tuple[str, ...] = ()
+    console_metrics: tuple[str, ...] = ()
     """The figures that the console shows."""
 
-    def begin(self, run: Run) -> Data:
+    def build_data(self, run: Run) -> Data:
         """The run's data. It is asked for first, when `run` has its configuration, tokenizer, mesh and device alone."""
         if run.config.dpo.enabled:
             raise ConfigError(
@@ -58,19 +58,19 @@ class Task:
         is_first = run.mesh.world.rank == 0
         return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp, is_first)
 
-    def figures(self, run: Run) -> Callable[[], dict[str, Any]] | None:
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]] | None:
         """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""
         return None
 
-    def files_to_keep(self, run: Run) -> dict[str, bytes]:
+    def state_files(self, run: Run) -> dict[str, bytes]:
         """What a checkpoint of this moment has of it besides the counters, contents by file name. Every rank calls it;
         those of the first are saved."""
         return {}
 
-    def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
-        """Takes what `files_to_keep` gave when the checkpoint that `run` stands at was saved."""
+    def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
+        """Takes what `state_files` gave when the checkpoint that `run` stands at was saved."""
 
-    def judge(
+    def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
         """Figures of held-out data, of a task whose evaluation is no mean loss. Every rank calls it.
@@ -80,7 +80,7 @@ class Task:
         """
         return None
 
-    def evaluation_figures(self, run: Run) -> dict[str, float] | None:
+    def evaluation_metrics(self, run: Run) -> dict[str, float] | None:
         """Of the evaluation that has just ended; None: its loss is a mean over tokens. Every rank calls it."""
         return None
 
@@ -103,7 +103,7 @@ class Run:
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.task = task or Task()
-        self.data = self.task.begin(self)
+        self.data = self.task.build_data(self)
         self.notes: list[str] = list(self.data.notes)
         """What the report says first."""
         self.model = build_model(config, mesh, device)
@@ -143,12 +143,12 @@ class Run:
     def train_step(
         self,
         batches: Iterator[Batch],
-        second_try: Callable[[Tensor, Sequence[Batch]], None] = lambda loss, micro_batches: None,
+        before_update: Callable[[Tensor, Sequence[Batch]], None] = lambda loss, micro_batches: None,
     ) -> PendingStep:
-        """One update, by the gradient of the mean loss over the global batch.
+        """Train one step on the mean loss over the global batch.
 
-        `second_try` gets the step's loss and micro-batches before the optimizer uses the gradients, and may make them
-        anew.
+        `before_update` is called with the step's loss and micro-batches before the optimizer step; it may recompute the
+        gradients.
         """
         batch_size = self.batch_sizes.size(self.consumed_samples)
         count = self.data.micro_batches(self.consumed_samples)
@@ -159,8 +159,8 @@ class Run:
         for counter in self.counters.values():
             counter.begin_step(counts)
         with self.timers("forward-backward"):
-            second_try(self.gradients(micro_batches), micro_batches)
-        figures = self.task.figures(self)
+            before_update(self.gradients(micro_batches), micro_batches)
+        figures = self.task.step_metrics(self)
         if counts:
             of_task, of_fp8 = figures or dict, counted(self.counters, self.mesh.world)
             figures = lambda: {**of_task(), **of_fp8}  # noqa: E731
@@ -192,8 +192,8 @@ class Run:
             mtp_losses=self.model.mtp_losses,
             tallies=self.model.tallies,
             timers=self.timers,
-            figures=figures,
-            shown=self.task.shown,
+            extra_metrics=figures,
+            console_metrics=self.task.console_metrics,
             work=work,
         )
 
@@ -241,7 +241,7 @@ class Run:
         """
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
-        task_files = self.task.files_to_keep(self)
+        task_files = self.task.state_files(self)
         self.saver.save(self._record(), self.model.chunks, optimizer, amaxes, task_files)
         self.log_saves()
 

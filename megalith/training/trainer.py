@@ -40,7 +40,7 @@ from megalith.report.report import Report, open_report
 from megalith.report.streams import lasting_streams
 from megalith.training.build import prepare
 from megalith.training.process import machine_of, prepare_process
-from megalith.training.recovery import Faults
+from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run, Task
 
@@ -187,7 +187,7 @@ class Trainer:
             run.saver,
         ):
             run.log = self.report.note
-            self.faults = Faults(run, self.report)
+            self.faults = FaultHandler(run, self.report)
             if self.loaded_from:
                 run.log(
                     f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
@@ -211,7 +211,7 @@ class Trainer:
                     reason=ended,
                 )
             elif (test_loss := self.mean_loss(run.data.test)) is not None:
-                self.test_loss, figures = test_loss, run.task.evaluation_figures(run)
+                self.test_loss, figures = test_loss, run.task.evaluation_metrics(run)
                 figures = {"perplexity": perplexity(test_loss)} if figures is None else figures
                 told = "".join(f", {name} {value:.4g}" for name, value in figures.items())
                 run.log(f"test loss {test_loss:.4f}{told}")
@@ -226,11 +226,11 @@ class Trainer:
                 self.heartbeat.beat(run.step + 1, "training")
                 self.stops.before_work()
                 report.before_step(run.step + 1)
-                report.add(run.train_step(batches, self.faults.second_try))
+                report.add(run.train_step(batches, self.faults.rerun_if_suspect))
                 stop = self.stops.after_step(run.step)
                 if stop or self._is_due(self.config.checkpoint.save_interval):
                     report.flush()  # what is saved has been judged
-                if self.faults.look_after():
+                if self.faults.after_step():
                     return None
                 if self.stops.stop_reason is None:
                     self._between_steps()
@@ -299,7 +299,7 @@ class Trainer:
             losses.append(self.mean_loss(dataset))
             if losses[-1] is None:
                 continue
-            figures = run.task.evaluation_figures(run)
+            figures = run.task.evaluation_metrics(run)
             if run.mesh.world.rank == 0:
                 print(megatron_evaluation_line(run.step, losses[-1], f" on {name} set", figures), flush=True)
         self.validation_loss, self.test_loss = losses
@@ -310,7 +310,7 @@ class Trainer:
         run = self.run
         self.report.flush()
         loss = self.mean_loss(run.data.valid)
-        figures = self._judged() if loss is None else run.task.evaluation_figures(run)
+        figures = self._judged() if loss is None else run.task.evaluation_metrics(run)
         if loss is not None or figures is not None:
             self.validation_loss, self.validation_figures = loss, figures
             self.report.evaluation(run.step, loss, figures)
@@ -328,7 +328,7 @@ class Trainer:
             self.stops.before_work()
             self.report.evaluating(step, done, total)
 
-        figures = self.run.task.judge(self.run, before, self.stops.after_work)
+        figures = self.run.task.evaluate(self.run, before, self.stops.after_work)
         if parts:
             self.report.evaluating(step, parts, parts)
         return figures

@@ -108,7 +108,7 @@ def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict
     run = Run(config, tokenizer, mesh, torch.device("cpu"), task)
     with run.data.train_loader(0, 0, run.device) as batches:
         found = [run.train_step(batches) for _ in range(3)]
-    figures = task.judge(run, lambda done, total: None, lambda: None)
+    figures = task.evaluate(run, lambda done, total: None, lambda: None)
     task.close()
     del figures["seconds"]
     return [[float(step.loss), float(step.grad_norm)] for step in found], figures

@@ -197,7 +197,7 @@ def figures_of_steps(config: RunConfig) -> Steps:
         for number in range(3):
             step = run.train_step(batches)
             found.losses.append(step.loss.item())
-            found.figures.append(step.figures() if step.figures else {})
+            found.figures.append(step.extra_metrics() if step.extra_metrics else {})
             if number == 1 and run.model.amaxes is not None:
                 for name, row in run.model.amaxes.rows.items():
                     amaxes = run.model.amaxes.history[0, row].tolist()

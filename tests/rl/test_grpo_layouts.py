@@ -41,16 +41,16 @@ def outcome(config: RunConfig) -> dict:
     run = run_of(config)
     found = {"losses": [], "norms": [], "figures": [], "gradients": None}
 
-    def second_try(loss, micro_batches):
+    def before_update(loss, micro_batches):
         found["gradients"] = found["gradients"] or gradients_of(run)
         return loss
 
     with run.data.train_loader(0, 0, run.device) as batches:
         for _ in range(run.total_steps):
-            step = run.train_step(batches, second_try)
+            step = run.train_step(batches, before_update)
             found["losses"].append(step.loss.item())
             found["norms"].append(step.grad_norm.item())
-            found["figures"].append(step.figures())
+            found["figures"].append(step.extra_metrics())
     if run.mesh.world.rank:
         found["gradients"] = None
     return found

@@ -71,7 +71,7 @@ def layout_losses(folder: str, name: str, parallel: dict) -> tuple[list[float], 
     run = run_of(RunConfig.from_tree(sections), 2 if parallel else 1)
     with run.data.train_loader(0, 0, run.device) as batches:
         found = [run.train_step(batches).loss.item() for _ in range(8)]
-    figures = run.task.judge(run, lambda done, total: None, lambda: None)
+    figures = run.task.evaluate(run, lambda done, total: None, lambda: None)
     return found, {name: value for name, value in figures.items() if name != "seconds"}
 
 

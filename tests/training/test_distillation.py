@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_those_of_transformers(models, divergence):
     loss, entropy, divergence, norm = by_transformers(models, whole, config.distill)
     assert step.loss.item() == pytest.approx(loss, rel=1e-5)
     assert step.grad_norm.item() == pytest.approx(norm, rel=1e-4)
-    figures = step.figures()
+    figures = step.extra_metrics()
     assert (figures["lm_loss"], figures["divergence"]) == pytest.approx((entropy, divergence), rel=1e-5)
 
 

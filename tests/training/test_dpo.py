@@ -96,7 +96,7 @@ def whole_step(config: RunConfig):
             plain.mul_(1.1)
     with run.data.train_loader(0, 0, run.device) as batches:
         loss = run.gradients([next(batches) for _ in range(run.batch_sizes.micro_batches(0))])
-    return run, loss.item(), gradients_by_name(run), run.task.figures(run)()
+    return run, loss.item(), gradients_by_name(run), run.task.step_metrics(run)()
 
 
 def test_packed_is_padded_and_the_work_is_that_without_padding(tree: dict):
@@ -128,7 +128,7 @@ def test_an_evaluation_takes_each_pair_once(tree: dict):
         for run in (first, other):
             for _, plain in run.model.parameters.named:
                 plain.mul_(1.1)
-    losses = [(run.mean_loss(run.data.valid), run.task.evaluation_figures(run)) for run in (first, other)]
+    losses = [(run.mean_loss(run.data.valid), run.task.evaluation_metrics(run)) for run in (first, other)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
     assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-5) and losses[0][1]["rewards/margins"] != 0
     assert losses[0][1]["rewards/accuracies"] * 5 == pytest.approx(
