@@ -138,7 +138,7 @@ def test_every_module_says_what_it_is():
 # All that parallel/ sets on something that is not its own: none of these is a module of a model.
 SET_IN_PARALLEL = {
     "data/replicas.py": {"bucket.trained", "bucket.missing", "options.asyncOp"},
-    "gather.py": {"tensor.own"},
+    "gather.py": {"tensor.local"},
     "pipeline/tied_parameters.py": {"parameter.grad"},  # zeros, where a copy is not read
     "memory/activation_offload.py": {"stored.uses"},
     "overlap/cuda_driver.py": {  # of structures that CUDA's driver takes
@@ -153,8 +153,13 @@ SET_IN_PARALLEL = {
         "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
     },
     "parallel_model.py": {
-        *("part.balance_scale", "part.future", "part.future.weights", "part.future.sums", "part.loss_scale"),
-        *("part.logged", "part.logged_weight"),
+        "micro_batch.balance_scale",
+        "micro_batch.future",
+        "micro_batch.future.weights",
+        "micro_batch.future.sums",
+        "micro_batch.loss_scale",
+        "micro_batch.logged",
+        "micro_batch.logged_weight",
     },
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
     "shards.py": {
@@ -162,7 +167,7 @@ SET_IN_PARALLEL = {
         "parameter.grad",
         "self.named[at][1].data",
         "parameter.dtensor",
-        "made[parameter].dtensor",
+        "replaced[parameter].dtensor",
     },  # of parameters
 }
 
@@ -235,8 +240,8 @@ def test_folders_are_small():
 HOPS = {
     "training/run_state.py": [("train_step", "gradients"), ("gradients", "backward")],
     "parallel/parallel_model.py": [
-        ("backward", "_on_device"),
-        ("_on_device", "_forward"),
+        ("backward", "_run_passes"),
+        ("_run_passes", "_forward"),
         ("_forward", "forward"),
     ],
     "parallel/model_spec.py": [("forward", "chunk")],

@@ -1,4 +1,4 @@
-"""The one ordered list: how a plain model becomes this rank's part of the one that trains."""
+"""The order in which parallelism is applied to a model. This file states it once."""
 
 from __future__ import annotations
 
@@ -27,26 +27,35 @@ from megalith.parallel.tensor.tensor_parallel import apply_tensor
 def apply(
     model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
 ) -> list[Transformer]:
-    """This rank's chunks of `model`, which is on the meta device, with their initial weights on `device`.
+    """Shard `model` over the mesh and return this rank's chunks, with initial weights on `device`.
 
-    1. Pipeline: what other stages hold goes first, so that nothing after it works on what is not here.
-    2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
-    3. Context: replaces the core of attention, which those heads go through.
-    4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
-    5. FP8: linears and experts, as they stand now, get other matmuls; `table` has the scales of delayed ones.
-    6. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
-       only attention does, where context parallelism has put in all there are.
-    7. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
-    8. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
-    9. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
-    10. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
-    11. Storage is made, and filled: weights depend on their names and places alone, not on the steps before.
-    12. Layers have plain parameters on that storage, but for FSDP2's modules.
+    The order, with its reasons:
+
+    1. Pipeline: drop the layers of other stages first, so that later steps only touch modules of this rank.
+    2. Tensor: shard parameters and heads; adapters follow their linears.
+    3. Context: replace the core of attention, which now has this rank's heads.
+    4. Experts: they have their own mesh over the same ranks, and dispatch the tokens that SP leaves on this rank.
+    5. FP8: give sharded linears and experts FP8 matmuls; `table` holds the amax history of delayed scaling.
+    6. Ping-pong: layers run two halves of a micro-batch, each with the collectives of all axes. With context
+       parallelism alone only attention does, because only attention communicates.
+    7. Recompute: wraps the code with its collectives; a recomputed unit of layers contains both halves.
+    8. Compile: after everything that changes a layer's code. Not with zero-bubble, which splits backward passes.
+    9. Offload: outside compiled and recomputed layers, so that it can offload their inputs.
+    10. Data: FSDP2 shards the tensor-parallel shards; its unit is a layer.
+    11. Allocate and initialize: initial weights depend only on parameter name and position, not on the layout.
+    12. Outside FSDP2's modules, replace DTensors by plain parameters on the same storage.
+
+    Args:
+        model: the full model, on the meta device.
+        config: the run.
+        mesh: this rank's axes.
+        device: device of the parameters. "meta" allocates nothing (dry run).
+        table: amax history of FP8 delayed scaling. None without it.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     if device.type == "cuda" and compiles(config, device):
-        from megalith.parallel.overlap.inductor import set_activation_budget  # imports the compiler: seconds
+        from megalith.parallel.overlap.inductor import set_activation_budget  # imports the compiler
 
         set_activation_budget(config.runtime.activation_share)
     for chunk in chunks:
@@ -63,7 +72,7 @@ def apply(
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():
-                if layer.has_experts:  # whose dispatch is no part of a graph
+                if layer.has_experts:  # the dispatch cannot be part of a graph
                     plug(layer, "runner", in_pieces)
                 else:
                     layer.compile(fullgraph=True, **options)
@@ -73,14 +82,14 @@ def apply(
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:
         chunk.to_empty(device=device)
-        if device.type != "meta":  # which has shapes alone: a dry run
+        if device.type != "meta":  # a dry run has no storage
             initialize(chunk, config.model, config.train.seed, show_progress=mesh.world.rank == 0)
         to_local_parameters(chunk)
     return chunks
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether layers are compiled: as asked, or by default on GPUs where the schedule allows it."""
+    """Return whether layers are compiled: `runtime.compile`; "auto" compiles on GPUs unless zero-bubble is used."""
     if config.runtime.compile == "auto":
         return device.type == "cuda" and schedule_kind(config.parallel) != "zero_bubble"
     return config.runtime.compile

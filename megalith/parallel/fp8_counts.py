@@ -1,8 +1,8 @@
-"""What FP8 makes of numbers, for each linear, in the steps of `log.log_fp8_interval`.
+"""FP8 statistics per linear, in the steps of `log.log_fp8_interval`.
 
-Of each operand (input, weight, gradient of the output) the amax, the share of elements that got the largest code
-(overflow: with a current scale it is about one element) and of those not 0 whose code is 0 (underflow). It takes a pass
-over operands and codes, in those steps alone; compiled layers have a second version for them.
+For each operand (input, weight, gradient of the output): the amax, the fraction of elements that got the largest code
+(overflow; about one element under current scaling), and the fraction of nonzero elements whose code is 0 (underflow).
+This takes a pass over operands and codes, in those steps only. Compiled layers have a second version for them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from megalith.ops.fp8.codes import GRADIENT, INPUT, WEIGHT
 from megalith.ops.gemm import Gemm, Operand
 
 KINDS = ("input", "weight", "gradient")  # by INPUT, WEIGHT, GRADIENT
-SHARES = ("overflow", "underflow")
+FRACTIONS = ("overflow", "underflow")
 
 
 @torch.library.custom_op("megalith::fp8_count", mutates_args=())
 def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
-    """A copy of `codes`, those of x. `sums`, float64 [4], takes up x's amax, its elements, those with the largest code,
-    and those that were not 0 and have the code 0. autograd is not told, as with fp8_cast's `seen`."""
+    """Return a copy of `codes`, the FP8 codes of x, and accumulate statistics in `sums`, float64 [4].
+
+    `sums` holds the amax, the number of elements, the number with the largest code, and the number of nonzero elements
+    with code 0. Autograd does not see that it changes, as with `seen` of fp8_cast.
+    """
     magnitude = codes.float().abs()
     with torch.autograd._unsafe_preserve_version_counter(sums):
         sums[0] = torch.maximum(sums[0], x.abs().amax().double())
@@ -41,10 +44,10 @@ def _(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
 
 @dataclass
 class Counter:
-    """What was counted of a linear's operands since the step began; copies of its Gemm share it."""
+    """Statistics of a linear's operands in the current step. Copies of its Gemm share it."""
 
     sums: tuple[Tensor, ...]
-    """As `count` has them, by kind."""
+    """The `sums` of `count`, by kind."""
     on: bool = False
 
     def begin_step(self, on: bool) -> None:
@@ -55,29 +58,29 @@ class Counter:
 
 
 class CountedGemm(Gemm):
-    """Another's matmuls, with their operands counted where its counter is on."""
+    """A Gemm that runs another one's matmuls, and counts their operands while its counter is on."""
 
     def __init__(self, gemm: Gemm, device: torch.device):
         zeros = torch.zeros(len(KINDS), 4, dtype=torch.float64, device=device)
         self.gemm, self.counter = gemm, Counter(zeros.unbind())
 
-    def _counted(self, kind: int, x: Tensor, given: Operand) -> Operand:
+    def _counted(self, kind: int, x: Tensor, operand: Operand) -> Operand:
         if not self.counter.on:
-            return given
-        codes, *scales = given
+            return operand
+        codes, *scales = operand
         return count(codes, x, self.counter.sums[kind]), *scales
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        given, saved = self.gemm.inputs(x, saves, sharded)
-        return self._counted(INPUT, x, given), saved
+        operand, saved = self.gemm.inputs(x, saves, sharded)
+        return self._counted(INPUT, x, operand), saved
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        given, saved = self.gemm.weights(weight, trains)
-        return self._counted(WEIGHT, weight, given), saved
+        operand, saved = self.gemm.weights(weight, trains)
+        return self._counted(WEIGHT, weight, operand), saved
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
-        given, saved = self.gemm.gradients(grad, has_wgrad)
-        return self._counted(GRADIENT, grad, given), saved
+        operand, saved = self.gemm.gradients(grad, has_wgrad)
+        return self._counted(GRADIENT, grad, operand), saved
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
         return self.gemm.forward(x, weight, bias)
@@ -90,7 +93,7 @@ class CountedGemm(Gemm):
 
 
 def counters(chunks: Iterable[nn.Module]) -> dict[str, Counter]:
-    """Those of this rank's linears, by name."""
+    """Return the counters of this rank's linears, by name."""
     return {
         name: module.gemm.counter
         for chunk in chunks
@@ -99,17 +102,19 @@ def counters(chunks: Iterable[nn.Module]) -> dict[str, Counter]:
     }
 
 
-def counted(counters: dict[str, Counter], world: Axis) -> dict[str, float]:
-    """On the first rank by `fp8_amax/LINEAR.KIND`, `fp8_overflow/…` and `fp8_underflow/…` the figures of all linears;
-    nothing on the others. Every rank calls it; it waits for the device."""
-    own = {name: [sums.tolist() for sums in counter.sums] for name, counter in counters.items()}
-    whole: dict[str, list[float]] = {}
-    for rank in gather_json(own, world, to_first=True):
-        for name, kinds in rank.items():
+def gather_counts(counters: dict[str, Counter], world: Axis) -> dict[str, float]:
+    """Return the statistics of all linears on rank 0, and {} on the others. Collective; waits for the device.
+
+    Keys are `fp8_amax/LINEAR.KIND`, `fp8_overflow/LINEAR.KIND` and `fp8_underflow/LINEAR.KIND`.
+    """
+    local = {name: [sums.tolist() for sums in counter.sums] for name, counter in counters.items()}
+    totals: dict[str, list[float]] = {}
+    for counts in gather_json(local, world, to_first=True):
+        for name, kinds in counts.items():
             for kind, (largest, *sums) in zip(KINDS, kinds):
-                known, *before = whole.get(f"{name}.{kind}", [0.0] * 4)
-                whole[f"{name}.{kind}"] = [max(known, largest), *(a + b for a, b in zip(before, sums))]
-    found = {f"fp8_amax/{name}": largest for name, (largest, *_) in whole.items()}
-    for share, place in zip(SHARES, (2, 3)):
-        found |= {f"fp8_{share}/{name}": sums[place] / max(sums[1], 1) for name, sums in whole.items()}
-    return found
+                amax, *before = totals.get(f"{name}.{kind}", [0.0] * 4)
+                totals[f"{name}.{kind}"] = [max(amax, largest), *(a + b for a, b in zip(before, sums))]
+    metrics = {f"fp8_amax/{name}": amax for name, (amax, *_) in totals.items()}
+    for fraction, index in zip(FRACTIONS, (2, 3)):
+        metrics |= {f"fp8_{fraction}/{name}": sums[index] / max(sums[1], 1) for name, sums in totals.items()}
+    return metrics

@@ -1,8 +1,7 @@
-"""Which of a model's matmuls are in FP8, and the scales that they share.
+"""Selection of the matmuls that run in FP8, and their scaling.
 
-The linears of attention and MLP, latents' among them, and the experts. Embedding, output layer, router, norms, the
-core of attention and the loss stay in the compute dtype; so do the first and last layers that `first_last_layers_bf16`
-names.
+FP8 covers the linears of attention (MLA's included) and MLP, and the experts. Embedding, output layer, router, norms,
+core attention and loss stay in the compute dtype, as do the first and last layers under `first_last_layers_bf16`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NAMES = {
 
 
 def uses_fp8(number: int, config: RunConfig) -> bool:
-    """Whether layer `number` computes in FP8; those of multi-token prediction come after the model's."""
+    """Return whether layer `number` runs in FP8. MTP layers are numbered after the model's."""
     train, layers = config.train, config.model.num_layers
     if train.fp8_format is None:
         return False
@@ -48,15 +47,18 @@ def uses_fp8(number: int, config: RunConfig) -> bool:
 
 
 def saves_weight_codes(config: RunConfig) -> bool:
-    """Whether a weight's codes are saved for dgrad, and not the weight: else whole weights would stay where only shards
-    do, or codes of them for each micro-batch in the pipeline."""
+    """Return whether a weight's FP8 codes are saved for dgrad instead of the weight.
+
+    Not if FSDP2 shards weights, whose full codes would stay in memory, nor with a pipeline, where each micro-batch in
+    flight would keep its own codes.
+    """
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     return not sharded and parallel.pipeline_model_parallel_size == 1
 
 
 def casts_weights_once(config: RunConfig) -> bool:
-    """Whether weights' codes stay for all micro-batches of a step, of those layers at least that stay whole so long."""
+    """Return whether FP8 codes of weights are kept for a whole step, at least in layers that stay unsharded so long."""
     train = config.train
     return (
         train.fp8_format is not None
@@ -65,18 +67,18 @@ def casts_weights_once(config: RunConfig) -> bool:
     )
 
 
-def cast_once(numbers: Sequence[int], config: RunConfig) -> set[int]:
-    """Of the layers of a chunk, by their numbers in order, those whose weights are cast to FP8 once a step."""
+def layers_cast_once(numbers: Sequence[int], config: RunConfig) -> set[int]:
+    """Return the layers, of a chunk's layer `numbers` in order, whose weights are cast to FP8 once per step."""
     parallel = config.parallel
     if not casts_weights_once(config):
         return set()
     if parallel.data_parallel_sharding_strategy == "optim_grads_params":
-        numbers = numbers[-parallel.unsharded_layers :]  # of the others codes of whole weights would stay
+        numbers = numbers[-parallel.unsharded_layers :]  # in the others, codes of full weights would stay
     return {number for number in numbers if uses_fp8(number, config)}
 
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
-    """The linears and experts of a model, or of a stage of it, that compute in FP8, by name."""
+    """Return the linears and experts of a model, or of a stage of it, that run in FP8, by name."""
     return {
         f"{layer_name}.{name}": module
         for layer_name, layer in layers_of(model).items()
@@ -88,7 +90,7 @@ def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
 
 
 def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> AmaxTable | None:
-    """The table of delayed scaling for the whole `model`; None where there is none."""
+    """Return the amax history of the full `model` for delayed scaling, or None without it."""
     train = config.train
     if train.fp8_format is None or train.fp8_recipe != "delayed":
         return None
@@ -106,21 +108,23 @@ def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> A
 def apply_fp8(
     chunk: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None
 ) -> None:
-    """Gives the chunk's linears and experts their Gemms, in place; nothing without `fp8_format`. With
-    `log_fp8_interval` the linears' operands can be counted."""
+    """Give the chunk's linears and experts FP8 Gemms, in place. Without `fp8_format` this does nothing.
+
+    With `log_fp8_interval` the Gemms of linears can count their operands.
+    """
     if config.train.fp8_format is None:
         return
     layers = layers_of(chunk)
-    once = cast_once([layer.number for layer in layers.values()], config)
+    once = layers_cast_once([layer.number for layer in layers.values()], config)
     shares_groups = config.model.query_groups < mesh.tp.size
-    stays = tuple(f"{name}." for name, layer in layers.items() if layer.number in once)
+    prefixes_cast_once = tuple(f"{name}." for name, layer in layers.items() if layer.number in once)
     for name, module in fp8_modules(chunk, config).items():
         if isinstance(module, GroupedLinear):
-            # expert tensor parallelism cuts what fc1 gives and fc2 takes
+            # expert tensor parallelism shards the output of fc1 and the input of fc2
             axes = (Axis(), mesh.etp) if name.endswith("linear_fc1") else (mesh.etp, Axis())
             plug(module, "gemm", Fp8GroupedGemm(module.gemm.kernel, *axes))
         else:
-            step_codes = StepCodes() if name.startswith(stays) else None
+            step_codes = StepCodes() if name.startswith(prefixes_cast_once) else None
             gemm = _gemm(name, config, mesh, table, chunk.compute_dtype, step_codes)
             plug(module, "gemm", CountedGemm(gemm, device) if config.log.log_fp8_interval else gemm)
             if shares_groups and name.endswith(("linear_qkv", "linear_kv")):
@@ -128,8 +132,11 @@ def apply_fp8(
 
 
 class SharedGradient:
-    """The style of a linear whose keys and values several ranks of the axis have: of their gradient one process casts
-    the sum, so the first of the ranks gets that, and the others get zeros."""
+    """The style of a linear whose keys and values are replicated on several ranks, because they share a KV group.
+
+    One process casts the sum of the replicas' gradients to FP8, so the first rank of a group gets that sum here, and
+    the others get zeros.
+    """
 
     def __init__(self, style: Callable[..., Tensor], axis: Axis, model: ModelConfig):
         self.style, self.axis = style, axis
@@ -147,13 +154,13 @@ class _SharedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        own, shared = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
-        group, place = divmod(ctx.axis.rank, ctx.axis.size // ctx.groups)
+        queries, shared = grad.split([grad.shape[-1] - ctx.width, ctx.width], -1)
+        group, replica = divmod(ctx.axis.rank, ctx.axis.size // ctx.groups)
         zeros = torch.zeros_like(shared, dtype=torch.float32)
         parts = torch.stack([shared.float() if number == group else zeros for number in range(ctx.groups)])
         sums = all_reduce_no_grad(parts, ctx.axis)
-        whole = sums[group] if place == 0 else zeros
-        return torch.cat([own, whole.to(grad.dtype)], -1), None, None, None
+        total = sums[group] if replica == 0 else zeros
+        return torch.cat([queries, total.to(grad.dtype)], -1), None, None, None
 
 
 def _gemm(

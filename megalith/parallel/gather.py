@@ -1,6 +1,6 @@
-"""Global tensors put together on rank 0, one at a time, from the shards that the ranks own.
+"""Gathers global tensors on rank 0, one at a time, from the shards that ranks own.
 
-For a look at whole tensors. Rank 0 needs memory for one global tensor.
+Used to inspect or export full tensors. Rank 0 needs memory for one global tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALONE = Axis()  # the world of one process
 
 @dataclass(frozen=True)
 class OwnedShard:
-    """A shard of a global tensor, the rank that gives it, and where it has it: optimizer state may be on the host."""
+    """A shard of a global tensor, the rank that owns it, and its device type (optimizer state may be on the host)."""
 
     rank: int
     offset: tuple[int, ...]
@@ -30,24 +30,27 @@ class OwnedShard:
 
 @dataclass
 class GlobalTensor:
-    """A tensor that is spread over the world, with or without a part on this rank."""
+    """A tensor that is sharded over the world. This rank may own no part of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     world: Axis
-    own: Tensor | None = None
+    local: Tensor | None = None
     parts: list[OwnedShard] = field(default_factory=list)
 
-    def whole(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """The tensor on rank 0, on this device, None elsewhere. Every rank calls it, in the same order of tensors."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device=device) if self.world.rank == 0 else None
+    def gather(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Return the full tensor on rank 0, on `device`, and None elsewhere.
+
+        Every rank calls it for the same tensors in the same order.
+        """
+        full = torch.empty(self.shape, dtype=self.dtype, device=device) if self.world.rank == 0 else None
         for part in self.parts:
-            if whole is not None:
+            if full is not None:
                 index = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))
-                whole[index] = self.own if part.rank == 0 else self._receive(part)
+                full[index] = self.local if part.rank == 0 else self._receive(part)
             elif part.rank == self.world.rank:
-                dist.send(self.own.contiguous(), dst=0, group=self.world.group)
-        return whole
+                dist.send(self.local.contiguous(), dst=0, group=self.world.group)
+        return full
 
     def _receive(self, part: OwnedShard) -> Tensor:
         tensor = torch.empty(part.shape, dtype=self.dtype, device=part.device_type)
@@ -56,25 +59,27 @@ class GlobalTensor:
 
 
 def global_tensors(shards: Mapping[str, LocalShard], world: Axis) -> dict[str, GlobalTensor]:
-    """Every tensor that some rank of the world has a shard of, the same names in the same order on every rank.
+    """Return all tensors of the world by name, in the same order on every rank. Collective.
 
-    Every rank calls it. What several ranks own, such as a buffer or a tied embedding on two stages, the lowest gives.
+    If several ranks own the same part, such as a tied embedding on two stages, the lowest rank sends it.
     """
-    own = []
+    owned = []
     for name, shard in shards.items():
         if shard.owned:
             dtype = str(shard.values.dtype).removeprefix("torch.")
-            own.append([name, dtype, shard.shape, shard.offset, shard.values.shape, shard.values.device.type])
+            owned.append(
+                [name, dtype, shard.shape, shard.offset, shard.values.shape, shard.values.device.type]
+            )
     tensors: dict[str, GlobalTensor] = {}
     seen: set[tuple] = set()
-    for rank, table in enumerate(gather_json(own, world)):
-        for name, dtype, whole_shape, offset, shape, device_type in table:
+    for rank, table in enumerate(gather_json(owned, world)):
+        for name, dtype, global_shape, offset, shape, device_type in table:
             offset, shape = tuple(offset), tuple(shape)
-            tensor = tensors.setdefault(name, GlobalTensor(getattr(torch, dtype), tuple(whole_shape), world))
+            tensor = tensors.setdefault(name, GlobalTensor(getattr(torch, dtype), tuple(global_shape), world))
             if 0 in shape or (name, offset) in seen:
                 continue
             seen.add((name, offset))
             tensor.parts.append(OwnedShard(rank, offset, shape, device_type))
             if rank == world.rank:
-                tensor.own = shards[name].values
+                tensor.local = shards[name].values
     return tensors

@@ -1,18 +1,18 @@
 """The mesh: each rank's coordinates along the pipeline, data, context and tensor axes.
 
 Tensor is the fastest axis, then context, data and pipeline, so that the axis that communicates most has adjacent ranks,
-on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
+usually on one node. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
-Gradients are reduced over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
+Gradients are reduced over data and context together: that is the axis of the replicas, and of FSDP2's shards.
 
-The experts of a model have another mesh over the ranks of a pipeline stage: dp · cp · tp ranks are edp replicas of all
-experts, each replica spread over ep ranks, each expert sharded over etp. With 8 ranks a stage, ep 2 and etp 2:
+Experts have another mesh over the ranks of a pipeline stage: the dp · cp · tp ranks are edp replicas of all experts,
+each replica distributed over ep ranks, each expert sharded over etp. With 8 ranks per stage, ep 2 and etp 2:
 
     rank in the stage = (edp · 2 + ep) · 2 + etp
 
-The gradients of experts are reduced over edp: every token's rows go to one replica.
+The gradients of experts are reduced over edp, because each token goes to one replica.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megalith.errors import ConfigError
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands along each axis."""
+    """A rank's index along each axis."""
 
     pp: int
     dp: int
@@ -42,42 +42,42 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes as this rank sees them."""
+    """The parallel axes, as seen from this rank."""
 
     pp: Axis
     dp: Axis
     cp: Axis
     tp: Axis
     dp_cp: Axis
-    """Data and context flattened: the ranks whose gradients and token counts are summed."""
+    """Data and context flattened: the ranks over which gradients and token counts are summed."""
     tied: Axis
-    """The first and the last pipeline stage, which share a tied embedding; size 1 on the stages between."""
+    """The first and last pipeline stage, which share a tied embedding; size 1 on the stages between."""
     world: Axis
     ep: Axis
-    """The ranks that share out a copy of the experts, and exchange tokens."""
+    """The ranks that one replica of the experts is distributed over; they exchange tokens."""
     etp: Axis
-    """The ranks that an expert is cut over."""
+    """The ranks that each expert is sharded over (expert tensor parallelism)."""
     edp: Axis
-    """The ranks that hold copies of the same experts, or shards of them: their gradients are summed over it."""
+    """The ranks that hold replicas, or FSDP shards, of the same experts: expert gradients are summed over them."""
     ep_etp: Axis
-    """ep and etp flattened: the ranks of a copy of the experts."""
+    """ep and etp flattened: the ranks of one replica of the experts."""
     cp_tp: Axis
-    """Context and tensor flattened: the ranks that share a micro-batch, where sequence parallelism cuts its tokens."""
+    """Context and tensor flattened: the ranks that share a micro-batch's tokens under sequence parallelism."""
     experts: DeviceMesh | None
-    """For the experts' parameters as DTensors: those of ("ep", "etp") that are larger than 1; None: neither is."""
+    """Mesh of the experts' DTensors: the axes of ("ep", "etp") that are larger than 1. None if neither is."""
     expert_fsdp: DeviceMesh | None
-    """As fsdp, for the experts: over edp. None: there are no copies, or no_shard leaves them whole."""
+    """Mesh for fully_shard of the experts, over edp. None without replicas, or under no_shard."""
     fsdp: DeviceMesh | None
-    """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes, or
+    """Mesh for fully_shard: dp_cp, or (replicate, shard) under hybrid sharding. None without process groups, or under
     no_shard."""
 
     @classmethod
     def alone(cls) -> Mesh:
-        """The mesh of one process, be it one of many: every axis has size 1. No collective call."""
+        """Return a mesh of this process only, with every axis of size 1. Not a collective call."""
         return cls(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
 
     def describe(self, rank: int) -> Coordinates:
-        """The coordinates of any rank of the world."""
+        """Return the coordinates of a rank of the world."""
         rest, tp = divmod(rank, self.tp.size)
         rest, cp = divmod(rest, self.cp.size)
         pp, dp = divmod(rest, self.dp.size)
@@ -91,11 +91,19 @@ def build_mesh(
     shard_size: int | None = None,
     has_experts: bool = False,
 ) -> Mesh:
-    """The mesh over `world_size` processes; makes its process groups, so every process calls it.
+    """Build the mesh over `world_size` processes and its process groups. Every process calls it.
 
-    `shard_size` is over how many ranks of data × context a parameter is sharded, the others holding copies; by
-    default what the configuration says (`rules.shard_size`). One process needs no process group: without one, every
-    axis has size 1 and `fsdp` is None. Raises ConfigError for sizes that do not divide.
+    Args:
+        parallel: sizes of the axes.
+        world_size: number of processes. One process needs no process group: without one, every axis has size 1 and
+            `fsdp` is None.
+        device_type: "cuda" or "cpu".
+        shard_size: number of data × context ranks that a parameter is sharded over; the shards are replicated over the
+            rest. None uses the configuration (`rules.shard_size`).
+        has_experts: build the axes of the experts too.
+
+    Raises:
+        ConfigError: the sizes do not divide.
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
@@ -125,7 +133,7 @@ def build_mesh(
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
     direct = parallel.direct_axes if device_type == "cuda" else set()
     if direct:
-        import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it and copy_engine.py register operators)
+        import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (registers operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     names = ("ep", "etp", "edp", "ep_etp", "cp_tp")
     experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}
@@ -143,14 +151,14 @@ def build_mesh(
 
 
 def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) -> dict[str, Any]:
-    """The part of the mesh that experts have to themselves."""
+    """Return the fields of the mesh that describe the experts."""
     pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
     etp, edp = (
         parallel.expert_tensor_parallel_size,
         expert_rules.expert_data_parallel_size(parallel, world_size),
     )
     root = init_device_mesh(device_type, (pp, edp, ep, etp), mesh_dim_names=("pp", "edp", "ep", "etp"))
-    cut = tuple(name for name, size in (("ep", ep), ("etp", etp)) if size > 1)
+    sharded = tuple(name for name, size in (("ep", ep), ("etp", etp)) if size > 1)
     fsdp, shards = root["edp"], expert_rules.expert_shard_size(parallel, world_size)
     if edp == 1 or parallel.data_parallel_sharding_strategy == "no_shard":
         fsdp = None
@@ -161,7 +169,7 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
         etp=_axis(root["etp"]),
         edp=_axis(root["edp"]),
         ep_etp=_axis(root["ep", "etp"]._flatten("ep_etp")),
-        experts=root[cut] if cut else None,
+        experts=root[sharded] if sharded else None,
         expert_fsdp=fsdp,
     )
 
@@ -178,7 +186,7 @@ def _tied(pp: Axis) -> Axis:
         return pp
     ranks = dist.get_process_group_ranks(pp.group)
     stage_size = ranks[1] - ranks[0]
-    groups = [  # every process takes part in making every group, its own or not
+    groups = [  # new_group is collective over the world, also for groups of other ranks
         dist.new_group([first, first + stage_size * (pp.size - 1)]) for first in range(stage_size)
     ]
     if 0 < pp.rank < pp.size - 1:

@@ -37,42 +37,46 @@ from megalith.parallel.tensor.building_blocks import replicate_plain_parameters,
 
 
 class Head:
-    """The end of a model's pass: what is asked of its last hidden states, be it the loss or the logits."""
+    """The output of a model's pass: the loss or the logits of its last hidden states."""
 
-    def __init__(self, axis: Axis, asked: LocalMicroBatch | None = None):
-        """`asked`: the pass whose loss is wanted; None: logits."""
-        self.axis, self.asked = axis, asked
+    def __init__(self, axis: Axis, micro_batch: LocalMicroBatch | None = None):
+        """Compute the loss of `micro_batch`, or logits if that is None."""
+        self.axis, self.micro_batch = axis, micro_batch
 
     def __call__(self, hidden: Tensor, output: nn.Module) -> Tensor:
-        """hidden [batch, seq, hidden] by the output matrix of a ColumnParallelLinear without bias, or of a
-        VocabParallelEmbedding that is used twice.
+        """Multiply hidden states by the output matrix, and return the loss or the logits.
 
-        The loss, a float32 scalar; or logits [batch, seq, vocab] in hidden's dtype. No rank ever holds the whole
-        logits of a loss.
+        Args:
+            hidden: [batch, seq, hidden].
+            output: a ColumnParallelLinear without bias, or the VocabParallelEmbedding of a tied embedding.
+
+        Returns:
+            The loss, a float32 scalar; no rank holds full logits. Or logits [batch, seq, vocab] in hidden's dtype.
         """
         vocabulary, size = vocab_parallel_of(output, self.axis)
-        labelled = None if self.asked is None else self.asked.labelled
+        micro_batch = self.micro_batch
+        labelled = None if micro_batch is None else micro_batch.labelled
         weight, context = local(output.weight), Context(len(hidden), PassLayout(), labelled=labelled)
-        if self.asked is None:
+        if micro_batch is None:
             return vocabulary.logits(hidden, weight, size, None, context)
-        batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
-        if self.asked.ids is not None:
+        batch, objective, scale = micro_batch.batch, micro_batch.objective, micro_batch.loss_scale
+        if micro_batch.ids is not None:
             counted = batch.loss_mask != 0
-            self.asked.ids.check(batch.labels, "labels", "the micro-batch", counted=counted, size=size)
+            micro_batch.ids.check(batch.labels, "labels", "the micro-batch", counted=counted, size=size)
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
-        found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)
-        return objective.loss(*found, scale)
+        outputs = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)
+        return objective.loss(*outputs, scale)
 
 
 @dataclass
 class ModelSpec:
-    """How a model of one's own is built, and what it is trained for."""
+    """Construction, sharding and loss of a user's own model."""
 
     build: Callable[[Mesh], Model]
-    """Makes the model; called on the meta device. Its sharded layers take mesh.tp."""
+    """Builds the model; called on the meta device. Its sharded layers take mesh.tp."""
     seed: int = 1234
-    """Of the initial weights, and of rounding in the optimizer."""
+    """Seed of the initial weights, and of stochastic rounding in the optimizer."""
     loss: Loss = CrossEntropy()  # noqa: RUF009 (it has no state)
 
     config = None
@@ -80,21 +84,24 @@ class ModelSpec:
     has_experts = False
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
-        """FP8's delayed scales of the whole model; None where there are none. Asked for before `chunks`."""
+        """Return the FP8 amax history of the full model, or None without delayed scaling. Called before `chunks`."""
         return None
 
     def chunks(
         self, parallel: ParallelConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
     ) -> list[nn.Module]:
-        """This rank's part of the model, with its initial weights on `device`. Raises ConfigError for a layout that a
-        model of one's own cannot be in."""
-        refused = {
+        """Return this rank's chunks of the model, with initial weights on `device`.
+
+        Raises:
+            ConfigError: the layout has an axis that a user's own model does not support.
+        """
+        unsupported = {
             "pipeline_model_parallel_size": mesh.pp.size > 1,
             "context_parallel_size": mesh.cp.size > 1,
             "expert_model_parallel_size": mesh.ep.size > 1,
             "sequence_parallel": parallel.sequence_parallel,
         }
-        for setting in (name for name, asked in refused.items() if asked):
+        for setting in (name for name, is_set in unsupported.items() if is_set):
             raise ConfigError(
                 f"parallel.{setting} is {getattr(parallel, setting)}, but a ModelSpec's own model takes tensor and "
                 "data parallelism alone; leave it out"
@@ -114,30 +121,33 @@ class ModelSpec:
         return [model]
 
     def casts_experts_once(self, mesh: Mesh) -> bool:
-        """Whether experts' weights are cast once a step; those that FSDP gathers are cast by then."""
+        """True if expert weights are cast once per step. FSDP already gathers them in the compute dtype."""
         return False
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
-        """The matrices that a parameter of this global shape is made of, for Muon: `Placement.matrices`. None: AdamW
-        steps it, as it does what is outside of the layers."""
+        """Return the matrices in a parameter of this global shape, for Muon (`Placement.matrices`).
+
+        None for parameters that AdamW updates, such as all those outside of the layers.
+        """
         return shape[-2:-1] if len(shape) == 2 and name.startswith("layers.") else None
 
     def forward(
-        self, axis: Axis, chunk: Model, part: LocalMicroBatch, streams: Streams | None
+        self, axis: Axis, chunk: Model, micro_batch: LocalMicroBatch, streams: Streams | None
     ) -> Streams | Tensor:
-        """The loss of this rank's part of a micro-batch; `axis` is tensor parallelism's."""
-        return chunk(part.batch, Head(axis, part))
+        """Return the loss of this rank's shard of a micro-batch. `axis` is the tensor axis."""
+        return chunk(micro_batch.batch, Head(axis, micro_batch))
 
     def logits(self, axis: Axis, chunk: Model, input_ids: Tensor) -> Tensor:
-        """Logits [batch, seq, vocab]."""
+        """Return logits [batch, seq, vocab] of input_ids [batch, seq]."""
         rows, seq = input_ids.shape
-        places = torch.arange(seq, device=input_ids.device).expand(rows, seq)
-        numbers = torch.arange(rows, device=input_ids.device)
-        batch = Batch(input_ids, input_ids, torch.ones_like(input_ids).float(), places, None, numbers)
+        position_ids = torch.arange(seq, device=input_ids.device).expand(rows, seq)
+        sample_numbers = torch.arange(rows, device=input_ids.device)
+        loss_mask = torch.ones_like(input_ids).float()
+        batch = Batch(input_ids, input_ids, loss_mask, position_ids, None, sample_numbers)
         return chunk(batch, Head(axis))
 
 
-LOSSES = {  # by model_type and calculate_per_token_loss
+LOSSES = {  # by (model_type, calculate_per_token_loss)
     ("gpt", True): CrossEntropy,
     ("gpt", False): MicroBatchMean,
     ("t5", True): CrossEntropy,
@@ -148,10 +158,10 @@ LOSSES = {  # by model_type and calculate_per_token_loss
 
 
 class TransformerSpec(ModelSpec):
-    """A run's Transformer, which takes every axis."""
+    """The Transformer of a run, which supports every axis."""
 
     def __init__(self, model: Transformer, run: RunConfig):
-        """`model` is on the meta device; it is taken apart."""
+        """Take ownership of `model`, which is on the meta device."""
         loss = LOSSES[run.model.model_type, run.train.calculate_per_token_loss]()
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
@@ -170,7 +180,7 @@ class TransformerSpec(ModelSpec):
         return self.has_experts and self.run.train.moe_cache_weights is True and mesh.expert_fsdp is None
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
-        """The linears' and the experts'; routers, embeddings, head and adapters are AdamW's."""
+        """Return the matrices of linears and experts. AdamW updates routers, embeddings, head and adapters."""
         config, module = self.config, name.split(".")[-2]
         if not (module.startswith("linear_") and name.endswith(".weight")):
             return None
@@ -191,25 +201,25 @@ class TransformerSpec(ModelSpec):
         }.get(module) or shape[-2:-1]
 
     def forward(
-        self, axis: Axis, chunk: Transformer, part: LocalMicroBatch, streams: Streams | None
+        self, axis: Axis, chunk: Transformer, micro_batch: LocalMicroBatch, streams: Streams | None
     ) -> Streams | Tensor:
-        """What the next pipeline stage gets, or on the last one the loss."""
-        batch = part.batch
+        """Return the streams for the next pipeline stage, or on the last stage the loss."""
+        batch = micro_batch.batch
         return chunk(
             batch.input_ids,
             streams=streams,
             labels=batch.labels,
             loss_mask=batch.loss_mask,
-            objective=part.objective,
+            objective=micro_batch.objective,
             position_ids=batch.position_ids,
-            places=part.places,
+            places=micro_batch.token_index,
             document_ends=batch.document_ends,
             padding=batch.padding,
             sample_numbers=batch.sample_numbers,
-            balance_scale=part.balance_scale,
-            future=part.future,
-            loss_scale=part.loss_scale,
-            labelled=part.labelled,
+            balance_scale=micro_batch.balance_scale,
+            future=micro_batch.future,
+            loss_scale=micro_batch.loss_scale,
+            labelled=micro_batch.labelled,
             **{name: batch[name] for name in chunk.reads},
         )
 
@@ -219,25 +229,25 @@ class TransformerSpec(ModelSpec):
 
 @dataclass
 class LocalMicroBatch:
-    """What this rank gets of a micro-batch: its tokens, and their places in the whole sequence."""
+    """This rank's shard of a micro-batch, and the inputs of its passes."""
 
     batch: Batch  # its labels and loss_mask are the loss's targets and weights
-    places: Tensor  # int64 [seq]
+    token_index: Tensor  # int64 [seq]: position of each local token in the full sequence
     objective: Objective | None = None  # None: the loss is linear
-    balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
-    future: Future | None = None  # what the layers of multi-token prediction predict
-    loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
-    labelled: int | None = None  # tokens whose loss_mask is not 0; None: the host does not know it
-    logged_weight: float | None = None  # in the logged loss; None: the log has the step's own loss
+    balance_scale: Tensor | None = None  # gradient of the load-balancing losses; None: no backward pass
+    future: Future | None = None  # targets of the MTP layers
+    loss_scale: Tensor | None = None  # gradient of the loss; None: no backward pass
+    labelled: int | None = None  # number of tokens with a nonzero loss_mask; None: unknown to the host
+    logged_weight: float | None = None  # weight in the logged loss; None: the step's loss is logged
     logged: Tensor | None = None  # float32 scalar: logged_weight · loss is added here
-    ids: TokenIds | None = None  # checks the labels at the model's end; None: they are checked
+    ids: TokenIds | None = None  # checks the labels in Head; None: they are already checked
 
     def __getitem__(self, name: str) -> Tensor:
         return self.batch[name]
 
     def to(self, device: torch.device) -> LocalMicroBatch:
-        """On a device; the scales are made there."""
+        """Return a copy on `device`. The scales are already there."""
         future = None if self.future is None else self.future.to(device)
         return replace(
-            self, batch=self.batch.to(device), places=to_device(self.places, device), future=future
+            self, batch=self.batch.to(device), token_index=to_device(self.token_index, device), future=future
         )

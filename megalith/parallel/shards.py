@@ -1,12 +1,12 @@
-"""State as the optimizer and a checkpoint see it: each rank's shards, and the global tensors that they are parts of.
+"""Local shards of parameters, for the optimizer and for checkpoints.
 
-A parameter is a DTensor, a global tensor of which this rank holds a shard, or a plain tensor that is here whole. The
-optimizer steps plain parameters that share their storage with the shards, which is six times quicker than stepping
-DTensors; a checkpoint stores shards, each once. Where several ranks hold the same shard, one of them is its owner,
-which counts it in the gradient's norm.
+A parameter is a DTensor, of which this rank holds a shard, or a plain tensor, which this rank holds in full. The
+optimizer updates plain parameters that share storage with the shards, which is six times faster than updating DTensors.
+A checkpoint stores each shard once. If several ranks hold the same shard, one of them owns it and counts it in the
+gradient norm.
 
-Outside of FSDP2's modules the model too computes with plain parameters (`to_local_parameters`): for each DTensor that
-compiled code is given, it compares placements, takes it apart and puts its gradient together.
+Outside of FSDP2's modules the model computes with plain parameters too (`to_local_parameters`). Compiled code would
+compare placements, unwrap the tensor and wrap its gradient for every DTensor.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from megalith.parallel.seams import replace_parameter
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of a global tensor that this rank holds."""
+    """This rank's shard of a global tensor."""
 
     values: Tensor
-    """The part itself; shares its storage with the state."""
+    """The shard itself; shares storage with the parameter or state."""
 
     offset: tuple[int, ...]
-    """Where it begins in the global tensor, dimension by dimension."""
+    """Start in the global tensor, per dimension."""
 
     shape: tuple[int, ...]
     """Shape of the global tensor."""
 
     owned: bool
-    """True on one of the ranks that hold the same shard."""
+    """True on exactly one of the ranks that hold the same shard."""
 
     def first_rows(self, rows: int) -> LocalShard:
-        """The part of this shard in the first `rows` of the global tensor."""
+        """Return the part of this shard that lies in the first `rows` of the global tensor."""
         kept = min(max(rows - self.offset[0], 0), len(self.values))
         return replace(self, values=self.values[:kept], shape=(rows, *self.shape[1:]))
 
-    def slice_of(self, whole: Tensor) -> Tensor:
-        """This shard of another tensor of the global shape, as a view."""
-        return whole[tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape))]
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """Return this shard's slice of another tensor of the global shape, as a view."""
+        return tensor[tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape))]
 
 
 def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
-    """The shard of a DTensor; a plain tensor is a shard by itself.
+    """Return this rank's shard of a DTensor. A plain tensor is its own shard.
 
-    `copies` are the ranks on which it stands alike without its placements telling so; the first of them owns it.
+    `copies` is the axis of ranks that replicate the tensor without a DTensor placement; its first rank owns it.
     """
     tensor, first = dtensor_of(tensor), copies is None or copies.rank == 0
     if not isinstance(tensor, DTensor):
@@ -67,11 +67,11 @@ def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
 
 
 def to_local_parameters(chunk: nn.Module) -> None:
-    """Puts, in place, a plain parameter where the chunk has a DTensor, with which it shares its storage.
+    """Replace the chunk's DTensor parameters by plain parameters on the same storage, in place.
 
-    Made once the storage is. FSDP2's modules stay as they are, with experts of which this rank alone has a copy.
+    Call it after the storage is allocated. FSDP2 modules keep their DTensors, as do the experts inside them.
     """
-    made: dict[DTensor, nn.Parameter] = {}  # a tied one is one
+    replaced: dict[DTensor, nn.Parameter] = {}  # tied parameters stay tied
     modules = [chunk]
     while modules:
         module = modules.pop()
@@ -80,53 +80,54 @@ def to_local_parameters(chunk: nn.Module) -> None:
         modules += module.children()
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
-                    made[parameter].dtensor = parameter
-                replace_parameter(module, kind, made[parameter])
+                if parameter not in replaced:
+                    replaced[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+                    replaced[parameter].dtensor = parameter
+                replace_parameter(module, kind, replaced[parameter])
 
 
 def dtensor_of(parameter: Tensor) -> Tensor:
-    """The DTensor that `to_local_parameters` has put a parameter in the place of; another is returned as it is."""
+    """Return the DTensor that `to_local_parameters` replaced by this parameter, or the parameter itself."""
     return getattr(parameter, "dtensor", parameter)
 
 
 class LocalParameters:
-    """The parameters of the model's chunks on this rank as plain ones, for an optimizer.
+    """The parameters of this rank's model chunks as plain tensors, for an optimizer.
 
-    Made once the storage is (after `to_empty`), while no layer is gathered.
+    Create it after the storage is allocated (`to_empty`) and while FSDP2 has no layer unsharded.
     """
 
     def __init__(self, chunks: Iterable[nn.Module]):
         self._chunks = chunks = list(chunks)
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
         self.copies = {name: axis for chunk in chunks for name, axis in replica_axes(chunk).items()}
-        """The plain copies among them: the ranks that hold each, by name."""
+        """Replicated plain parameters: the axis of ranks that hold each, by name."""
         self.shards = {name: local_shard(parameter, self.copies.get(name)) for name, parameter in self._state}
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
-        """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
+        """Names and plain fp32 parameters of local shape, possibly empty; they share storage with the model's."""
 
     def placements(
         self, matrices: Callable[[str, torch.Size], Sequence[int] | None], seed: int
     ) -> dict[str, Placement]:
-        """By name, for an optimizer. `matrices` says which matrices a parameter of a name and shape is made of."""
-        made = {}
+        """Return a Placement per parameter name. `matrices` maps name and global shape to `Placement.matrices`."""
+        placements = {}
         for name, parameter in self._state:
             tensor, shard = dtensor_of(parameter), self.shards[name]
-            stands = dict(
+            fields = dict(
                 matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
             )
             if isinstance(tensor, DTensor):
-                stands |= dict(whole=partial(_all_gathered, tensor), own=partial(_own_shard, tensor, shard))
-            made[name] = Placement(**stands)
-        return made
+                fields |= dict(whole=partial(_unshard, tensor), own=partial(_reshard, tensor, shard))
+            placements[name] = Placement(**fields)
+        return placements
 
     @torch.no_grad()
     def store_frozen(self, dtype: torch.dtype, world: Axis) -> None:
-        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly, on every
-        rank: a cast of each, and the half of their memory or more, then fall away.
+        """Store frozen matrices in the compute dtype `dtype` if that represents all their values exactly.
 
-        Every rank of `world` calls it, before the first forward pass: FSDP2 takes other parameters until then."""
+        This saves the casts and at least half of the memory. Collective over `world`. Call it before the first
+        forward pass, because FSDP2 accepts replaced parameters only until then.
+        """
         frozen = [
             at
             for at, (_, parameter) in enumerate(self._state)
@@ -136,38 +137,38 @@ class LocalParameters:
         def is_exact(parameter: Tensor) -> bool:
             return torch.equal(parameter.to(dtype).to(parameter.dtype), parameter)
 
-        own = [self._state[at][0] for at in frozen if not is_exact(local(self._state[at][1]))]
-        inexact = {name for names in gather_json(own, world) for name in names}
+        inexact_here = [self._state[at][0] for at in frozen if not is_exact(local(self._state[at][1]))]
+        inexact = {name for names in gather_json(inexact_here, world) for name in names}
         stored: dict[Tensor, nn.Parameter] = {}
         for at in frozen:
             name, parameter = self._state[at]
             if name in inexact:
                 continue
-            short, like = local(parameter).to(dtype), dtensor_of(parameter)
+            cast, like = local(parameter).to(dtype), dtensor_of(parameter)
             if isinstance(like, DTensor):
-                how = dict(run_check=False, shape=like.shape, stride=like.stride())
-                like = DTensor.from_local(short, like.device_mesh, like.placements, **how)
+                options = dict(run_check=False, shape=like.shape, stride=like.stride())
+                like = DTensor.from_local(cast, like.device_mesh, like.placements, **options)
             if isinstance(parameter, DTensor):
                 stored[parameter] = nn.Parameter(like, requires_grad=False)
                 self._state[at] = name, stored[parameter]
             elif like is not parameter:
                 parameter.dtensor = like
-            self.named[at][1].data = short
+            self.named[at][1].data = cast
             self.shards[name] = local_shard(self._state[at][1], self.copies.get(name))
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 if parameter in stored:
                     replace_parameter(module, kind, stored[parameter])
 
-    @torch.no_grad()  # else to_local is a step of autograd for each
+    @torch.no_grad()  # otherwise autograd records each to_local
     def attach_gradients(self) -> None:
-        """Gives each plain parameter its shard of the gradient, without a copy."""
+        """Set `.grad` of each plain parameter to its shard of the gradient, without a copy."""
         for (_, parameter), (_, plain) in zip(self._state, self.named):
             grad = parameter.grad
             plain.grad = grad.to_local() if isinstance(grad, DTensor) else grad
 
     def clear_gradients(self) -> None:
-        """Frees the gradients."""
+        """Free the gradients."""
         for (_, parameter), (_, plain) in zip(self._state, self.named):
             parameter.grad = plain.grad = None
 
@@ -177,9 +178,11 @@ class LocalParameters:
         return nn.Parameter(self.shards[name].values, requires_grad=parameter.requires_grad)
 
 
-def _all_gathered(like: DTensor, shard: Tensor) -> Tensor:
-    """The whole of which this rank has `shard`, as `like` is placed; of experts [experts, rows, columns] those of
-    the ranks that hold their parts. An all-gather over the axes that shard it."""
+def _unshard(like: DTensor, shard: Tensor) -> Tensor:
+    """Return the full tensor of this rank's `shard`, which is placed as `like`, by all-gathers.
+
+    Experts [experts, rows, columns] stay sharded over their first dimension.
+    """
     placements = [
         place if len(like.shape) == 3 and getattr(place, "dim", None) == 0 else Replicate()
         for place in like.placements
@@ -190,9 +193,9 @@ def _all_gathered(like: DTensor, shard: Tensor) -> Tensor:
     return tensor.redistribute(placements=placements).to_local()
 
 
-def _own_shard(like: DTensor, shard: LocalShard, whole: Tensor) -> Tensor:
-    """This rank's shard of what `_all_gathered` gives, as a view."""
-    if whole.shape == like.shape:
-        return shard.slice_of(whole)
-    first = (0, *shard.offset[1:])  # its own experts are all there
-    return whole[tuple(slice(at, at + size) for at, size in zip(first, shard.values.shape))]
+def _reshard(like: DTensor, shard: LocalShard, tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a result of `_unshard`, as a view."""
+    if tensor.shape == like.shape:
+        return shard.slice_of(tensor)
+    first = (0, *shard.offset[1:])  # all experts of this rank are there
+    return tensor[tuple(slice(at, at + size) for at, size in zip(first, shard.values.shape))]

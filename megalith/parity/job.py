@@ -162,5 +162,5 @@ def _whole(run: Run, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
     for name, tensor in global_tensors(shards, run.mesh.world).items():
         held = sum(math.prod(part.shape) for part in tensor.parts)
         assert held == math.prod(tensor.shape), f"{name}: ranks own {held} elements of {tensor.shape}"
-        tensors[name] = tensor.whole()
+        tensors[name] = tensor.gather()
     return {} if run.mesh.world.rank else tensors

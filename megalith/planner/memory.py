@@ -39,7 +39,7 @@ from megalith.config.rules.expert_rules import (
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import tokens_at_once
-from megalith.parallel.fp8_linears import cast_once, saves_weight_codes, uses_fp8
+from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.roles import role_of
@@ -121,7 +121,7 @@ class StageMemory:
         in_fp8 = once = 0
         if config.train.fp8_format:
             in_fp8 = sum(uses_fp8(number, config) for number in self.numbers)
-            once = sum(len(cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks)
+            once = sum(len(layers_cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks)
         self.fp8 = in_fp8 / max(self.layers, 1)
         """The share of the layers that compute in FP8."""
         self.cast_once = once / max(self.layers, 1)

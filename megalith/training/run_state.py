@@ -22,7 +22,7 @@ from megalith.errors import ConfigError
 from megalith.io import replace_file
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.optim.schedule import build_schedule
-from megalith.parallel.fp8_counts import counted, counters
+from megalith.parallel.fp8_counts import counters, gather_counts
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
@@ -162,7 +162,7 @@ class Run:
             before_update(self.gradients(micro_batches), micro_batches)
         figures = self.task.step_metrics(self)
         if counts:
-            of_task, of_fp8 = figures or dict, counted(self.counters, self.mesh.world)
+            of_task, of_fp8 = figures or dict, gather_counts(self.counters, self.mesh.world)
             figures = lambda: {**of_task(), **of_fp8}  # noqa: E731
         lr = self.schedule.learning_rate(*self.schedule_position)
         weight_decay = self.schedule.weight_decay(*self.schedule_position)

@@ -146,7 +146,7 @@ def rollouts() -> list[Rollouts]:
 def gradients(model: ParallelModel) -> dict[str, Tensor]:
     shards = model.parameters.shards
     own = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
-    found = {name: x.whole() for name, x in global_tensors(own, model.mesh.world).items()}
+    found = {name: x.gather() for name, x in global_tensors(own, model.mesh.world).items()}
     model.parameters.clear_gradients()
     return found
 

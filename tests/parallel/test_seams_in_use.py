@@ -134,7 +134,7 @@ def outcome(name: str, parallel: dict) -> tuple[float, dict[str, Tensor], float]
     loss = model.backward(own).item()
     shards = model.parameters.shards
     gradients = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
-    gradients = {name: x.whole() for name, x in global_tensors(gradients, mesh.world).items()}
+    gradients = {name: x.gather() for name, x in global_tensors(gradients, mesh.world).items()}
     evaluated, tokens = model.evaluate(own)
     return loss, gradients, (evaluated / tokens).item()
 

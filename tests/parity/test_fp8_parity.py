@@ -32,7 +32,7 @@ from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules
 from megalith.parallel.memory import activation_offload
-from megalith.parallel.step_casts import cast_for_step
+from megalith.parallel.step_casts import step_cast_tensors
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
@@ -278,13 +278,13 @@ def test_codes_that_stay_for_a_step_are_not_offloaded(monkeypatch):
     class Watched(activation_offload._SavedStorage):
         def __init__(self, streams, storage):
             super().__init__(streams, storage)
-            codes = cast_for_step(run.model.chunks[0])
+            codes = step_cast_tensors(run.model.chunks[0])
             sent.append(storage.data_ptr() in {each.untyped_storage().data_ptr() for each in codes})
 
     monkeypatch.setattr(activation_offload, "_SavedStorage", Watched)
     monkeypatch.setattr(activation_offload, "SMALLEST", 1)
     train(run, 1)
-    assert sent and not any(sent) and not cast_for_step(run.model.chunks[0])
+    assert sent and not any(sent) and not step_cast_tensors(run.model.chunks[0])
 
 
 def test_casts_that_fail_leave_no_codes_of_a_step_behind(monkeypatch):

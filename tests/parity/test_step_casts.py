@@ -8,7 +8,7 @@ from parity_cases import run_config, train
 from megalith.config.rules.fastest import Machine
 from megalith.models import moe
 from megalith.models.moe import GroupedLinear
-from megalith.parallel.step_casts import cast_for_step
+from megalith.parallel.step_casts import step_cast_tensors
 from megalith.parity.job import start, state_by_name
 from megalith.planner.layout import fullest, with_auto
 
@@ -61,8 +61,8 @@ def test_casts_of_a_step_are_gone_when_one_fails(monkeypatch):
     config = run_config("moe", None, "", train={"precision": "bf16", "moe_cache_weights": True})
     run = start(config)
     with run.model.step_casts:
-        assert len(cast_for_step(run.model.chunks[0])) == len(experts(run))  # which have no biases
-    assert not cast_for_step(run.model.chunks[0])
+        assert len(step_cast_tensors(run.model.chunks[0])) == len(experts(run))  # which have no biases
+    assert not step_cast_tensors(run.model.chunks[0])
 
     def fails(dtype):
         raise torch.OutOfMemoryError("no memory")
@@ -70,7 +70,7 @@ def test_casts_of_a_step_are_gone_when_one_fails(monkeypatch):
     monkeypatch.setattr(experts(run)[-1], "cast", fails)
     with pytest.raises(torch.OutOfMemoryError), run.model.step_casts:
         pass
-    assert not cast_for_step(run.model.chunks[0])
+    assert not step_cast_tensors(run.model.chunks[0])
 
 
 def test_auto_casts_experts_once_where_memory_suffices_and_fsdp_gathers_none():

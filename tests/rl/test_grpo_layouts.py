@@ -33,7 +33,7 @@ def gradients_of(run: Run) -> dict:
     shards = run.model.parameters.shards
     trained = [(name, plain) for name, plain in run.model.parameters.named if plain.requires_grad]
     own = {name: replace(shards[name], values=plain.grad) for name, plain in trained}
-    return {name: x.whole() for name, x in global_tensors(own, run.mesh.world).items()}
+    return {name: x.gather() for name, x in global_tensors(own, run.mesh.world).items()}
 
 
 def outcome(config: RunConfig) -> dict:

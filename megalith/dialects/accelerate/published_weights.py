@@ -229,7 +229,7 @@ def gather_state(
     """The whole model's tensors under published names, float32 on every rank's CPU. Every rank calls it."""
     tensors, found = global_tensors(base_shards(chunks), world), {}
     for group in groups:
-        whole = tensors[group.name].whole()
+        whole = tensors[group.name].gather()
         if world.size > 1:
             shape = tensors[group.name].shape
             own = whole.to(device) if whole is not None else torch.empty(shape, device=device)

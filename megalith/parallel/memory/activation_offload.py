@@ -30,7 +30,7 @@ from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
-from megalith.parallel.step_casts import cast_for_step
+from megalith.parallel.step_casts import step_cast_tensors
 
 SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is worth
 
@@ -182,7 +182,7 @@ class _Unit:
     def _staying(self) -> set[int]:
         """Asked for first in the layers' forward pass, where their parameters are gathered."""
         staying = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
-        staying += [cast for layer in self._layers for cast in cast_for_step(layer)]
+        staying += [cast for layer in self._layers for cast in step_cast_tensors(layer)]
         return {_address(tensor) for tensor in staying + self._shared if isinstance(tensor, Tensor)}
 
     @cached_property

@@ -99,11 +99,11 @@ class WeightStream:
         self, name: str, tensors: Mapping[str, GlobalTensor], device: torch.device | str
     ) -> Tensor | None:
         """One of our tensors on rank 0, with what its adapters add to it."""
-        whole = tensors[name].whole(device)
+        whole = tensors[name].gather(device)
         if name not in self._adapters:
             return whole
         prefix, adapter = self._adapters[name]
-        values = {kind: tensors[prefix + kind].whole(device) for kind, _ in adapter.named_parameters()}
+        values = {kind: tensors[prefix + kind].gather(device) for kind, _ in adapter.named_parameters()}
         if whole is None:
             return None
         filled = deepcopy(adapter).to_empty(device=device)
