@@ -59,7 +59,7 @@ class Values(Protocol):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def stretches(self) -> Iterable[Tensor]:
+    def byte_chunks(self) -> Iterable[Tensor]:
         """The bytes in row-major order: uint8, one-dimensional, of any device."""
 
 
@@ -71,7 +71,7 @@ class HostBytes:
     shape: tuple[int, ...]
     parts: list[Tensor]  # uint8, one-dimensional
 
-    def stretches(self) -> list[Tensor]:
+    def byte_chunks(self) -> list[Tensor]:
         return self.parts
 
 
@@ -156,7 +156,7 @@ def _head(tensors: Layout) -> tuple[bytes, dict[str, int]]:
 
 
 def _chunks(values: Tensor | Values) -> Iterator[memoryview]:
-    for stretch in [byte_view(values)] if isinstance(values, Tensor) else values.stretches():
+    for stretch in [byte_view(values)] if isinstance(values, Tensor) else values.byte_chunks():
         for part in stretch.split(CHUNK):
             yield memoryview(part.cpu().numpy())
 

@@ -74,7 +74,7 @@ def tensor_digests(
     """Each tensor of a part with the SHA-256, in hexadecimal, of its type, shape and bytes in row-major order."""
     for name, values in sorted(stored_values(checkpoint, part, progress).items()):
         digest = hashlib.sha256(f"{checkpoint.table(part)[name]}\n".encode())
-        for stretch in values.stretches():
+        for stretch in values.byte_chunks():
             digest.update(memoryview(stretch.numpy()))
         yield name, digest.hexdigest()
 

@@ -53,7 +53,7 @@ class StoredValues:
             if self.progress is not None:
                 self.progress.add(byte_count(block.shape, self.dtype))
 
-    def stretches(self) -> Iterator[Tensor]:
+    def byte_chunks(self) -> Iterator[Tensor]:
         return map(byte_view, self.blocks())
 
 

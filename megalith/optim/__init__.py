@@ -1,6 +1,6 @@
-"""The optimizer's step: parameter groups, gradient norm, loss scale and learning-rate schedule."""
+"""Optimizers, loss scale and learning-rate schedule."""
 
-import megalith.optim.muon  # noqa: F401 (it registers the optimizer)
+from megalith.optim import adam, muon, sgd  # noqa: F401 (registers the built-in optimizers)
 from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.schedule import ParamSchedule, build_schedule

@@ -1,11 +1,10 @@
-"""The loss scale: what the loss is multiplied by, so that small fp16 gradients do not vanish.
+"""Loss scale: the factor on the loss that keeps small fp16 gradients from underflowing.
 
-The dynamic scale (Micikevicius et al., "Mixed precision training") starts high and halves while gradients
-overflow; after `loss_scale_window` good steps in a row it doubles. Megatron's hysteresis: `hysteresis`
-overflows are forgiven in all between two growths, the last of them and each one after halves the scale, and
-only a growth restores the allowance.
+The dynamic scale (Micikevicius et al., "Mixed precision training") starts high, halves when gradients overflow, and
+doubles after `loss_scale_window` consecutive good steps. Hysteresis as in Megatron: between two doublings, `hysteresis`
+overflows are counted; the last of them and each one after it halve the scale. Only doubling resets the count.
 
-The state is three scalars on the device, updated there, so a step never waits for the host.
+The state is three scalars on the device, updated there, so that a step never waits for the host.
 """
 
 from __future__ import annotations
@@ -20,27 +19,24 @@ LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 
 
 class ConstantLossScale:
-    """A scale that never changes; 1 in fp32 and bf16."""
+    """Constant scale; 1 in fp32 and bf16."""
 
     def __init__(self, scale: float, device: torch.device | str) -> None:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Takes note of one step; changes nothing."""
+        """Do nothing."""
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint stores: nothing, as the configuration says it all."""
+        """Return an empty state; the configuration determines the scale."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Ignores the state of whichever scale the saved run had."""
+        """Do nothing."""
 
 
 class DynamicLossScale:
-    """Megatron's DynamicGradScaler as device tensors.
-
-    `scale` fp32 scalar; `update` takes a scalar that is 1 when the gradient was not finite, else 0.
-    """
+    """Megatron's DynamicGradScaler with device tensors. `scale` is an fp32 scalar."""
 
     def __init__(
         self,
@@ -58,20 +54,20 @@ class DynamicLossScale:
         self.allowance = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Moves the scale on by one step, on the device."""
+        """Update the scale on the device. `found_inf` is a scalar: 1 if the gradient was not finite, otherwise 0."""
         overflow = found_inf != 0
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
         allowance = torch.where(overflow, self.allowance - 1, self.allowance)
         grows = good_steps == self.growth_interval
         halves = overflow & (allowance <= 0)
         factor = torch.where(grows, 2.0, torch.where(halves, 0.5, 1.0))
-        # New tensors, so that the scale a step has reported stays what it was.
+        # New tensors, because a StepResult may still refer to the old scale.
         self.scale = (self.scale * factor).clamp(self.min_scale, LARGEST_SCALE)
         self.good_steps = torch.where(grows, 0, good_steps)
         self.allowance = torch.where(grows, self.hysteresis, allowance)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint stores, as plain numbers. Waits for the device."""
+        """Return the state as Python numbers, for a checkpoint. Waits for the device."""
         return {
             "scale": self.scale.item(),
             "growth_tracker": self.good_steps.item(),
@@ -79,7 +75,7 @@ class DynamicLossScale:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Takes up a stored state; an empty one (a run with a constant scale) leaves the start as it is."""
+        """Load a stored state. An empty state, from a run with a constant scale, changes nothing."""
         if state:
             self.scale.fill_(state["scale"])
             self.good_steps.fill_(state["growth_tracker"])
@@ -90,9 +86,9 @@ LossScale = ConstantLossScale | DynamicLossScale
 
 
 def build_loss_scale(precision: str, config: OptimConfig, device: torch.device | str) -> LossScale:
-    """The fixed scale if `loss_scale` is set; else dynamic in fp16 and 1 in bf16 and fp32.
+    """Return a constant scale if `loss_scale` is set; otherwise a dynamic scale in fp16, and 1 in bf16 and fp32.
 
-    Raises ConfigError as `check_loss_scale`.
+    Raises ConfigError as `check_loss_scale` does.
     """
     check_loss_scale(config, precision)
     if config.loss_scale is not None:

@@ -1,13 +1,12 @@
-"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of the layers, AdamW for everything else.
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, AdamW for all other parameters.
 
-The update of a matrix is its Nesterov momentum with all singular values brought close to 1 by five steps of a quintic
-Newton-Schulz iteration, which needs only matmuls. It is a function of the whole matrix, so each rank gathers the
-shards of a matrix's momentum over the axes that its placement names, orthogonalizes the whole matrix, and keeps its
-own shard of the result, one matrix at a time. A fused weight (query, key and value; gate and up) consists of several
-matrices, and each is orthogonalized separately, as is each expert's.
+The update of a matrix is its Nesterov momentum after five steps of a quintic Newton-Schulz iteration, which bring all
+singular values close to 1 using only matmuls. It depends on the whole matrix, so each rank gathers the momentum of one
+matrix at a time, orthogonalizes it, and keeps its shard of the result. The matrices of a fused weight (query, key and
+value; gate and up) are orthogonalized separately, and so is each expert's.
 
-The update is scaled by the shape of its matrix (`muon_scale_mode`). By default its RMS is about that of AdamW's, so
-one learning rate and one weight decay serve both (Liu et al. 2025).
+`muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about that of AdamW's updates, so
+that both use the same learning rate and weight decay (Liu et al. 2025).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megalith.config import OptimConfig
-from megalith.optim.optimizer import _REGISTERED, TrainedParameter, adamw, decay_groups
+from megalith.optim.adam import build_adamw
+from megalith.optim.optimizer import TrainedParameter, decay_groups, register_optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -29,11 +29,12 @@ SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
+"""Factor for a matrix [rows, columns], by muon_scale_mode."""
 
 
 def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """U · Vᵀ of each matrix U · S · Vᵀ of x [..., rows, columns], but for singular values between about 0.7 and 1.2.
-    Computed in `dtype`."""
+    """Return U · Vᵀ for each matrix U · S · Vᵀ in x [..., rows, columns], with singular values between about 0.7 and
+    1.2 instead of 1. Computed in `dtype`."""
     a, b, c = COEFFICIENTS
     wide = x.shape[-2] <= x.shape[-1]
     y = x.to(dtype) if wide else x.to(dtype).mT
@@ -45,7 +46,10 @@ def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """It is stepped by `optimizer_step`, which sets `grad_scale` and `found_inf`. Every rank steps together."""
+    """Muon for matrices, with a second optimizer for the other parameters. `step` is a collective call.
+
+    `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -56,7 +60,8 @@ class Muon(torch.optim.Optimizer):
         config: OptimConfig,
         dtype: torch.dtype,
     ):
-        """`matrices` have a `placement.matrices`; `others` steps the rest. `dtype` is Newton-Schulz's."""
+        """`matrices` have `placement.matrices`. `others` updates the remaining parameters. Newton-Schulz runs in
+        `dtype`."""
         groups = [group | {"is_muon": True} for group in decay_groups(matrices, config)]
         super().__init__(groups + (others.param_groups if others else []), {"lr": config.lr})
         self._others, self._config, self._dtype = others, config, dtype
@@ -68,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if self._others is not None:
             self._others.grad_scale, self._others.found_inf = self.grad_scale, self.found_inf
             self._others.step()
@@ -83,26 +88,28 @@ class Muon(torch.optim.Optimizer):
         moved = buffer.lerp(gradient, 1 - momentum)
         update = gradient.lerp(moved, momentum) if self._config.muon_nesterov else moved
         placement = self._placements[parameter]
-        update = placement.own(self._orthogonalized_parts(placement.whole(update), placement.matrices))
+        update = placement.shard(self._orthogonalize(placement.gather(update), placement.matrices))
         stepped = parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
-        keep = self.found_inf > 0  # decided on the device: the host waits for nothing
+        keep = self.found_inf > 0  # on the device, so that the host does not wait
         parameter.copy_(torch.where(keep, parameter, stepped))
         buffer.copy_(torch.where(keep, buffer, moved))
 
-    def _orthogonalized_parts(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Of whole [..., rows, columns], whose rows alternate between matrices of `sizes` rows at a time."""
+    def _orthogonalize(self, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Orthogonalize and scale the matrices in weight [..., rows, columns], whose rows alternate between matrices,
+        `sizes` rows at a time."""
         config, results = self._config, []
-        blocks = whole.unflatten(-2, (-1, sum(sizes)))
+        blocks = weight.unflatten(-2, (-1, sum(sizes)))
         for part in blocks.split(list(sizes), dim=-2):
             matrix = part.flatten(-3, -2)
             factor = config.muon_extra_scale_factor * SCALES[config.muon_scale_mode](*matrix.shape[-2:])
-            made = orthogonalized(matrix, config.muon_num_ns_steps, self._dtype).float() * factor
-            results.append(made.unflatten(-2, part.shape[-3:-1]))
+            update = orthogonalized(matrix, config.muon_num_ns_steps, self._dtype).float() * factor
+            results.append(update.unflatten(-2, part.shape[-3:-1]))
         return torch.cat(results, dim=-2).flatten(-3, -2)
 
 
+@register_optimizer("muon")
 def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str) -> Muon:
-    """Muon for the parameters that are matrices of layers, AdamW for the others, with their state at zero."""
+    """Build Muon for matrices of layers and AdamW for the other parameters, with state at zero."""
     matrices = [item for item in parameters if item.placement.matrices is not None]
     rest = [item for item in parameters if item.placement.matrices is None]
     if config.muon_fp32_matmul_prec is not None:
@@ -110,8 +117,8 @@ def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, prec
     else:
         exact = precision == "fp32"
     return Muon(
-        matrices, adamw(rest, config) if rest else None, config, torch.float32 if exact else torch.bfloat16
+        matrices,
+        build_adamw(rest, config, precision) if rest else None,
+        config,
+        torch.float32 if exact else torch.bfloat16,
     )
-
-
-_REGISTERED["muon"] = build_muon

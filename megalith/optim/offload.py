@@ -1,17 +1,16 @@
-"""Optimizer state in host memory, and the part of the step that the CPU then takes (after Ren et al. 2021).
+"""Optimizer state in host memory, with the CPU updating its parameters (after Ren et al. 2021).
 
-The moments of an offloaded parameter stay in the host's memory. A step goes through them a slice at a time: the
-slice's weights and gradient come down to the host, the CPU's fused kernel steps them, the weights go back up. There
-are a few slots for slices, so that one comes down and another goes up while the CPU is at a third, and the device
-steps the parameters of its own meanwhile:
+The moments of an offloaded parameter stay in host memory. A step processes them slice by slice: weights and gradients
+of a slice are copied to the host, the CPU's fused kernel updates the weights, and they are copied back. Several slots
+let copies in both directions overlap with the CPU, while the device updates its own parameters:
 
-    down   0 1 2 .  3 .  4 .
-    CPU      [  0 ][  1 ][  2 ][  3 ][  4 ]
-    up             0     1     2     3     4
+     down   0 1 2 .  3 .  4 .
+     CPU      [  0 ][  1 ][  2 ][  3 ][  4 ]
+     up             0     1     2     3     4
 
-The weights stay where they are, in fp32 on the device, and come down with the gradient in every step. So nothing on
-the host can be older than they are, whoever has changed them; the copy hides behind the CPU, which moves 28 bytes of
-its memory for each parameter. Once a step the host has to wait for the device: for the gradients.
+The fp32 weights stay on the device and are copied with the gradients in every step, so the host never has outdated
+weights. These copies are hidden behind the CPU's update, which moves 28 bytes of host memory per parameter. The host
+waits for the device once per step, for the gradients.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 SLICE = 2**22  # elements: 16 MiB of weights and as much of gradients in each slot
-SLOTS = 3  # one slice comes down, one is stepped, one goes up
-ALIGNMENT = 64  # a cut falls between the CPU's vectors: elements are stepped as if there were none
+SLOTS = 3  # one slice is copied to the host, one updated, one copied back
+ALIGNMENT = 64  # elements; slices end at vector boundaries, so that results do not depend on them
 
 
-def kept_on_host(
+def select_for_offload(
     named_parameters: Iterable[tuple[str, Tensor]], fraction: float, never: Collection[str] = ()
 ) -> frozenset[str]:
-    """The names of the parameters whose state goes to the host: the largest first, at most `fraction` of all elements,
-    and none of `never`.
+    """Return the names of the parameters whose state goes to the host: the largest first, at most `fraction` of all
+    elements, none of `never`.
 
-    Small ones stay on the device, unless everything goes: they are next to nothing, and each costs three copies.
+    Small parameters stay on the device unless everything goes to the host: they save almost nothing, and each costs
+    three copies.
     """
     sizes = sorted(
         ((parameter.numel(), name) for name, parameter in named_parameters),
@@ -54,23 +54,23 @@ def kept_on_host(
 
 @dataclass(frozen=True)
 class _SlicePart:
-    """Elements of a parameter in a slice."""
+    """Elements of one parameter within a slice."""
 
     parameter: nn.Parameter
-    elements: slice  # of the parameter, flattened
-    place: slice  # in the slice
+    elements: slice  # of the flattened parameter
+    offset: slice  # in the slice
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """What is stepped at once: pieces of parameters with the same settings."""
+    """Parts of parameters with the same settings, updated together."""
 
     group: dict[str, Any]  # of the optimizer
     pieces: Sequence[_SlicePart]
 
 
 class _Slot:
-    """Pinned memory for a slice, and when it has come down and gone up."""
+    """Pinned memory for a slice, and events for its two copies."""
 
     def __init__(self, device: torch.device):
         pinned = device.type != "cpu"
@@ -79,21 +79,20 @@ class _Slot:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An Adam, AdamW or SGD of torch's, fused, of which the CPU steps the parameters that have their state there.
+    """A fused torch Adam, AdamW or SGD in which the CPU updates the parameters whose state is in host memory.
 
-    Groups and state are those of the optimizer that it is given; only where state lives differs, so a checkpoint sees
-    no difference. It is stepped by `optimizer_step`, which sets `grad_scale` and `found_inf`. Gradients of parameters
-    that the CPU has stepped are left as they were.
+    Groups and state are those of the wrapped optimizer, so checkpoints do not depend on offloading. `optimizer_step`
+    calls `step` after it has set `grad_scale` and `found_inf`. Gradients of parameters updated by the CPU stay
+    unchanged.
     """
 
-    _step_supports_amp_scaling = True  # torch's name for one that takes grad_scale and found_inf
+    _step_supports_amp_scaling = True  # torch's name: `step` uses grad_scale and found_inf
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, on_host: Collection[nn.Parameter], overlap: bool = True
     ):
-        """`on_host`: parameters of one device whose state is on the CPU. Without `overlap` one thing is done at a
-        time, with a third of the pinned memory: for comparison, and where memory is short.
-        """
+        """`on_host` are parameters of one device whose state is on the CPU. Without `overlap`, copies and updates
+        alternate and use a third of the pinned memory."""
         super().__init__(optimizer.param_groups, {})
         self.state = optimizer.state
         self._optimizer = optimizer
@@ -104,30 +103,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._down, self._up = self._streams.Stream(), self._streams.Stream()
         self._slots = [_Slot(device) for _ in range(SLOTS if overlap else 1)]
         self._scalars = torch.empty(2, pin_memory=device.type != "cpu")  # grad_scale, found_inf
-        self._known = self._streams.Event()  # the scalars have come down
+        self._scalars_copied = self._streams.Event()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps every parameter that has a gradient. Returns when the CPU has done its part."""
+        """Update every parameter that has a gradient. Returns when the CPU has finished."""
         current, scalars = self._streams.current_stream(), torch.stack([self.grad_scale, self.found_inf])
-        self._down.wait_stream(current)  # for the gradients, and for the weights as the last step left them
+        self._down.wait_stream(current)  # for the gradients and the weights of the last step
         with self._streams.stream(self._down):
             self._scalars.copy_(scalars, non_blocking=True)
-            self._known.record(self._down)
+            self._scalars_copied.record(self._down)
         for slot, part in zip(self._slots, self._slices):
             self._fetch(part, slot)
         self._step_on_device()
-        self._known.synchronize()
+        self._scalars_copied.synchronize()
         grad_scale, found_inf = self._scalars
         if not found_inf:
             self._step_on_host(grad_scale)
         current.wait_stream(self._up)
-        current.wait_stream(self._down)  # gradients may be freed now
+        current.wait_stream(self._down)  # before the gradients are freed
 
     def _step_on_device(self) -> None:
         hidden = [(parameter, parameter.grad) for parameter in self._on_host]
         for parameter, _ in hidden:
-            parameter.grad = None  # which torch takes as: not to be stepped
+            parameter.grad = None  # hides it from torch's step
         self._optimizer.grad_scale, self._optimizer.found_inf = self.grad_scale, self.found_inf
         self._optimizer.step()
         del self._optimizer.grad_scale, self._optimizer.found_inf
@@ -151,22 +150,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _fetch(self, part: _Slice, slot: _Slot) -> None:
         with self._streams.stream(self._down):
             for piece in _with_gradient(part):
-                slot.values[piece.place].copy_(piece.parameter.view(-1)[piece.elements], non_blocking=True)
+                slot.values[piece.offset].copy_(piece.parameter.view(-1)[piece.elements], non_blocking=True)
                 gradient = piece.parameter.grad.reshape(-1)
-                slot.gradients[piece.place].copy_(gradient[piece.elements], non_blocking=True)
+                slot.gradients[piece.offset].copy_(gradient[piece.elements], non_blocking=True)
             slot.arrived.record(self._down)
 
     def _send(self, part: _Slice, slot: _Slot) -> None:
         with self._streams.stream(self._up):
             for piece in _with_gradient(part):
-                piece.parameter.view(-1)[piece.elements].copy_(slot.values[piece.place], non_blocking=True)
+                piece.parameter.view(-1)[piece.elements].copy_(slot.values[piece.offset], non_blocking=True)
             slot.sent.record(self._up)
 
     def _update(self, part: _Slice, slot: _Slot, grad_scale: Tensor) -> None:
-        """The fused kernel over the pieces that have a gradient; the count of steps is not moved."""
+        """Run the fused CPU kernel over the pieces that have a gradient, without advancing their step counts."""
         pieces, group = list(_with_gradient(part)), part.group
-        weights = [slot.values[piece.place] for piece in pieces]
-        gradients = [slot.gradients[piece.place] for piece in pieces]
+        weights = [slot.values[piece.offset] for piece in pieces]
+        gradients = [slot.gradients[piece.offset] for piece in pieces]
         common = dict(
             fused=True,
             lr=group["lr"],
@@ -199,7 +198,7 @@ def _with_gradient(part: _Slice) -> Iterator[_SlicePart]:
 
 
 def _slices(group: dict[str, Any], on_host: Collection[nn.Parameter]) -> Iterator[_Slice]:
-    """The elements of the group's parameters on the host, one after the other, SLICE at a time."""
+    """Yield the elements of the group's parameters on the host, SLICE elements at a time."""
     pieces: list[_SlicePart] = []
     filled = 0
     for parameter in group["params"]:

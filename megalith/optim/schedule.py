@@ -1,14 +1,13 @@
 """Learning rate and weight decay as pure functions of the position in the run.
 
-The learning rate climbs linearly from `lr_warmup_init` to `lr`, then follows a decay to `min_lr`, where it
-stays. The weight decay is constant, or grows over the whole run. The formulas are those of Megatron's
-OptimizerParamScheduler, and so is the unit: positions are in samples, an iteration counting as
-`global_batch_size` of them, or with `schedule_unit: samples` as those that it had. The position of an update is what
-was done *before* it, so the first update of a warm-up from 0 has learning rate 0, as in Megatron.
+The learning rate rises linearly from `lr_warmup_init` to `lr`, then decays to `min_lr` and stays there. Weight decay is
+constant or grows over the run. Formulas and units are those of Megatron's OptimizerParamScheduler: positions are in
+samples. An iteration counts as `global_batch_size` samples or, with `schedule_unit: samples`, as the samples it had.
+The position of an update is the amount of training before it, so the first update of a warm-up from 0 has learning rate
+0.
 
-In fp16 a step that is skipped for an overflow does not count, as in Megatron, Accelerate and transformers: a warm-up
-waits for the loss scale to come down. A run keeps the number of such steps and of their samples in its checkpoints.
-Otherwise nothing is stored; a resumed run finds its place from its configuration and its counts.
+In fp16 a step that is skipped for an overflow does not count, as in Megatron, Accelerate and transformers. Checkpoints
+store the number of skipped steps and their samples; a resumed run computes its position from them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megalith.config.rules.optim_rules import check_schedule
 
 @dataclass(frozen=True)
 class ParamSchedule:
-    """The schedule of one run. Steps are in samples. Build it with `build_schedule`."""
+    """Schedule of one run, built by `build_schedule`. Steps are in samples."""
 
     lr: float
     min_lr: float
@@ -36,11 +35,14 @@ class ParamSchedule:
     end_weight_decay: float
     weight_decay_steps: int
     weight_decay_style: str
-    samples_per_iteration: int | None  # None: schedules move on by the samples consumed
-    decoupled: ParamSchedule | None = None  # of the word embedding and the output matrix, where it is another
+    samples_per_iteration: int | None  # None: the position is the number of consumed samples
+    decoupled: ParamSchedule | None = (
+        None  # schedule of the word embedding and the output matrix, if different
+    )
 
     def learning_rate(self, iteration: int, consumed_samples: int) -> float:
-        """Learning rate of the update after `iteration` updates and `consumed_samples` samples; skipped ones aside."""
+        """Return the learning rate of the update after `iteration` updates and `consumed_samples` samples, excluding
+        skipped ones."""
         steps = self._position(iteration, consumed_samples)
         if self.warmup_steps > 0 and steps <= self.warmup_steps:
             return self.warmup_init + (self.lr - self.warmup_init) * steps / self.warmup_steps
@@ -53,7 +55,8 @@ class ParamSchedule:
         return self.min_lr + (self.lr - self.min_lr) * self._decay_coefficient(steps)
 
     def weight_decay(self, iteration: int, consumed_samples: int) -> float:
-        """Weight decay of the update after `iteration` updates and `consumed_samples` samples; skipped ones aside."""
+        """Return the weight decay of the update after `iteration` updates and `consumed_samples` samples, excluding
+        skipped ones."""
         steps = self._position(iteration, consumed_samples)
         if self.weight_decay_style == "constant" or steps > self.weight_decay_steps:
             return self.end_weight_decay
@@ -68,7 +71,7 @@ class ParamSchedule:
         return iteration * self.samples_per_iteration
 
     def _decay_coefficient(self, steps: int) -> float:
-        """From 1 at the end of the warm-up to 0 at `decay_steps`."""
+        """Return the decay: 1 at the end of the warm-up, 0 at `decay_steps`."""
         if self.decay_style == "WSD":  # warm-up, stable, decay (Hu et al., MiniCPM)
             anneal_start = self.decay_steps - self.wsd_decay_steps
             if steps <= anneal_start:
@@ -83,7 +86,7 @@ def _cosine(ratio: float) -> float:
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-_DECAYS = {  # ratio 0 → 1, ratio 1 → 0
+_DECAYS = {  # from 1 at ratio 0 to 0 at ratio 1
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": _cosine,
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
@@ -92,9 +95,9 @@ _DECAYS = {  # ratio 0 → 1, ratio 1 → 0
 
 
 def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
-    """The schedule of a run counted in `train_iters` or in `train_samples`.
+    """Build the schedule of a run whose length is `train_iters` or `train_samples`.
 
-    Absent decay lengths are the whole run. Raises ConfigError as `check_schedule`.
+    Decay lengths that are not set are the length of the run. Raises ConfigError as `check_schedule` does.
     """
     warmup, decay, wsd_decay = check_schedule(optim, train)
     counted, total = train.length

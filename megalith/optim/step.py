@@ -1,16 +1,15 @@
-"""One optimizer step: gradient norm, clipping, unscaling and the skip of non-finite gradients.
+"""Optimizer step with clipping, unscaling and skipping of non-finite gradients.
 
-The gradients hold loss_scale times the true gradient. Four scalars are computed on the device:
+Gradients hold loss_scale times the true gradient. Four scalars are computed on the device:
 
-    norm       = ‖gradients‖ / loss_scale                  over the whole model, in fp32
-    found_inf  = 1 when the norm is not finite, else 0
-    clip       = min(1, clip_grad / (norm + 1e-6))
-    grad_scale = loss_scale / clip
+     norm       = ‖gradients‖ / loss_scale                  over the whole model, in fp32
+     found_inf  = 1 if the norm is not finite, else 0
+     clip       = min(1, clip_grad / (norm + 1e-6))
+     grad_scale = loss_scale / clip
 
-and handed to torch's fused optimizer, as torch.amp.GradScaler does: its kernel divides each gradient by
-`grad_scale` while it reads it, and leaves everything as it is when `found_inf` is 1. So unscaling and
-clipping cost no pass of their own, a non-finite gradient skips the update in every precision, and the host
-never waits for the device.
+and passed to torch's fused optimizer, as torch.amp.GradScaler does. Its kernel divides each gradient by `grad_scale`
+while reading it and changes nothing if `found_inf` is 1. Unscaling and clipping thus need no pass over memory, a
+non-finite gradient skips the update in every precision, and the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from torch import Tensor
 
 from megalith.optim.loss_scale import LossScale
 
-CPU_BLOCK = (
-    8192  # torch's CPU norm adds up in fp32: of 40 million equal elements it is 2% off, of a block 3e-6
-)
+# torch's CPU norm accumulates in fp32. Its relative error is 2 % over 40 million equal elements and 3e-6 over a block.
+CPU_BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found out: fp32 scalars on the device, to be read when there is a log line to write."""
+    """Results of a step: fp32 scalars on the device."""
 
     grad_norm: Tensor
-    """Norm of the unscaled gradient before clipping; not finite when the step was skipped."""
+    """Norm of the unscaled gradient before clipping. Not finite if the step was skipped."""
 
     skipped: Tensor
-    """1 when the gradient was not finite and nothing changed, else 0."""
+    """1 if the gradient was not finite and the step changed nothing, otherwise 0."""
 
     loss_scale: Tensor
-    """The scale that this step's loss was multiplied by."""
+    """Factor on this step's loss."""
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum of the squares of all elements of fp32 tensors of one device, as an fp32 scalar there.
+    """Return the sum of squares over all elements of fp32 tensors on one device, an fp32 scalar there.
 
-    Its root is accurate to 3e-6 whatever the sizes, so that it does not depend on how a parameter is cut.
+    The relative error of its root is at most 3e-6 for any size, so the result does not depend on how parameters are
+    sharded.
     """
     blocks = []
     for gradient in gradients:
@@ -54,7 +53,7 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_squares(parameters: Iterable[Tensor]) -> Tensor:
-    """Sum of squares of the gradients of parameters that all have one, as an fp32 scalar."""
+    """Return the sum of squares of the gradients of parameters that all have one, an fp32 scalar."""
     return sum_of_squares(parameter.grad for parameter in parameters)
 
 
@@ -64,14 +63,21 @@ def optimizer_step(
     clip_grad: float,
     total_squares: Callable[[list[Tensor]], Tensor] = gradient_squares,
 ) -> StepResult:
-    """Clips, unscales and applies the gradients in `.grad`, or skips them all; then moves the loss scale on.
+    """Clip, unscale and apply the gradients in `.grad`, or skip the step; then update the loss scale.
 
-    `clip_grad` is the largest norm allowed; 0 means no clipping. `total_squares` gives the sum of squares of
-    the gradients of the parameters that it is given; a parallel run passes one that counts each logical
-    parameter once and adds up over the ranks, so that all of them clip and skip alike. The gradients are
-    used up: what they hold afterwards, clipped and unscaled or as before, depends on the kernel.
+    A skipped step leaves parameters and optimizer state, including step counts, bitwise unchanged. Gradients are
+    undefined afterwards.
 
-    In a skipped step parameters and optimizer state, step counts included, stay bitwise what they were.
+    Args:
+        optimizer: a fused torch optimizer, or one from `register_optimizer`.
+        loss_scale: factor on the gradients.
+        clip_grad: maximum norm; 0 disables clipping.
+        total_squares: returns the sum of squares of the gradients of a list of parameters. A parallel run passes a
+            function
+            that counts each logical parameter once and sums over ranks, so that all ranks clip and skip identically.
+
+    Returns:
+        Norm, skip flag and loss scale on the device.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale = loss_scale.scale
@@ -84,7 +90,7 @@ def optimizer_step(
         optimizer.found_inf = found_inf
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf
-    elif not found_inf.item():  # an optimizer of one's own
+    elif not found_inf.item():  # a custom optimizer without support for grad_scale and found_inf
         torch._foreach_div_([parameter.grad for parameter in parameters], scale / clip)
         optimizer.step()
     loss_scale.update(found_inf)

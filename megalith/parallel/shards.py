@@ -117,7 +117,7 @@ class LocalParameters:
                 matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
             )
             if isinstance(tensor, DTensor):
-                fields |= dict(whole=partial(_unshard, tensor), own=partial(_reshard, tensor, shard))
+                fields |= dict(gather=partial(_unshard, tensor), shard=partial(_reshard, tensor, shard))
             placements[name] = Placement(**fields)
         return placements
 

@@ -181,11 +181,11 @@ def test_copies_use_the_same_memory_again_and_may_lie_in_several_slabs():
     staging = Staging(slab=64)
     for _ in range(2):
         copies = staging.copy(tensors)
-        addresses = [part.data_ptr() for copy in copies for part in copy.stretches()]
+        addresses = [part.data_ptr() for copy in copies for part in copy.byte_chunks()]
         for tensor, copy in zip(tensors, copies):
-            data = torch.cat([torch.empty(0, dtype=torch.uint8), *copy.stretches()])
+            data = torch.cat([torch.empty(0, dtype=torch.uint8), *copy.byte_chunks()])
             assert (copy.dtype, copy.shape) == (tensor.dtype, tuple(tensor.shape))
             assert torch.equal(data.view(tensor.dtype).view(tensor.shape), tensor)
         tensors = [tensor * 2 if tensor.dtype != torch.bool else tensor for tensor in tensors]
-    assert [part.data_ptr() for copy in staging.copy(tensors) for part in copy.stretches()] == addresses
-    assert len(copies[2].stretches()) > 1
+    assert [part.data_ptr() for copy in staging.copy(tensors) for part in copy.byte_chunks()] == addresses
+    assert len(copies[2].byte_chunks()) > 1

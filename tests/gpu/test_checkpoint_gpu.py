@@ -39,7 +39,7 @@ def test_what_kernels_still_compute_at_the_call_is_saved_and_what_they_do_after_
 def test_copies_are_page_locked_and_their_memory_is_used_again():
     tensors = [torch.randn(1000, device="cuda"), torch.randn(7, 9).cuda().t(), torch.randn(5)]
     staging = Staging(slab=2**12)
-    first = [part for copy in staging.copy(tensors) for part in copy.stretches()]
+    first = [part for copy in staging.copy(tensors) for part in copy.byte_chunks()]
     assert all(part.is_pinned() for part in first)
-    addresses = [part.data_ptr() for copy in staging.copy(tensors) for part in copy.stretches()]
+    addresses = [part.data_ptr() for copy in staging.copy(tensors) for part in copy.byte_chunks()]
     assert addresses == [part.data_ptr() for part in first]

@@ -13,7 +13,7 @@ from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
-from megalith.optim.adamw import LEAST, AdamW
+from megalith.optim.adam import MIN_KERNEL_NUMEL, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
            attention_dropout=0.0, hidden_dropout=0.0)  # fmt: skip
@@ -126,7 +126,7 @@ def test_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, dtype, ro
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.95), (0.9, 0.0)])
 def test_large_parameters_are_stepped_as_torch_steps_them(betas):
     torch.manual_seed(0)
-    start = random(LEAST + 1003)
+    start = random(MIN_KERNEL_NUMEL + 1003)
     ours, exact = start.clone().requires_grad_(), start.double().requires_grad_()
     settings = dict(lr=1e-2, betas=betas, eps=1e-8, weight_decay=0.1)
     optimizer, reference = AdamW([ours], fused=True, **settings), torch.optim.AdamW([exact], **settings)

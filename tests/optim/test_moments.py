@@ -8,7 +8,14 @@ import torch
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.moments import BLOCK, Moment, _place, _random_bits, block_of, dynamic_code
+from megalith.optim.moments import (
+    MAX_BLOCK,
+    Moment,
+    _random_bits,
+    _shard_position,
+    block_size_for,
+    dynamic_code,
+)
 from megalith.optim.optimizer import Placement, TrainedParameter
 from megalith.planner.memory import moment_bytes
 
@@ -55,15 +62,15 @@ def test_the_code_has_the_largest_and_nothing_of_both_signs_and_seven_decades():
 
 
 def test_blocks_are_those_that_eight_ranks_leave_whole_and_small_tensors_have_none():
-    assert [block_of((1024, width)) for width in (4096, 14336, 11008, 5120, 64)] == [
-        BLOCK,
-        BLOCK,
+    assert [block_size_for((1024, width)) for width in (4096, 14336, 11008, 5120, 64)] == [
+        MAX_BLOCK,
+        MAX_BLOCK,
         172,
         160,
         8,
     ]
-    assert all(width // 8 % block_of((1024, width)) == 0 for width in (4096, 14336, 11008, 5120, 64))
-    assert [block_of(shape) for shape in ((4096,), (8, 511), (1024, 32), (1024, 509))] == [None] * 4
+    assert all(width // 8 % block_size_for((1024, width)) == 0 for width in (4096, 14336, 11008, 5120, 64))
+    assert [block_size_for(shape) for shape in ((4096,), (8, 511), (1024, 32), (1024, 509))] == [None] * 4
 
 
 @pytest.mark.parametrize("dtype", REDUCED)
@@ -115,7 +122,9 @@ def test_a_shard_of_stacked_matrices_has_the_random_bits_of_the_whole(offset, si
         item = TrainedParameter(
             NAME, torch.nn.Parameter(torch.empty(size)), Placement(shape=shape, offset=offset)
         )
-        return _random_bits(_place(item, shape), step, torch.empty(math.prod(size) // 64, 64)).view(size)
+        return _random_bits(_shard_position(item, shape), step, torch.empty(math.prod(size) // 64, 64)).view(
+            size
+        )
 
     here = tuple(slice(at, at + length) for at, length in zip(offset, size))
     assert torch.equal(bits(offset, size), bits((0, 0, 0), shape)[here])
@@ -178,7 +187,7 @@ def test_muon_has_them_for_what_adamw_steps_and_sgd_and_offloading_refuse_them()
     )
     assert isinstance(muon.state[named[1][1]]["exp_avg"], Moment)
     assert muon.state[named[0][1]]["momentum_buffer"].dtype == torch.float32
-    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload steps moments in fp32"):
+    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload requires moments in fp32"):
         build_optimizer(named, config_for("bf16", optimizer_cpu_offload=True))
     with pytest.raises(ConfigError, match=r"exp_avg_dtype"):
         config_for("bf16", optimizer="sgd").refuse_unmet("optim")
@@ -187,7 +196,7 @@ def test_muon_has_them_for_what_adamw_steps_and_sgd_and_offloading_refuse_them()
 def test_a_part_of_a_block_is_refused_with_its_sizes():
     half = torch.nn.Parameter(torch.ones(24, 32))
     place = {NAME: Placement(shape=SHAPE, offset=(0, 0))}
-    with pytest.raises(ConfigError, match=r"blocks of 64 in the rows of layers.0.weight, which are 512 long"):
+    with pytest.raises(ConfigError, match=r"each row of layers.0.weight \(512 elements\) into blocks of 64"):
         build_optimizer([(NAME, half)], config_for("fp8"), placements=place)
     build_optimizer([(NAME, half)], config_for("bf16"), placements=place)
 
@@ -198,6 +207,6 @@ def test_the_planner_counts_what_llamas_matrices_take():
         each, ends = moment_bytes(config_for(dtype))
         for shape in shapes:
             weight = torch.empty(shape, device="meta")
-            moments = [Moment.zeros(weight, dtype, block_of(shape), signed) for signed in (True, False)]
+            moments = [Moment.zeros(weight, dtype, block_size_for(shape), signed) for signed in (True, False)]
             assert sum(moment.nbytes for moment in moments) == each * weight.numel() and each == ends
     assert moment_bytes(OptimConfig()) == (8, 8) and moment_bytes(OptimConfig(optimizer="muon")) == (4, 8)

@@ -215,5 +215,5 @@ def test_an_optimizer_of_ones_own_is_named_in_the_configuration():
     assert weight.tolist() == [0.5, 0.0, -0.5]
     with pytest.raises(ConfigError, match=r"optim.optimizer 'muom' is not known.*'muon'.*register_optimizer"):
         build_optimizer([("w", weight)], OptimConfig(optimizer="muom", lr=0.5))
-    with pytest.raises(ConfigError, match="optimizer_cpu_offload keeps the state of adamw, adam, sgd"):
+    with pytest.raises(ConfigError, match="optimizer_cpu_offload supports adamw, adam, sgd"):
         build_optimizer([("w", weight)], OptimConfig(optimizer="muon", lr=0.5, optimizer_cpu_offload=True))

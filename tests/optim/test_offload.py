@@ -9,7 +9,7 @@ from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_chec
 from megalith.checkpoint.state import optimizer_shards
 from megalith.config import OptimConfig
 from megalith.optim import build_loss_scale, build_optimizer, offload, optimizer_step, set_learning_rate
-from megalith.optim.offload import OffloadedOptimizer, kept_on_host
+from megalith.optim.offload import OffloadedOptimizer, select_for_offload
 
 OPTIMIZERS = {
     "adamw": OptimConfig(optimizer="adamw", lr=0.1, weight_decay=0.1),
@@ -53,7 +53,7 @@ def offloaded(
     model: Net, config: OptimConfig, fraction: float = 1.0, overlap: bool = True
 ) -> OffloadedOptimizer:
     inner = build_optimizer(model.named_parameters(), config)
-    names = kept_on_host(model.named_parameters(), fraction)
+    names = select_for_offload(model.named_parameters(), fraction)
     return OffloadedOptimizer(inner, [p for n, p in model.named_parameters() if n in names], overlap)
 
 
@@ -172,10 +172,10 @@ def test_the_share_is_met_from_below_with_the_largest_parameters(fraction):
     sizes = {"embedding": 460, **{f"layer {i}": 40 for i in range(10)}, **{f"bias {i}": 1 for i in range(20)}}
     named = [(name, torch.empty(size, device="meta")) for name, size in sizes.items()]
     total = sum(sizes.values())
-    names = kept_on_host(named, fraction)
+    names = select_for_offload(named, fraction)
     share = sum(sizes[name] for name in names) / total
     assert fraction - 40 / total < share <= fraction
-    assert names == kept_on_host(named, fraction)
+    assert names == select_for_offload(named, fraction)
     if fraction == 0.5:
         assert "embedding" not in names  # of 880 elements it has more than half
 
@@ -195,7 +195,7 @@ def test_every_element_is_stepped_once_whatever_the_sizes():
                 assert piece.elements.start % offload.ALIGNMENT == 0
                 index = next(i for i, p in enumerate(parameters) if p is piece.parameter)
                 seen[index][piece.elements] += 1
-                places[piece.place] += 1
-                assert piece.elements.stop - piece.elements.start == piece.place.stop - piece.place.start
+                places[piece.offset] += 1
+                assert piece.elements.stop - piece.elements.start == piece.offset.stop - piece.offset.start
             assert places.max() == 1
         assert all((count == 1).all() for count in seen)

@@ -5,7 +5,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
-from megalith.optim.offload import kept_on_host
+from megalith.optim.offload import select_for_offload
 from megalith.parallel.pipeline.tied_parameters import NAME
 from megalith.parity.job import start
 from megalith.training.replica_check import digest
@@ -75,5 +75,5 @@ def test_state_that_two_stages_hold_is_kept_on_the_device_by_both_or_on_the_host
     """The fused kernels of the two do not round alike, and each stage chooses among parameters of its own."""
     shared, small, large = torch.empty(64), torch.empty(40), torch.empty(100)
     first, last = [("shared", shared), ("large", large)], [("shared", shared), ("small", small)]
-    assert ["shared" in kept_on_host(stage, 0.7) for stage in (first, last)] == [False, True]
-    assert [kept_on_host(stage, 0.7, {"shared"}) for stage in (first, last)] == [{"large"}, {"small"}]
+    assert ["shared" in select_for_offload(stage, 0.7) for stage in (first, last)] == [False, True]
+    assert [select_for_offload(stage, 0.7, {"shared"}) for stage in (first, last)] == [{"large"}, {"small"}]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from megalith.config import OptimConfig
 from megalith.dialects.accelerate.process_state import on_every_rank
 from megalith.errors import ConfigError
-from megalith.optim.adamw import AdamW
+from megalith.optim.adam import AdamW
 from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.offload import OffloadedOptimizer, kept_on_host
+from megalith.optim.offload import OffloadedOptimizer, select_for_offload
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
@@ -129,7 +129,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         on_gpu = [(name, p) for name, p in named.items() if p.device.type != "cpu"]
         share = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         twice = shared_parameters(model.chunks, model.mesh)
-        host = kept_on_host(on_gpu, share, twice if share < 1 else ())
+        host = select_for_offload(on_gpu, share, twice if share < 1 else ())
         for group in self.inner.param_groups:
             for name, parameter in zip(group["param_names"], group["params"]):
                 where = torch.device("cpu") if name in host else parameter.device
