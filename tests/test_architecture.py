@@ -137,7 +137,7 @@ def test_every_module_says_what_it_is():
 
 # All that parallel/ sets on something that is not its own: none of these is a module of a model.
 SET_IN_PARALLEL = {
-    "data/replicas.py": {"bucket.trained", "bucket.missing", "options.asyncOp"},
+    "data/replicas.py": {"bucket.parameters", "bucket.pending", "options.asyncOp"},
     "gather.py": {"tensor.local"},
     "pipeline/tied_parameters.py": {"parameter.grad"},  # zeros, where a copy is not read
     "memory/activation_offload.py": {"stored.uses"},
@@ -193,13 +193,12 @@ def test_parallelism_sets_nothing_on_a_module_but_by_its_seams():
 
 
 def test_no_class_is_changed_and_no_hook_changes_what_a_module_does():
-    """gradient_norm.py looks at parameters for a while, with hooks that it takes away; step_casts.py at those that
-    FSDP2 has just gathered, for the casts that a layer would make itself."""
+    """nonfinite_gradients.py hooks parameters for a while; step_casts.py casts weights that FSDP2 has just gathered."""
     hooks = {"register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"}
     for path in files("."):
         names = {name.rpartition(".")[2] for name in names_in(path)}
         assert "__class__" not in names, path
-        assert names.isdisjoint(hooks) or path.name in ("gradient_norm.py", "step_casts.py"), path
+        assert names.isdisjoint(hooks) or path.name in ("nonfinite_gradients.py", "step_casts.py"), path
 
 
 def test_linears_and_experts_write_no_matmul():

@@ -16,7 +16,7 @@ from megalith.data.batch import Batch
 from megalith.data.order import leave_out
 from megalith.errors import TrainingError
 from megalith.parallel.data.data_parallel import reshard_parameters
-from megalith.parallel.data.gradient_norm import watch_nonfinite_gradients
+from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import Health, ReadStep, Verdict
 from megalith.report.report import Report

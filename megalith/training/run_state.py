@@ -170,7 +170,7 @@ class Run:
         decoupled_lr = decoupled and decoupled.learning_rate(*self.schedule_position)
         log, squares = self.config.log, self.updates.gradient_squares
         is_logged = (self.step + 1) % log.log_interval == 0 or self.step + 1 == self.total_steps
-        zeros = squares.zeros() if is_logged and log.log_num_zeros_in_grad else None
+        zeros = squares.count_zeros() if is_logged and log.log_num_zeros_in_grad else None
         with self.timers("optimizer"):
             result = self.updates.step(lr, weight_decay, decoupled_lr)
         work = self.data.work(self.consumed_samples, batch_size)

@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data.gradient_norm import watch_nonfinite_gradients
+from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
 from megalith.training.run_state import Run
 
 SKIPPED_STEP = 4

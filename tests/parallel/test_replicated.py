@@ -25,16 +25,16 @@ def sums_of_a_step(job: Job) -> tuple[list[tuple[str, bool]], list[int]]:
     its gradient; and after each micro-batch how many had begun."""
     run, begun, counts = Trained(job), [], []
     assert not any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
-    embedding, inner = run.model.embedding.word_embeddings.weight, GradientBucket.begin
+    embedding, inner = run.model.embedding.word_embeddings.weight, GradientBucket.start_all_reduce
 
     def begin(bucket: GradientBucket) -> None:
-        waited = bucket.sums is None
+        waited = bucket.work is None
         inner(bucket)
-        if waited and bucket.sums is not None:
+        if waited and bucket.work is not None:
             name = next(start for start in ORDER if any(each.startswith(start) for each in bucket.names))
             begun.append((name, embedding.grad is None))
 
-    with mock.patch.object(GradientBucket, "begin", begin):
+    with mock.patch.object(GradientBucket, "start_all_reduce", begin):
         batches = run.micro_batches()
         for number, batch in enumerate(batches):
             prepare_backward([run.model], job.parallel, is_last=number == len(batches) - 1)
@@ -101,9 +101,9 @@ def gradients_of_a_pair(passes: list[bool]) -> tuple[list[bool], dict[str, torch
     for number, with_bias in enumerate(passes):
         replicated.prepare_backward(is_last=number == len(passes) - 1)
         pair(torch.full((4, 3), 1.0 + dist.get_rank()), with_bias).backward()
-    under_way = [bucket.sums is not None for bucket in buckets]
+    under_way = [bucket.work is not None for bucket in buckets]
     replicated.wait()
-    assert not any(bucket.sums for bucket in buckets)
+    assert not any(bucket.work for bucket in buckets)
     return under_way, {name: parameter.grad for name, parameter in pair.named_parameters()}
 
 

@@ -1,15 +1,15 @@
-"""Replicas: parameters that are whole on every rank of an axis, and the all-reduce of their gradients.
+"""Replicated parameters (`no_shard`) and the bucketed all-reduce of their gradients, as in PyTorch's DDP.
 
-With `no_shard` every rank has all parameters of one process, which layers cast where they use them, and the fp32
-gradients that autograd accumulates over the micro-batches. They are all-reduced in place in the backward pass of the
-step's last micro-batch: as soon as every parameter of a bucket has its gradient, one all-reduce starts, and overlaps
-the backward passes of the layers before. A layer is a bucket; its experts are one of their own, as fewer ranks have
-replicas of them; and what is outside of the layers is one, so that a tied weight is reduced once.
+Every rank holds all fp32 parameters, which layers cast where they use them, and the fp32 gradients that autograd
+accumulates over micro-batches. Gradients are all-reduced in place in the last backward pass of a step: once every
+parameter of a bucket has its gradient, its all-reduce starts and overlaps the backward passes of earlier layers. A
+bucket is a layer. Its experts are another one, because they have fewer replicas. Parameters outside of the layers are
+one bucket, so that a tied weight is reduced once.
 
-All ranks of an axis have to start their all-reduces in the same order. They run the same code on their micro-batches,
-and of the ready nodes autograd takes the one made last: a layer's gradients are complete before any of the layer before
-it, on every rank. A bucket in which some parameter got no gradient in that pass, which depends on the configuration
-only, is started after it, in the model's order.
+All ranks must start their all-reduces in the same order. They do, because they run the same code and autograd runs the
+ready node that was created last, so a layer's gradients are complete before those of the layer before it. A bucket in
+which some parameter gets no gradient, which depends only on the configuration, is started after the pass, in the
+model's order.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug
 
-EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
+EXPERTS = "mlp.experts."  # prefix of expert parameters within a layer
 
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Parameters whose gradients are summed together, over the axis that they are copied over."""
+    """Parameters whose gradients are all-reduced together over the axis that replicates them."""
 
     axis: Axis
     names: list[str]
-    trained: list[nn.Parameter] = field(default_factory=list)
-    missing: int = 0
-    """How many have no gradient yet from the pass that goes on."""
-    sums: Work | None = None
-    """Under way."""
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    """The trained ones."""
+    pending: int = 0
+    """Number of parameters without a gradient yet in the current pass."""
+    work: Work | None = None
+    """The all-reduce in progress."""
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Begins to sum the gradients there are, unless that has begun."""
-        if self.sums is not None:
+    def start_all_reduce(self) -> None:
+        """Start the all-reduce of the existing gradients, unless it has started."""
+        if self.work is not None:
             return
-        gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if gradients:
-            options = AllreduceCoalescedOptions()  # a sum
+            options = AllreduceCoalescedOptions()  # its default is a sum
             options.asyncOp = True
-            self.sums = self.axis.group.allreduce_coalesced(gradients, options)
+            self.work = self.axis.group.allreduce_coalesced(gradients, options)
 
     def wait(self) -> None:
-        """On a GPU what is launched from here on waits, and not the host."""
-        if self.sums is not None:
-            self.sums.wait()
-            self.sums = None
+        """Wait for the all-reduce. On a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class Replicated:
-    """The parameters of a chunk that are copied: every rank of their axes makes the same calls.
+    """The replicated parameters of a chunk. Every rank of their axes makes the same calls.
 
-    Made while parameters may still be on the meta device: they are known by their names until the first backward pass.
+    It may be created while parameters are on the meta device: it refers to them by name until the first backward pass.
     """
 
     def __init__(self, chunk: nn.Module, buckets: Iterable[GradientBucket]):
@@ -74,25 +75,25 @@ class Replicated:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """By a parameter's name the ranks that hold copies of it; without those that stand on one rank."""
+        """The axis of ranks that replicate each parameter, by name; parameters with one replica are missing."""
         return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
     def prepare_backward(self, is_last: bool) -> None:
-        """Before a backward pass; in the one that `is_last` the sums begin."""
+        """Prepare the hooks for a backward pass; in the one that `is_last`, all-reduces start."""
         self._hook()
         self._is_last = is_last
         for bucket in self._buckets:
-            bucket.missing = len(bucket.trained)
+            bucket.pending = len(bucket.parameters)
 
-    def begin(self) -> None:
-        """After the step's last backward pass: begins the sums that have not begun in it."""
+    def start_all_reduces(self) -> None:
+        """Start the all-reduces that the step's last backward pass did not start."""
         self._hook()
         for bucket in self._buckets:
-            bucket.begin()
+            bucket.start_all_reduce()
 
     def wait(self) -> None:
-        """After all passes of the step: the gradients are sums from here on."""
-        self.begin()
+        """Wait for all all-reduces, after the last pass of a step."""
+        self.start_all_reduces()
         for bucket in self._buckets:
             bucket.wait()
         self._is_last = False
@@ -102,60 +103,64 @@ class Replicated:
             return
         parameters = dict(self._chunk.named_parameters())
         for bucket in self._buckets:
-            bucket.trained = [parameters[name] for name in bucket.names if parameters[name].requires_grad]
-            # Weakly: torch keeps a tensor's hooks where Python's collector does not find the way back to the tensor.
-            added = partial(Replicated._added, weakref.proxy(self), weakref.proxy(bucket))
-            for parameter in bucket.trained:
-                parameter.register_post_accumulate_grad_hook(added)
+            bucket.parameters = [parameters[name] for name in bucket.names if parameters[name].requires_grad]
+            # Weak references, because Python's garbage collector cannot see the cycle through a tensor's hooks.
+            hook = partial(Replicated._on_gradient, weakref.proxy(self), weakref.proxy(bucket))
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(hook)
         self._is_hooked = True
 
-    def _added(self, bucket: GradientBucket, _: Tensor) -> None:
+    def _on_gradient(self, bucket: GradientBucket, _: Tensor) -> None:
         if not self._is_last:
             return
-        assert bucket.sums is None, "a gradient was added to after its sum over the ranks had begun"
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            bucket.begin()
+        assert bucket.work is None, "a gradient was accumulated after its all-reduce had started"
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            bucket.start_all_reduce()
 
 
 def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) -> None:
-    """Lets this rank's chunk have its parameters whole, in place: `chunk.replicated` sums their gradients.
+    """Replicate the chunk's parameters, in place: `chunk.replicated` all-reduces their gradients.
 
-    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. `bucket_size`: the least bytes of gradients that
-    are reduced together, of layers that follow each other; None: a layer's.
+    Args:
+        chunk: replicated over mesh.dp_cp, its experts over mesh.edp.
+        mesh: this rank's axes.
+        bucket_size: minimum bytes of gradients per all-reduce, from successive layers. None: one layer per all-reduce.
     """
     names, buckets = {name for name, _ in chunk.named_parameters()}, []
     for prefix, layer in layers_of(chunk).items():
-        own = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
-        experts = [name for name in own if name.startswith(f"{prefix}.{EXPERTS}")]
-        dense = [name for name in own if name not in experts]
+        in_layer = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
+        experts = [name for name in in_layer if name.startswith(f"{prefix}.{EXPERTS}")]
+        dense = [name for name in in_layer if name not in experts]
         buckets += [GradientBucket(mesh.edp, experts), GradientBucket(mesh.dp_cp, dense)]
-        names.difference_update(own)
+        names.difference_update(in_layer)
     if bucket_size is not None:
         buckets = [
-            bucket for axis in (mesh.edp, mesh.dp_cp) for bucket in _merged(chunk, buckets, axis, bucket_size)
+            bucket
+            for axis in (mesh.edp, mesh.dp_cp)
+            for bucket in _merge_buckets(chunk, buckets, axis, bucket_size)
         ]
     buckets.append(GradientBucket(mesh.dp_cp, sorted(names)))
     buckets = [bucket for bucket in buckets if bucket.names and bucket.axis.size > 1]
     plug(chunk, "replicated", Replicated(chunk, buckets))
 
 
-def _merged(
+def _merge_buckets(
     chunk: nn.Module, buckets: Sequence[GradientBucket], axis: Axis, size: int
 ) -> list[GradientBucket]:
-    """The parameters of the buckets over `axis` in buckets of `size` bytes or somewhat more, from the model's end."""
+    """Merge the buckets over `axis` into ones of at least `size` bytes, starting at the end of the model."""
     parameters = dict(chunk.named_parameters())
-    merged, left = [], 0
+    merged, missing = [], 0
     for name in reversed([name for bucket in buckets if bucket.axis is axis for name in bucket.names]):
-        if left <= 0:
+        if missing <= 0:
             merged.append(GradientBucket(axis, []))
-            left = size
+            missing = size
         merged[-1].names.append(name)
-        left -= 4 * local(parameters[name]).numel()  # fp32
+        missing -= 4 * local(parameters[name]).numel()  # fp32
     return merged
 
 
 def replica_axes(chunk: nn.Module) -> Mapping[str, Axis]:
-    """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
+    """Return the axes that replicate plain parameters of a chunk, by name. DTensors record this in their placements."""
     replicated = getattr(chunk, "replicated", None)
     return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}
