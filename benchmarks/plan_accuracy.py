@@ -27,7 +27,7 @@ from megalith.planner import passes, step_time
 from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
 from megalith.planner.counts import MetaModel, flops_per_token
 from megalith.planner.layout import build_layout
-from megalith.planner.plan_answer import PlannedLayout
+from megalith.planner.plan_result import PlannedLayout
 from megalith.planner.rates import rates_of
 from megalith.planner.search import plan, planned
 

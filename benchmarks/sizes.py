@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
-from megalith.planner.plan_answer import PlannedLayout
+from megalith.planner.plan_result import PlannedLayout
 from megalith.planner.rates import rates_of
 from megalith.planner.search import plan, planned, usable_bytes
 

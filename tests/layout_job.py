@@ -21,9 +21,9 @@ from megalith.launch.launcher import this_process
 from megalith.parallel.data.data_parallel import ReduceScatter
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
-from megalith.planner.topology import gather_places
-from megalith.report.measured_step import StepMeasure, StepTimes
-from megalith.report.out_of_memory import bytes_in_use
+from megalith.planner.topology import gather_rank_locations
+from megalith.report.measured_step import StepMeasurement, StepTimes
+from megalith.report.out_of_memory import model_bytes
 from megalith.training.build import prepare
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.run_state import Run
@@ -90,7 +90,7 @@ def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
         for name, value in state.items()
         if name != "step"
     )
-    return memory.weights, bytes_in_use(run.model.chunks).weights, memory.optimizer, moments
+    return memory.weights, model_bytes(run.model.chunks).weights, memory.optimizer, moments
 
 
 def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
@@ -98,7 +98,7 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     run = build(config)
     with run.data.train_loader(0, 0, run.device) as batches:
         run.model.backward([next(batches)], loss_scale=run.loss_scale.scale)
-    held = bytes_in_use(run.model.chunks)
+    held = model_bytes(run.model.chunks)
     return held.weights, held.gathered, held.gradients
 
 
@@ -171,7 +171,7 @@ def step_with_a_slow_rank(seconds: float) -> StepTimes:
     import time
 
     world = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name)
-    measure = StepMeasure(torch.device("cpu"), world)
+    measure = StepMeasurement(torch.device("cpu"), world)
     measure.start()
     x = torch.ones(64, 64)
     began = time.perf_counter()
@@ -185,5 +185,5 @@ def links_between(device_type: str) -> dict[int, str]:
     """What this rank's tensor-parallel peers are linked to it by."""
     parallel = ParallelConfig(tensor_model_parallel_size=dist.get_world_size())
     mesh = build_mesh(parallel, dist.get_world_size(), device_type)
-    places = gather_places(mesh, pick_device(device_type, dist.get_rank()))
+    places = gather_rank_locations(mesh, pick_device(device_type, dist.get_rank()))
     return places[dist.get_rank()].links

@@ -20,7 +20,7 @@ from megalith.parallel.pipeline.timeline import Timeline, write_timeline
 from megalith.report.metrics import MetricsWriter, StepMetrics
 from megalith.report.plot import plot_run
 from megalith.report.profiler import StepProfiler
-from megalith.report.trackers import TensorBoardSink, _identity
+from megalith.report.trackers import TensorBoardTracker, _identity
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ WRITTEN = {
     "profile": trace,
     "profile/trace.json": trace,
     "profile/top_operations.txt": trace,
-    "tensorboard": TensorBoardSink,
+    "tensorboard": TensorBoardTracker,
     "pipeline.json": lambda output: write_timeline(output, Timeline([])),
     "loss.png": draw,
     "flight_recorder_rank0.json": hang,

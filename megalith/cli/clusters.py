@@ -41,10 +41,10 @@ def doctor(args: Arguments) -> int:
     import torch
 
     from megalith.report import doctor as checks
-    from megalith.report.gpu_health import device_checks
+    from megalith.report.gpu_health import check_devices
 
     for endpoint in args.reach:
-        checks.host_and_port(endpoint)  # before anything is measured
+        checks.parse_endpoint(endpoint)  # before anything is measured
     found: list[Check] = []
     gpus = torch.cuda.device_count()
 
@@ -54,16 +54,18 @@ def doctor(args: Arguments) -> int:
             if not args.json:
                 print(_line(check), flush=True)
 
-    take(checks.software_checks())
-    take(device_checks(measured=not args.quick))
-    take([checks.shared_memory_check(gpus)])
-    take(checks.disk_checks(Path(args.output), measured=not args.quick))
-    take(checks.package_checks(gpus > 0))
-    take(checks.network_checks(os.environ))
-    take(checks.reach_check(endpoint) for endpoint in args.reach)
-    worst = checks.worst(found)
+    take(checks.check_software())
+    take(check_devices(measured=not args.quick))
+    take([checks.check_shared_memory(gpus)])
+    take(checks.check_disk(Path(args.output), measured=not args.quick))
+    take(checks.check_packages(gpus > 0))
+    take(checks.check_network(os.environ))
+    take(checks.check_reachable(endpoint) for endpoint in args.reach)
+    worst = checks.worst_status(found)
     if args.json:
-        print(json.dumps({"worst": worst, "checks": [vars(check) for check in found]}, ensure_ascii=False))
+        print(
+            json.dumps({"worst": worst, "checks": [check.to_json() for check in found]}, ensure_ascii=False)
+        )
     else:
         counts = {state: sum(check.state == state for check in found) for state in ("good", "warn", "bad")}
         print(", ".join(f"{count} {state}" for state, count in counts.items()))
@@ -71,8 +73,8 @@ def doctor(args: Arguments) -> int:
 
 
 def _line(check: Check) -> str:
-    do = f"\n{'':26}→ {check.do}" if check.do else ""
-    return f"{check.state:<5} {check.name:<19} {printable(check.found)}{printable(do, keep=chr(10))}"
+    do = f"\n{'':26}→ {check.advice}" if check.advice else ""
+    return f"{check.state:<5} {check.name:<19} {printable(check.finding)}{printable(do, keep=chr(10))}"
 
 
 def _add_launch(launch: argparse._SubParsersAction) -> None:

@@ -16,7 +16,7 @@ from megalith.cli.training import PROGRAMS, train
 from megalith.errors import ConfigError, DataError, MegalithError, printable
 from megalith.launch.parent import exit_with_launcher
 from megalith.remote import is_url
-from megalith.report.streams import lasting_streams
+from megalith.report.streams import guard_standard_streams
 
 LONGEST_INTERVAL = 86_400  # seconds between two looks of `megalith watch`
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _told(lambda: _run_subcommand(arguments))
     if arguments[0] == "plan":  # its answer ends with who reads it
         return _told(lambda: plan(arguments))
-    with lasting_streams():
+    with guard_standard_streams():
         return _told(lambda: own[arguments[0]](arguments))
 
 

@@ -142,22 +142,26 @@ def _say_what_is_chosen(args: Arguments) -> None:
 
 def run_show(args: Arguments) -> int:
     from megalith.planner.fit import fit_sentence
-    from megalith.planner.plan_answer import PlanAnswer
+    from megalith.planner.plan_result import PlanResult
     from megalith.planner.search import planned, usable_bytes
     from megalith.report.console import si
-    from megalith.report.layout_text import paragraph
+    from megalith.report.layout_text import wrap_paragraph
     from megalith.report.plan_text import figures, layout_details, layout_json
 
     config, rates = _job(args)
     layout = planned(config, args.gpus, rates, args.gpus_per_node, args.memory_gb)
     usable = usable_bytes(rates, args.memory_gb)
-    answer = PlanAnswer(config, args.gpus, args.gpus_per_node, rates, usable, [layout])
+    answer = PlanResult(config, args.gpus, args.gpus_per_node, rates, usable, [layout])
     if args.json:
         print(json.dumps(layout_json(layout, answer, args.tokens, args.price_per_gpu_hour)))
     else:
         ms, tokens, mfu, *_ = figures(layout)
-        print(paragraph(fit_sentence(args.gpus, rates.device, layout.bytes, answer.usable)))
-        print(paragraph(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"))
+        print(wrap_paragraph(fit_sentence(args.gpus, rates.device, layout.bytes, answer.usable)))
+        print(
+            wrap_paragraph(
+                f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}"
+            )
+        )
         if args.tokens:
             days = answer.days(layout, args.tokens)
             price = args.price_per_gpu_hour
@@ -305,7 +309,7 @@ def _write(answer, args: Arguments) -> None:
     from megalith.config.run import parse_overrides, read_yaml
     from megalith.io import write_file
     from megalith.planner.candidates import CLEAN, OFFLOADED
-    from megalith.planner.plan_answer import changed
+    from megalith.planner.plan_result import changed
 
     best = answer.best[0]
     if Path(args.job).exists():

@@ -158,7 +158,7 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     import torch
 
     from megalith.generation.static_cache import empty_cache
-    from megalith.report.summary import size_text
+    from megalith.report.summary import format_bytes
     from megalith.rl.engines.rollout_engine import engine_sizes
     from megalith.training.build import COMPUTE_DTYPES
 
@@ -168,8 +168,8 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     cache = empty_cache(config.model, rows, tokens, groups, torch.device("meta"), dtype).nbytes
     weights = sum(stage.parameters for stage in layout.stages) * dtype.itemsize / tp
     return (
-        f"{rows:,} rows of {tokens:,} tokens on a rank: {size_text(cache)} of KV cache while generating, "
-        f"{size_text(weights)} of weights"
+        f"{rows:,} rows of {tokens:,} tokens on a rank: {format_bytes(cache)} of KV cache while generating, "
+        f"{format_bytes(weights)} of weights"
     )
 
 

@@ -41,7 +41,7 @@ from megalith.planner.candidates import (
 from megalith.planner.counts import MetaModel, flops_per_token, layers_of, throughput
 from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory, saved_activations
-from megalith.planner.plan_answer import PlanAnswer, PlannedLayout
+from megalith.planner.plan_result import PlannedLayout, PlanResult
 from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
 from megalith.planner.step_time import step_time
 from megalith.progress import Progress
@@ -64,7 +64,7 @@ def plan(
     rates: Rates | None = None,
     memory_gb: float | None = None,
     show_progress: bool = False,
-) -> PlanAnswer:
+) -> PlanResult:
     """The layouts of `config`'s job on `gpus` devices, the fastest first; its own layout is not looked at.
 
     `device`: the driver's name or a short one like H100; None: the H200, whose rates were measured. `memory_gb`: of a
@@ -77,7 +77,7 @@ def plan(
     check_model(config.model)
     rates = rates or rates_of(device)
     check_precision(config, rates)
-    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
+    answer = PlanResult(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
     search = _Search(answer, memory_gb is not None, show_progress)
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
     check_optimizer(config.optim)
@@ -118,7 +118,7 @@ def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
             yield each
 
 
-def _too_few(answer: PlanAnswer, least: int) -> str:
+def _too_few(answer: PlanResult, least: int) -> str:
     batch = answer.config.train.global_batch_size
     return (
         f"train.global_batch_size is {batch}, and {answer.gpus} GPUs need {least} or a multiple of it: each replica "
@@ -147,7 +147,7 @@ def planned(
     check_layout(config, gpus)
     check_optimizer(config.optim)
     check_precision(config, rates)
-    answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
+    answer = PlanResult(config, gpus, gpus_per_node, rates, usable_bytes(rates, memory_gb))
     search = _Search(answer, memory_gb is not None)
     return search.laid_out(config, {})
 
@@ -165,7 +165,7 @@ class _Candidate:
 
 
 class _Search:
-    def __init__(self, answer: PlanAnswer, limited: bool = False, show_progress: bool = False):
+    def __init__(self, answer: PlanResult, limited: bool = False, show_progress: bool = False):
         """`limited`: to less than the devices have, which the run itself would not know of."""
         self.answer, self.config, self.show_progress = answer, answer.config, show_progress
         self.limited = limited
@@ -393,12 +393,12 @@ def longest_sequence(
     gpus_per_node: int = 8,
     memory_gb: float | None = None,
     show_progress: bool = False,
-) -> PlanAnswer | None:
+) -> PlanResult | None:
     """The answer for the longest sequence, a multiple of 1,024, of which some layout fits; the tokens of a step stay
     about as many. None where not even 1,024 tokens fit."""
     tokens = config.train.global_batch_size * config.data.seq_length
 
-    def fitting(blocks: int) -> PlanAnswer | None:
+    def fitting(blocks: int) -> PlanResult | None:
         seq = 1024 * blocks
         positions = max(seq, config.model.max_position_embeddings or 0)
         batch = max(2 ** max(tokens // seq, 1).bit_length() // 2, 1)

@@ -23,7 +23,7 @@ NVLINK, PCIE = "NVLink", "PCIe"
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankLocation:
     """Where a rank runs."""
 
     host: str
@@ -33,12 +33,12 @@ class RankPlace:
     """What links it to other tensor-parallel ranks of its machine, by rank, as far as the driver says."""
 
 
-def gather_places(mesh: Mesh, device: torch.device) -> list[RankPlace]:
+def gather_rank_locations(mesh: Mesh, device: torch.device) -> list[RankLocation]:
     """The place of every rank, on every rank. A collective call."""
     if mesh.world.size == 1:
-        return [RankPlace(socket.gethostname())]
+        return [RankLocation(socket.gethostname())]
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
-    places = [RankPlace(*told) for told in gather_json([socket.gethostname(), gpu], mesh.world)]
+    places = [RankLocation(*told) for told in gather_json([socket.gethostname(), gpu], mesh.world)]
     own = places[mesh.world.rank]
     first = mesh.world.rank - mesh.tp.rank  # tensor-parallel ranks stand next to each other
     peers = [rank for rank in range(first, first + mesh.tp.size) if rank != mesh.world.rank]
@@ -110,7 +110,7 @@ def parse_topology(text: str) -> dict[tuple[str, str], str]:
     return links
 
 
-def topology_notes(layout: Layout, places: Sequence[RankPlace]) -> list[str]:
+def topology_notes(layout: Layout, places: Sequence[RankLocation]) -> list[str]:
     """Warnings about tensor-parallel ranks that are far from each other, and a hint where TP runs without SP."""
     size = layout.size.tp
     if size == 1:
@@ -122,7 +122,7 @@ def topology_notes(layout: Layout, places: Sequence[RankPlace]) -> list[str]:
     return notes
 
 
-def _across_machines(size: int, places: Sequence[RankPlace]) -> Iterable[str]:
+def _across_machines(size: int, places: Sequence[RankLocation]) -> Iterable[str]:
     for first in range(0, len(places), size):
         hosts = list(dict.fromkeys(place.host for place in places[first : first + size]))
         if len(hosts) > 1:
@@ -136,7 +136,7 @@ def _across_machines(size: int, places: Sequence[RankPlace]) -> Iterable[str]:
             return
 
 
-def _over_pcie(size: int, places: Sequence[RankPlace]) -> Iterable[str]:
+def _over_pcie(size: int, places: Sequence[RankLocation]) -> Iterable[str]:
     for rank, place in enumerate(places):
         for other, link in sorted(place.links.items()):
             if link == PCIE:

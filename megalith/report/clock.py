@@ -21,7 +21,7 @@ def process_age() -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-class StartClock:
+class StartupTimer:
     """Where the seconds go from the start of the process to the end of its first step."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class StartClock:
         return f"first step {ends[-1]:.1f} s after the process was started: {', '.join(parts)}"
 
 
-class StepClock:
+class StepTimer:
     """Times spans on a device's own stream. `start` and `stop` never wait; `milliseconds` does, once for all."""
 
     def __init__(self, device: torch.device):
@@ -76,7 +76,7 @@ class PhaseTimers:
     LEVELS: ClassVar = {"forward-backward": 1, "optimizer": 1, "batch-generator": 2}
 
     def __init__(self, device: torch.device, level: int):
-        self._clocks = {name: StepClock(device) for name, own in self.LEVELS.items() if own <= level}
+        self._clocks = {name: StepTimer(device) for name, own in self.LEVELS.items() if own <= level}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -94,7 +94,7 @@ class PhaseTimers:
         return {name: sum(times) / len(times) for name, times in spans.items() if times}
 
 
-def timers_text(ranks: Sequence[Mapping[str, float]], option: str) -> str:
+def format_timers(ranks: Sequence[Mapping[str, float]], option: str) -> str:
     """Megatron-LM's lines of each rank's times in ms: the least and greatest, the greatest alone, or all."""
     heads = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
     lines = [f"{heads[option]} across ranks (ms):"]

@@ -40,8 +40,8 @@ class TrainingConsole(AbstractContextManager):
 
     def __init__(self, total_steps: int, log_interval: int):
         self._total_steps, self._log_interval = total_steps, log_interval
-        self._interval = Interval()
-        self._left = TimeLeft(total_steps)
+        self._interval = LogInterval()
+        self._left = EtaEstimator(total_steps)
 
     def log_step(
         self, metrics: StepMetrics, figures: Figures = NO_FIGURES, losses: Figures = NO_FIGURES
@@ -53,12 +53,12 @@ class TrainingConsole(AbstractContextManager):
         self._interval.losses.append(losses)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
             self._log_interval_of(self._interval)
-            self._interval = Interval()
+            self._interval = LogInterval()
 
-    def _log_interval_of(self, interval: Interval) -> None:
+    def _log_interval_of(self, interval: LogInterval) -> None:
         raise NotImplementedError
 
-    def evaluating(self, step: int, done: int, total: int) -> None:
+    def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
         """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
 
     def log_evaluation(
@@ -82,7 +82,7 @@ def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None)
     return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=own)
 
 
-class TimeLeft:
+class EtaEstimator:
     """Of a run, by a moving mean of its steps' times and by what came between them so far: evaluations and saves."""
 
     def __init__(self, total_steps: int):
@@ -105,7 +105,7 @@ class TimeLeft:
         return str(timedelta(seconds=round((self._total_steps - self._last_step) * (self._mean + between))))
 
 
-class Interval:
+class LogInterval:
     """The steps since the last permanent line, and their means."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Interval:
         return _means(self.figures)
 
     @property
-    def mean_losses(self) -> dict[str, float]:
+    def mean_extra_losses(self) -> dict[str, float]:
         """Of the further losses."""
         return _means(self.losses)
 
@@ -179,11 +179,11 @@ class LogConsole(TrainingConsole):
         super().__init__(total_steps, log_interval)
         self._stream, self._clock, self._throughput, self._eta = stream, clock, throughput, eta
 
-    def _log_interval_of(self, interval: Interval) -> None:
+    def _log_interval_of(self, interval: LogInterval) -> None:
         line = megatron_line(interval, self._total_steps, self._clock(), self._throughput)
         self.note(f"{line} ETA: {self._left} |" if self._eta else line)
 
-    def evaluating(self, step: int, done: int, total: int) -> None:
+    def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
         if done == 0:
             self.note(f" evaluating after iteration {step} on {total} global batches")
             self._evaluation = progress.Progress(
@@ -208,7 +208,7 @@ class LogConsole(TrainingConsole):
         self._stream.flush()
 
 
-def megatron_line(interval: Interval, total_steps: int, now: datetime, throughput: bool = True) -> str:
+def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throughput: bool = True) -> str:
     """Megatron-LM's training line for the steps of `interval`; a figure that is not known is left out."""
     last = interval.last
     fields = [
@@ -223,7 +223,7 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {interval.loss:.6E}",
-        *(f"{name}: {value:.6E}" for name, value in interval.mean_losses.items()),
+        *(f"{name}: {value:.6E}" for name, value in interval.mean_extra_losses.items()),
         f"loss scale: {last.loss_scale if last.loss_scale is not None else 1.0:.1f}",
     ]
     if last.grad_norm is not None:
@@ -289,7 +289,7 @@ class LiveConsole(TrainingConsole):
         self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
 
-    def evaluating(self, step: int, done: int, total: int) -> None:
+    def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
         if self._evaluation is None:
             self._evaluation = self._progress.add_task("evaluating", total=total, status="batches")
         left = self._progress.tasks[-1].time_remaining
@@ -320,7 +320,7 @@ class LiveConsole(TrainingConsole):
     def note(self, text: str) -> None:
         self._print(Text(printable(text, LINES)))
 
-    def _log_interval_of(self, interval: Interval) -> None:
+    def _log_interval_of(self, interval: LogInterval) -> None:
         last = interval.last
         line = self._position(last.step)
         line.append(

@@ -36,16 +36,20 @@ class Check:
 
     name: str
     state: Literal["good", "warn", "bad"]
-    found: str
-    do: str = ""
+    finding: str
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fields of `megalith doctor --json`."""
+        return {"name": self.name, "state": self.state, "found": self.finding, "do": self.advice}
 
 
-def graded(name: str, found: str, good: bool, do: str, otherwise: str = WARN) -> Check:
-    """Good, or `otherwise` with what to do."""
-    return Check(name, GOOD if good else otherwise, found, "" if good else do)
+def make_check(name: str, finding: str, passed: bool, advice: str, otherwise: str = WARN) -> Check:
+    """Return a good check if `passed`, else one of state `otherwise` with `advice`."""
+    return Check(name, GOOD if passed else otherwise, finding, "" if passed else advice)
 
 
-def worst(checks: Sequence[Check]) -> str:
+def worst_status(checks: Sequence[Check]) -> str:
     return max((check.state for check in checks), key=(GOOD, WARN, BAD).index, default=GOOD)
 
 
@@ -80,26 +84,26 @@ EXTRAS = {
 """Optional extra → modules, and what for."""
 
 
-def numbers(text: str) -> tuple[int, int]:
+def parse_version(text: str) -> tuple[int, int]:
     """The first two numbers of a version: `2.13.0+cu130` → (2, 13)."""
     major, minor, *_ = [*map(int, re.findall(r"\d+", text)), 0, 0]
     return major, minor
 
 
-def software_checks() -> Iterator[Check]:
+def check_software() -> Iterator[Check]:
     """Python and torch. Of CUDA and its driver see gpu_health.py."""
     for name, found in (("Python", sys.version.split()[0]), ("torch", torch.__version__)):
         oldest, newest = (".".join(map(str, each)) for each in SUPPORTED[name])
-        if numbers(found) < SUPPORTED[name][0]:
+        if parse_version(found) < SUPPORTED[name][0]:
             yield Check(name, BAD, found, f"install {name} {oldest} to {newest}")
         else:
             do = f"newer than {newest}, which is known to work: if something fails, install that"
-            yield graded(name, found, numbers(found) <= SUPPORTED[name][1], do)
+            yield make_check(name, found, parse_version(found) <= SUPPORTED[name][1], do)
 
 
-def driver_check(driver: str | None, cuda: str) -> Check:
+def check_driver(driver: str | None, cuda: str) -> Check:
     """Whether NVIDIA's driver serves the CUDA that torch was built with."""
-    name, built = "driver", numbers(cuda)
+    name, built = "driver", parse_version(cuda)
     if driver is None:
         return Check(
             name,
@@ -108,11 +112,11 @@ def driver_check(driver: str | None, cuda: str) -> Check:
             "install nvidia-smi or nvidia-ml-py",
         )
     found, minimum = f"{driver}, for torch's CUDA {cuda}", MINIMUM_DRIVERS.get(built[0])
-    if minimum and numbers(driver) < minimum:
+    if minimum and parse_version(driver) < minimum:
         least = ".".join(map(str, minimum))
         return Check(name, BAD, found, f"install a driver of {least} or newer, or a torch for an older CUDA")
     came_with = DRIVERS.get(built)
-    if came_with and numbers(driver) < came_with:
+    if came_with and parse_version(driver) < came_with:
         text = ".".join(map(str, came_with))
         return Check(
             name, WARN, found, f"CUDA {cuda} came with {text}: kernels compiled at run time may fail"
@@ -120,7 +124,7 @@ def driver_check(driver: str | None, cuda: str) -> Check:
     return Check(name, GOOD, found)
 
 
-def package_checks(has_gpu: bool) -> Iterator[Check]:
+def check_packages(has_gpu: bool) -> Iterator[Check]:
     """The optional packages; where one is absent, the line that installs it."""
     for extra, (modules, use) in EXTRAS.items():
         absent = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -144,7 +148,7 @@ def _with_version(module: str) -> str:
 SHARED_MEMORY = 2**30  # bytes of /dev/shm below which ranks and data workers run out of it
 
 
-def shared_memory_check(gpus: int, folder: str = "/dev/shm") -> Check:
+def check_shared_memory(gpus: int, folder: str = "/dev/shm") -> Check:
     """NCCL's ranks on a machine share memory there, and data workers hand over batches."""
     name = folder
     try:
@@ -153,7 +157,7 @@ def shared_memory_check(gpus: int, folder: str = "/dev/shm") -> Check:
         return Check(name, WARN, error.strerror or str(error), "mount a tmpfs there")
     found = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
     do = "give the container more: docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir, medium: Memory"
-    return graded(name, found, usage.free >= SHARED_MEMORY, do, BAD if gpus > 1 else WARN)
+    return make_check(name, found, usage.free >= SHARED_MEMORY, do, BAD if gpus > 1 else WARN)
 
 
 DISK_BYTES, CHUNK = 2**28, 2**24  # written and read to measure a disk
@@ -162,7 +166,7 @@ SLOW_SYNC = 500.0  # ms
 LITTLE_ROOM = 10e9
 
 
-def disk_checks(folder: Path, measured: bool = True) -> Iterator[Check]:
+def check_disk(folder: Path, measured: bool = True) -> Iterator[Check]:
     """Room, lock, fsync, rename and, where `measured`, speed of the disk that a run's output goes to."""
     name, elsewhere = "output disk", "choose another --output"
     try:
@@ -179,21 +183,21 @@ def disk_checks(folder: Path, measured: bool = True) -> Iterator[Check]:
         return
     too_little = free < 2 * DISK_BYTES
     do = f"{'no checkpoint fits' if too_little else 'a few checkpoints fill it'}: make room, or {elsewhere}"
-    yield graded(
+    yield make_check(
         name, f"{folder}: {free / 1e9:.1f} GB free", free >= LITTLE_ROOM, do, BAD if too_little else WARN
     )
     try:
-        yield lock_check(own / "lock")
-        yield rename_check(own)
+        yield check_lock(own / "lock")
+        yield check_rename(own)
         if measured and not too_little:
-            yield write_check(own / "data")
+            yield check_write_speed(own / "data")
     except OSError as error:
         yield Check(name, BAD, error.strerror or str(error), f"runs cannot save here: {elsewhere}")
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def lock_check(path: Path) -> Check:
+def check_lock(path: Path) -> Check:
     """Whether a second holder of a file lock is refused: it keeps two jobs out of one folder."""
     name = "disk: lock"
     first, second = (open_file(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
@@ -212,7 +216,7 @@ def lock_check(path: Path) -> Check:
     return Check(name, WARN, "two holders got the same lock", "never start two jobs in one folder here")
 
 
-def rename_check(folder: Path) -> Check:
+def check_rename(folder: Path) -> Check:
     """A small file put on the disk and renamed, as checkpoints and settings are."""
     started = time.perf_counter()
     small = folder / "small"
@@ -229,12 +233,12 @@ def rename_check(folder: Path) -> Check:
     name, found = "disk: fsync, rename", f"{took:.1f} ms for a small file"
     if not whole:
         return Check(name, BAD, found, "checkpoints are renamed into place: choose another --output")
-    return graded(
+    return make_check(
         name, found, took < SLOW_SYNC, "each file of a checkpoint waits so long: a faster disk shortens saves"
     )
 
 
-def write_check(path: Path) -> Check:
+def check_write_speed(path: Path) -> Check:
     data = memoryview(os.urandom(CHUNK))
     started = time.perf_counter()
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
@@ -248,13 +252,13 @@ def write_check(path: Path) -> Check:
         os.close(descriptor)
     rate = DISK_BYTES / (time.perf_counter() - started)
     do = "saves take long here: checkpoint.async_save hides them, a faster disk shortens them"
-    return graded("disk: write", f"{rate / 1e6:,.0f} MB/s, fsync included", rate >= SLOW_DISK, do)
+    return make_check("disk: write", f"{rate / 1e6:,.0f} MB/s, fsync included", rate >= SLOW_DISK, do)
 
 
 PORTS = {29500: "MASTER_PORT's default", 29400: "--rdzv-endpoint's default"}
 
 
-def network_checks(environ: Mapping[str, str]) -> Iterator[Check]:
+def check_network(environ: Mapping[str, str]) -> Iterator[Check]:
     """Whether the ports of a rendezvous are free, and what the machine's own name resolves to."""
     ports = dict(PORTS)
     if given := environ.get("MASTER_PORT"):
@@ -264,7 +268,7 @@ def network_checks(environ: Mapping[str, str]) -> Iterator[Check]:
             ports = {port: "MASTER_PORT"} | ports
     taken = [f"{port} ({use})" for port, use in ports.items() if not _is_free(port)]
     found = f"{', '.join(taken)} in use" if taken else f"{', '.join(map(str, ports))} free"
-    yield graded("ports", found, not taken, "give another: --rdzv-endpoint HOST:PORT, or MASTER_PORT")
+    yield make_check("ports", found, not taken, "give another: --rdzv-endpoint HOST:PORT, or MASTER_PORT")
     name = socket.gethostname()
     do = "jobs of several machines: name an address that the others reach in --rdzv-endpoint"
     try:
@@ -273,7 +277,7 @@ def network_checks(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("host name", WARN, f"{name} does not resolve ({error.strerror})", do)
         return
     only_here = all(address.startswith("127.") or address == "::1" for address in addresses)
-    yield graded("host name", f"{name} is {', '.join(addresses)}", not only_here, do)
+    yield make_check("host name", f"{name} is {', '.join(addresses)}", not only_here, do)
 
 
 def _port(text: str) -> int | None:
@@ -291,7 +295,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def host_and_port(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Raises ConfigError for what is not host:port."""
     host, _, digits = endpoint.rpartition(":")
     if not host or (port := _port(digits)) is None:
@@ -299,9 +303,9 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), port  # of IPv6: [::1]:29500
 
 
-def reach_check(endpoint: str) -> Check:
+def check_reachable(endpoint: str) -> Check:
     """Whether something listens at host:port that this machine reaches."""
-    host, port = host_and_port(endpoint)
+    host, port = parse_endpoint(endpoint)
     try:
         started = time.perf_counter()
         with socket.create_connection((host, port), timeout=5):
@@ -314,5 +318,5 @@ def reach_check(endpoint: str) -> Check:
 
 def check_megatron_bridge_available() -> None:
     """What such checks of other systems ask: raises ConfigError where this machine's software cannot train."""
-    if faults := [check for check in software_checks() if check.state == BAD]:
-        raise ConfigError(*(f"{check.name} is {check.found}; {check.do}" for check in faults))
+    if faults := [check for check in check_software() if check.state == BAD]:
+        raise ConfigError(*(f"{check.name} is {check.finding}; {check.advice}" for check in faults))

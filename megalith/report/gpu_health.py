@@ -30,7 +30,7 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.hardware import DATASHEETS, local_device_info
 from megalith.launch.pool import Pool, RankFailed
 from megalith.planner.topology import NVLINK, read_links
-from megalith.report.doctor import BAD, GOOD, WARN, Check, driver_check, graded
+from megalith.report.doctor import BAD, GOOD, WARN, Check, check_driver, make_check
 
 SLOWED = {
     0x08: "slowed by hardware (heat or power)",
@@ -148,19 +148,19 @@ def read_gpu(uuid: str) -> GpuState | None:
     )
 
 
-def uuid_of(device: torch.device | int) -> str:
+def gpu_uuid(device: torch.device | int) -> str:
     """As NVML names the GPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-class GpuWatch:
+class GpuMonitor:
     """`read` at each log interval, on every rank. `tell` is called with what begins to be wrong, on the first."""
 
     def __init__(self, device: torch.device, world: Axis, tell: Callable[..., None]):
         """A collective call, where the ranks have GPUs."""
         self._world, self._tell = world, tell
         self._device = device
-        self._uuid = uuid_of(device) if device.type == "cuda" else None
+        self._uuid = gpu_uuid(device) if device.type == "cuda" else None
         self._retries = 0  # until the last look
         self._told: set[tuple[int, str]] = set()
         self._shown = False
@@ -179,7 +179,7 @@ class GpuWatch:
             self._tell(f"[0] {gpus[0][1]}", event="gpu_state", step=step)
         for rank, (host, gpu) in enumerate(gpus):
             self._name(step, rank, host, gpu)
-        return gpu_figures([gpu for _, gpu in gpus]) if gpus else {}
+        return gpu_metrics([gpu for _, gpu in gpus]) if gpus else {}
 
     def begin(self) -> None:
         """After the first step, whose compilation and searches for kernels ask for memory that no other step does."""
@@ -203,7 +203,7 @@ class GpuWatch:
             self._told = {told for told in self._told if told[0] != rank}
 
 
-def gpu_figures(gpus: Sequence[GpuState]) -> dict[str, float]:
+def gpu_metrics(gpus: Sequence[GpuState]) -> dict[str, float]:
     """The worst of all GPUs by each measure, as far as the driver tells it."""
     columns = {
         "gpu_temperature": (max, [gpu.temperature for gpu in gpus]),
@@ -227,25 +227,25 @@ SLOW_PAIR = 0.6  # of the fastest pair's rate
 HOT = 85  # °C
 
 
-def device_checks(timeout: float = 300.0, measured: bool = True) -> Iterator[Check]:
+def check_devices(timeout: float = 300.0, measured: bool = True) -> Iterator[Check]:
     """Of every GPU and, where `measured`, pair of GPUs; of a machine without, that gloo works."""
     if not torch.cuda.is_available():
         built = "torch is built for CPUs" if torch.version.cuda is None else "torch sees no CUDA device"
         do = "a GPU machine: look at nvidia-smi, and install a CUDA build of torch"
         yield Check("devices", GOOD, f"{local_device_info('cpu').name}; {built}", do)
         if measured:
-            yield gloo_check(timeout)
+            yield check_gloo(timeout)
         return
     count = torch.cuda.device_count()
-    yield driver_check(driver_version(), torch.version.cuda or "0")
+    yield check_driver(driver_version(), torch.version.cuda or "0")
     for number in range(count):
-        yield from gpu_checks(number)
+        yield from check_gpu(number)
     yield Check("NCCL", GOOD, ".".join(map(str, torch.cuda.nccl.version())))
     if count == 1:
         return
-    yield from link_checks(count)
+    yield from check_links(count)
     if measured:
-        yield from pair_checks(count, timeout)
+        yield from check_pairs(count, timeout)
 
 
 def driver_version() -> str | None:
@@ -266,18 +266,18 @@ def driver_version() -> str | None:
         return None
 
 
-def gpu_checks(number: int) -> Iterator[Check]:
+def check_gpu(number: int) -> Iterator[Check]:
     """One GPU: whether it is known and free, its heat, clocks and memory errors."""
     name, properties = f"GPU {number}", torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     capability = f"{properties.major}.{properties.minor}"
     found = f"{properties.name}, {total / 1e9:.0f} GB, compute capability {capability}"
     known = properties.name in DATASHEETS
-    yield graded(name, found, known, "its peak is not known: no MFU is reported, all else works")
+    yield make_check(name, found, known, "its peak is not known: no MFU is reported, all else works")
     used = (total - free) / total
     do = "another process uses it: look at nvidia-smi, and start the run when it is gone"
-    yield graded(f"{name}: memory", f"{free / 1e9:.1f} GB free", used < 0.1, do)
-    state = read_gpu(uuid_of(number))
+    yield make_check(f"{name}: memory", f"{free / 1e9:.1f} GB free", used < 0.1, do)
+    state = read_gpu(gpu_uuid(number))
     if state is None:
         yield Check(
             f"{name}: health", WARN, "the driver is not asked", "install nvidia-ml-py, the extra [gpu]"
@@ -289,12 +289,12 @@ def gpu_checks(number: int) -> Iterator[Check]:
     else:
         hot = state.temperature is not None and state.temperature >= HOT
         ecc = "" if state.ecc_errors is None else f" | {state.ecc_errors} uncorrected memory errors"
-        yield graded(f"{name}: health", f"{state}{ecc}", not hot, "it is hot: look at its cooling")
+        yield make_check(f"{name}: health", f"{state}{ecc}", not hot, "it is hot: look at its cooling")
 
 
-def link_checks(count: int) -> Iterator[Check]:
+def check_links(count: int) -> Iterator[Check]:
     """What links the GPUs, and whether each reads the others' memory."""
-    uuids = {number: uuid_of(number) for number in range(count)}
+    uuids = {number: gpu_uuid(number) for number in range(count)}
     rows, plain = [], []
     for number in range(count):
         links = read_links(uuids[number], {peer: uuid for peer, uuid in uuids.items() if peer != number})
@@ -302,19 +302,19 @@ def link_checks(count: int) -> Iterator[Check]:
         rows.append(f"{number}: {' '.join(told)}")
         plain += [f"{number}-{peer}" for peer, link in links.items() if link != NVLINK and number < peer]
     do = f"no NVLink between {', '.join(plain)}: keep tensor parallelism to the others, or use pipeline or data"
-    yield graded("NVLink", "; ".join(rows), not plain, do)
+    yield make_check("NVLink", "; ".join(rows), not plain, do)
     closed = [
         f"{one}-{other}"
         for one, other in itertools.permutations(range(count), 2)
         if not torch.cuda.can_device_access_peer(one, other)
     ]
     do = "NCCL then copies through the host: look at ACS in the BIOS, at MIG, and at the container's devices"
-    yield graded(
+    yield make_check(
         "peer access", f"not between {', '.join(closed)}" if closed else "between all", not closed, do
     )
 
 
-def gloo_check(timeout: float) -> Check:
+def check_gloo(timeout: float) -> Check:
     """Two processes of this machine meet and make an all-reduce."""
     name, pool = "gloo, 2 processes", Pool(2, timeout)
     try:
@@ -327,7 +327,7 @@ def gloo_check(timeout: float) -> Check:
     return Check(name, GOOD, f"all-reduce of 64 MB at {rate / 1e9:.1f} GB/s")
 
 
-def pair_checks(count: int, timeout: float) -> Iterator[Check]:
+def check_pairs(count: int, timeout: float) -> Iterator[Check]:
     """The all-reduce between every pair of GPUs, and over all."""
     pool = Pool(count, timeout, "cuda")
     pairs = list(itertools.combinations(range(count), 2))
@@ -341,12 +341,12 @@ def pair_checks(count: int, timeout: float) -> Iterator[Check]:
     finally:
         pool.close()
     rates = {group: each[group] for group in groups for each in found if group in each}
-    yield from judge_pairs({pair: rates[pair] for pair in pairs})
+    yield from check_pair_rates({pair: rates[pair] for pair in pairs})
     if count > 2:
         yield Check(f"all-reduce over {count}", GOOD, f"64 MB at {rates[groups[-1]] / 1e9:.1f} GB/s a GPU")
 
 
-def judge_pairs(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:
+def check_pair_rates(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:
     """Rates in bytes a second by pair: a line of all, and one for each that is far below the fastest."""
     told = ", ".join(f"{one}-{other} {rate / 1e9:.0f}" for (one, other), rate in rates.items())
     yield Check("all-reduce by pair", GOOD, f"64 MB in GB/s: {told}")

@@ -40,23 +40,23 @@ class ReadStep:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthStatus:
     """What the last steps read call for; a healthy run's has nothing."""
 
-    lost: ReadStep | None = None
+    bad_step: ReadStep | None = None
     """The first of a row of steps with NaN or Inf."""
 
     spike: ReadStep | None = None
     """The first step with a loss far above those before it."""
 
-    before_spike: ReadStep | None = None
+    step_before_spike: ReadStep | None = None
     """The step before the spike, whose update its forward pass was the first to see."""
 
-    too_many: bool = False
+    too_many_bad_steps: bool = False
     """So many steps in a row were lost that the run should end."""
 
 
-class Health:
+class HealthMonitor:
     """Judges every step once, in order, on all ranks alike."""
 
     def __init__(self, config: RunConfig, world: Axis):
@@ -68,56 +68,56 @@ class Health:
         self._least_scale = optim.min_loss_scale if dynamic else math.inf
         self._bad_steps: list[int] = []  # in a row
 
-    def judge(self, steps: Sequence[ReadStep]) -> Verdict:
+    def check(self, steps: Sequence[ReadStep]) -> HealthStatus:
         """What `steps`, read since the last call, call for."""
         lost = spike = None
         for step in steps:
-            if self.is_lost(step.loss, step.skipped, step.loss_scale):
+            if self.is_bad_step(step.loss, step.skipped, step.loss_scale):
                 lost = lost or (step if not self._bad_steps else None)
                 self._bad_steps.append(step.step)
                 if len(self._bad_steps) == self._most:
                     break
                 continue
             self._bad_steps.clear()
-            if self.is_spike(step.loss) and spike is None:
+            if self.is_loss_spike(step.loss) and spike is None:
                 spike = step
             elif spike is None:
                 self._history.append(step)
         enough = len(self._bad_steps) >= self._most
         return self._agreed(steps, lost, spike, enough)
 
-    def is_lost(self, loss: float, skipped: bool, loss_scale: float) -> bool:
+    def is_bad_step(self, loss: float, skipped: bool, loss_scale: float) -> bool:
         """Whether a step is lost to NaN or Inf, and not to a loss scale that is still falling."""
         return not math.isfinite(loss) or (skipped and loss_scale <= self._least_scale)
 
-    def is_spike(self, loss: float) -> bool:
+    def is_loss_spike(self, loss: float) -> bool:
         """Whether a loss is so many times the mean of a whole window before it."""
         if self._threshold is None or len(self._history) < self._history.maxlen:
             return False
         return loss > self._threshold * sum(step.loss for step in self._history) / len(self._history)
 
-    def went_back(self, step: int) -> None:
+    def rewind_history(self, step: int) -> None:
         """Forgets the steps after `step`, which are going to be made again."""
         kept = [one for one in self._history if one.step <= step]
         self._history.clear()
         self._history.extend(kept)
         self._bad_steps.clear()
 
-    def accept(self, step: ReadStep) -> None:
+    def accept_spike(self, step: ReadStep) -> None:
         """Takes a spike as what losses are like now."""
         self._history.append(step)
 
     def _agreed(
         self, steps: Sequence[ReadStep], lost: ReadStep | None, spike: ReadStep | None, enough: bool
-    ) -> Verdict:
+    ) -> HealthStatus:
         """What one rank found holds for all, though a last bit may differ between them."""
         if not steps:
-            return Verdict()
+            return HealthStatus()
         found = [step.step if step else 0 for step in (lost, spike)]
         first = all_reduce_no_grad(torch.tensor([*found, enough]), self._world, "max")
         lost_step, spike_step, enough = first.tolist()
         by_number = {step.step: step for step in (*self._history, *steps)}
         before = max((number for number in by_number if number < spike_step), default=0)
-        return Verdict(
+        return HealthStatus(
             by_number.get(lost_step), by_number.get(spike_step), by_number.get(before), bool(enough)
         )

@@ -27,10 +27,10 @@ from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.parallel.pipeline.timeline import write_timeline
 from megalith.planner.layout import Layout, StageLayout
 from megalith.report.console import columns, render, si
-from megalith.report.measured_step import StepMeasure, StepTimes, peak_memory, with_last_wait
+from megalith.report.measured_step import StepMeasurement, StepTimes, move_final_wait_to_bubble, peak_memory
 from megalith.report.metrics import MEASURED_FILE
 
-MOST_ROWS = 16  # of ranks; a larger world is shown by ranges
+MAX_ROWS = 16  # of ranks; a larger world is shown by ranges
 UNEVEN = 1.05  # the largest stage against the smallest
 
 
@@ -38,24 +38,26 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
     """What is known of a run over several ranks before its first step. `hosts`: each rank's machine."""
     size = layout.size
     parts = [
-        paragraph(
+        wrap_paragraph(
             f"layout: {layout.world_size} ranks = pipeline {size.pp} × data {size.dp} × context {size.cp} × tensor "
             f"{size.tp}"
         ),
         render(ranks_table(layout, hosts)),
-        paragraph("expected of each stage, memory on one of its devices (E: embedding, L: head and loss)"),
+        wrap_paragraph(
+            "expected of each stage, memory on one of its devices (E: embedding, L: head and loss)"
+        ),
         render(stages_table(layout)),
     ]
-    if uneven := why_uneven(layout):
-        parts.append(paragraph(uneven))
+    if uneven := explain_imbalance(layout):
+        parts.append(wrap_paragraph(uneven))
     if len(layout.stages) > 1:
-        parts.append(paragraph(bubble_text(layout)))
+        parts.append(wrap_paragraph(bubble_text(layout)))
     if layout.transfers:
         parts += ["sent by a device in a step, at most", render(transfers_table(layout))]
     return "\n".join(parts)
 
 
-def paragraph(text: str) -> str:
+def wrap_paragraph(text: str) -> str:
     """The text in lines of WIDTH, on a narrower terminal of its columns."""
     return fill(printable(text, LINES), columns(), subsequent_indent="  ", break_on_hyphens=False)
 
@@ -74,7 +76,10 @@ def ranks_table(layout: Layout, hosts: Sequence[str] | None) -> Table:
     table = plain_table(*headings, left=len(headings))
     for ranks in rank_ranges(layout):
         places = [layout.coordinates[rank] for rank in ranks]
-        row = [span(ranks), *(span([getattr(p, name) for p in places]) for name in ("pp", "dp", "cp", "tp"))]
+        row = [
+            format_range(ranks),
+            *(format_range([getattr(p, name) for p in places]) for name in ("pp", "dp", "cp", "tp")),
+        ]
         row.append(layers_text(layout.stage_of(ranks[0])))
         if hosts:
             names = list(dict.fromkeys(hosts[rank] for rank in ranks))
@@ -87,18 +92,18 @@ def rank_ranges(layout: Layout) -> Iterator[range]:
     """The ranks one by one, or in the finest ranges along the axes that make no more than MOST_ROWS rows."""
     size, world = layout.size, layout.world_size
     together = (1, size.tp, size.cp * size.tp)
-    step = next((s for s in together if world // s <= MOST_ROWS), world // size.pp)
+    step = next((s for s in together if world // s <= MAX_ROWS), world // size.pp)
     return (range(first, first + step) for first in range(0, world, step))
 
 
-def span(numbers: Sequence[int]) -> str:
+def format_range(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low}–{high}"
 
 
 def layers_text(stage: StageLayout) -> str:
     """The stage's layers and what it has besides: `E 0–4, 10–14 L`, as in pipeline_model_parallel_layout."""
-    layers = ", ".join(span(chunk.layers) if chunk.layers else "none" for chunk in stage.chunks)
+    layers = ", ".join(format_range(chunk.layers) if chunk.layers else "none" for chunk in stage.chunks)
     return f"{'E ' if stage.embedding else ''}{layers}{' L' if stage.head else ''}"
 
 
@@ -132,7 +137,7 @@ def stages_table(layout: Layout) -> Table:
             layers_text(stage),
             si(stage.parameters, 4),
             str(stage.in_flight),
-            *(amount(part, size) for part in [*parts, stage.memory.total]),
+            *(format_amount(part, size) for part in [*parts, stage.memory.total]),
         )
     return table
 
@@ -142,11 +147,11 @@ def memory_unit(totals: Iterable[int]) -> tuple[str, float]:
     return ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
 
 
-def amount(size: float, unit: float) -> str:
+def format_amount(size: float, unit: float) -> str:
     return f"{size / unit:.{2 if size < 9.995 * unit else 1 if size < 99.95 * unit else 0}f}"
 
 
-def why_uneven(layout: Layout) -> str | None:
+def explain_imbalance(layout: Layout) -> str | None:
     """The sentence that says why one stage takes more memory than another; None where they are alike."""
     most = max(layout.stages, key=lambda stage: stage.memory.total)
     least = min(layout.stages, key=lambda stage: stage.memory.total)
@@ -155,11 +160,12 @@ def why_uneven(layout: Layout) -> str | None:
     unit, size = memory_unit(stage.memory.total for stage in layout.stages)
     differences = sorted(_reasons(layout, most, least), key=lambda item: -abs(item[0]))
     floor = 0.01 * most.memory.total
-    more = [f"{words} (+{amount(by, size)} {unit})" for by, words in differences if by > floor]
-    less = [f"{words} (−{amount(-by, size)} {unit})" for by, words in differences if by < -floor]
+    more = [f"{words} (+{format_amount(by, size)} {unit})" for by, words in differences if by > floor]
+    less = [f"{words} (−{format_amount(-by, size)} {unit})" for by, words in differences if by < -floor]
     text = (
-        f"memory is uneven: stage {most.number} takes {amount(most.memory.total - least.memory.total, size)} {unit} "
-        f"more than stage {least.number}: {', '.join(more)}"
+        f"memory is uneven: stage {most.number} takes "
+        f"{format_amount(most.memory.total - least.memory.total, size)} {unit} more than stage {least.number}: "
+        f"{', '.join(more)}"
     )
     return f"{text}; but {', '.join(less)}" if less else text
 
@@ -224,7 +230,7 @@ def transfers_table(layout: Layout) -> Table:
     table.columns[-1].justify = "left"
     for transfer in layout.transfers:
         unit, size = memory_unit([transfer.bytes])
-        sent = f"{amount(transfer.bytes, size)} {unit}"
+        sent = f"{format_amount(transfer.bytes, size)} {unit}"
         table.add_row(transfer.axis, str(transfer.size), sent, transfer.what)
     return table
 
@@ -233,7 +239,7 @@ WARM_UP = 4  # steps before the measured one: the first ones compile and fill th
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankMeasurement:
     """What a rank has measured."""
 
     peak: int
@@ -257,17 +263,19 @@ class LayoutReport:
         pipeline: Pipeline | None = None,
     ):
         """`first_step` is the number of the first step that this process makes."""
-        self.measured_step = measured_step(layout.config.log, first_step) if layout.world_size > 1 else None
+        self.step_to_measure = (
+            step_to_measure(layout.config.log, first_step) if layout.world_size > 1 else None
+        )
         self._layout, self._mesh, self._device, self._note = layout, mesh, device, note
-        self._measure: StepMeasure | None = None
+        self._measure: StepMeasurement | None = None
         self._pipeline = pipeline
         self._told = 0  # the peak that was shown
 
     def before_step(self, step: int) -> None:
         if self._pipeline is not None:
-            self._pipeline.record = step - 1 == self.measured_step
-        if step == self.measured_step:
-            self._measure = StepMeasure(self._device, self._mesh.world)
+            self._pipeline.record = step - 1 == self.step_to_measure
+        if step == self.step_to_measure:
+            self._measure = StepMeasurement(self._device, self._mesh.world)
             self._measure.start()
 
     def after_step(self) -> None:
@@ -280,7 +288,7 @@ class LayoutReport:
                 except OSError as error:
                     where = f"not written ({error.strerror})"
                 self._note(
-                    f"timeline of step {self.measured_step + 1}: {where}; bubble {bubble} from its first action to "
+                    f"timeline of step {self.step_to_measure + 1}: {where}; bubble {bubble} from its first action to "
                     "its last"
                 )
         if self._measure is None:
@@ -288,16 +296,18 @@ class LayoutReport:
         own = [peak_memory(self._device), *astuple(self._measure.stop())]
         self._measure = None
         told = gather_json(own, self._mesh.world)
-        figures = [RankFigures(peak, StepTimes(*times)) for peak, *times in told]
+        figures = [RankMeasurement(peak, StepTimes(*times)) for peak, *times in told]
         self._told = max(each.peak for each in figures)
-        self._note(measured_text(self._layout, figures, self.measured_step, self._device.type))
+        self._note(measured_text(self._layout, figures, self.step_to_measure, self._device.type))
         if self._mesh.world.rank == 0:
             folder = Path(self._layout.config.train.output_dir)
             ranks = [
                 {"peak": each.peak, **asdict(each.times)} for each in _with_bubbles(self._layout, figures)
             ]
             with suppress(OSError):  # it was printed
-                replace_file(folder / MEASURED_FILE, json.dumps({"step": self.measured_step, "ranks": ranks}))
+                replace_file(
+                    folder / MEASURED_FILE, json.dumps({"step": self.step_to_measure, "ranks": ranks})
+                )
 
     def end(self) -> None:
         """Tells the peak of the whole run, where it has grown since a step was measured."""
@@ -308,12 +318,12 @@ class LayoutReport:
         if most > 1.01 * self._told:
             unit, size = memory_unit(peaks)
             self._note(
-                f"peak memory of the run: {amount(most, size)} {unit} on rank {peaks.index(most)}, "
-                f"{amount(min(peaks), size)} {unit} on rank {peaks.index(min(peaks))}"
+                f"peak memory of the run: {format_amount(most, size)} {unit} on rank {peaks.index(most)}, "
+                f"{format_amount(min(peaks), size)} {unit} on rank {peaks.index(min(peaks))}"
             )
 
 
-def measured_step(log: LogConfig, first_step: int) -> int | None:
+def step_to_measure(log: LogConfig, first_step: int) -> int | None:
     """Which step is measured: never one that torch's profiler traces for `log.profile`. None: none."""
     if not log.layout_report:
         return None
@@ -322,7 +332,7 @@ def measured_step(log: LogConfig, first_step: int) -> int | None:
     return log.profile_step_end + 1 if traced else step
 
 
-def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, device_type: str) -> str:
+def measured_text(layout: Layout, figures: Sequence[RankMeasurement], step: int, device_type: str) -> str:
     """Each rank's memory and times, and what they say of the layout. `figures`: by rank."""
     figures = _with_bubbles(layout, figures)
     whole = sum(each.times.step for each in figures)
@@ -340,10 +350,14 @@ def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, dev
     memory = "the GPU's allocator" if device_type == "cuda" else "the process, libraries and all"
     name, unit = memory_unit([each.peak for each in figures])
     title = f"measured in step {step}, under the profiler: peak of {memory}, {name}; times in ms"
-    return "\n".join([title, render(measured_table(layout, figures, device_type, unit)), paragraph(text)])
+    return "\n".join(
+        [title, render(measured_table(layout, figures, device_type, unit)), wrap_paragraph(text)]
+    )
 
 
-def measured_table(layout: Layout, figures: Sequence[RankFigures], device_type: str, unit: float) -> Table:
+def measured_table(
+    layout: Layout, figures: Sequence[RankMeasurement], device_type: str, unit: float
+) -> Table:
     """Memory and times by rank; of a range of ranks the most memory, and the means of their times."""
     times = ["step", "compute", "communication", "bubble"] + (["idle"] if device_type == "cuda" else [])
     headings = ["step", "compute", "exposed comm", "bubble", "idle"][: len(times)]
@@ -352,21 +366,21 @@ def measured_table(layout: Layout, figures: Sequence[RankFigures], device_type: 
         places = [layout.coordinates[rank] for rank in ranks]
         own = [figures[rank] for rank in ranks]
         table.add_row(
-            span(ranks),
-            *(span([getattr(place, axis) for place in places]) for axis in ("pp", "dp", "cp", "tp")),
-            amount(layout.stage_of(ranks[0]).memory.total, unit),
-            amount(max(each.peak for each in own), unit),
+            format_range(ranks),
+            *(format_range([getattr(place, axis) for place in places]) for axis in ("pp", "dp", "cp", "tp")),
+            format_amount(layout.stage_of(ranks[0]).memory.total, unit),
+            format_amount(max(each.peak for each in own), unit),
             *(f"{sum(getattr(each.times, name) for each in own) / len(own):.1f}" for name in times),
         )
     return table
 
 
-def _with_bubbles(layout: Layout, figures: Sequence[RankFigures]) -> list[RankFigures]:
-    """The figures with `with_last_wait` of each pipeline."""
+def _with_bubbles(layout: Layout, figures: Sequence[RankMeasurement]) -> list[RankMeasurement]:
+    """The figures with `move_final_wait_to_bubble` of each pipeline."""
     result = list(figures)
     spacing = layout.world_size // layout.size.pp
     for first in range(spacing):
         ranks = range(first, layout.world_size, spacing)
-        for rank, times in zip(ranks, with_last_wait([figures[rank].times for rank in ranks])):
-            result[rank] = RankFigures(figures[rank].peak, times)
+        for rank, times in zip(ranks, move_final_wait_to_bubble([figures[rank].times for rank in ranks])):
+            result[rank] = RankMeasurement(figures[rank].peak, times)
     return result

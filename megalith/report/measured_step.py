@@ -48,7 +48,7 @@ class StepTimes:
     """When this rank was through with the pipeline's actions, counted from the step's start."""
 
 
-def with_last_wait(times: Sequence[StepTimes]) -> list[StepTimes]:
+def move_final_wait_to_bubble(times: Sequence[StepTimes]) -> list[StepTimes]:
     """The times of a pipeline's ranks, in which the wait for the last one to finish counts as bubble.
 
     A rank that has done its actions waits for the others in the first collective that they share, the loss's.
@@ -63,7 +63,7 @@ def with_last_wait(times: Sequence[StepTimes]) -> list[StepTimes]:
     ]
 
 
-class StepMeasure:
+class StepMeasurement:
     """Measures one step: `start` before it and `stop` after it, on every rank of `world`."""
 
     def __init__(self, device: torch.device, world: Axis):

@@ -36,7 +36,7 @@ from megalith.io import open_file
 from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location, size_of
-from megalith.report.trackers import BALANCING_LOSSES, Sink
+from megalith.report.trackers import BALANCING_LOSSES, Tracker
 from megalith.small_files import RefusedFile, read_small_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -116,19 +116,19 @@ class MetricsWriter:
     a run has a writer.
     """
 
-    def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Sink] = ()):
+    def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Tracker] = ()):
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
-        self._events = LineFile(self._folder / EVENTS_FILE, late=True)
+        self._events = LineWriter(self._folder / EVENTS_FILE, late=True)
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
         for name in (METRICS_FILE, EVALUATIONS_FILE, EXPERTS_FILE):
-            cut_after_step(self._folder / name, start_step)
-        self._metrics = LineFile(self._folder / METRICS_FILE)
-        self._evaluations = LineFile(self._folder / EVALUATIONS_FILE)
-        self._experts = LineFile(self._folder / EXPERTS_FILE, late=True)
+            truncate_after_step(self._folder / name, start_step)
+        self._metrics = LineWriter(self._folder / METRICS_FILE)
+        self._evaluations = LineWriter(self._folder / EVALUATIONS_FILE)
+        self._experts = LineWriter(self._folder / EXPERTS_FILE, late=True)
 
     def rewind(self, step: int) -> None:
         """Cuts off what was written of the steps after `step`."""
@@ -147,7 +147,7 @@ class MetricsWriter:
 
     def log_start(self, record: dict[str, Any]) -> None:
         """`record`: from which step, on what machine, in which layout."""
-        starts = LineFile(self._folder / STARTS_FILE, late=True)
+        starts = LineWriter(self._folder / STARTS_FILE, late=True)
         starts.write(_dated(record))
         starts.close()
 
@@ -195,7 +195,7 @@ class MetricsWriter:
         for sink in list(self._sinks):
             self._guarded(sink, partial(sink.write, record["step"], figures))
 
-    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+    def _guarded(self, sink: Tracker, call: Callable[[], None]) -> None:
         """A tracker that fails gets no more figures: it is no reason to end a run."""
         try:
             call()
@@ -220,7 +220,7 @@ def _dated(record: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False)
 
 
-def metrics_bytes(folders: Sequence[str | Path]) -> int:
+def metrics_size(folders: Sequence[str | Path]) -> int:
     """What the metrics of these runs take."""
     paths = [open_location(folder) / METRICS_FILE for folder in folders]
     return sum(size_of(path) for path in paths if path.is_file())
@@ -263,7 +263,7 @@ def last_step(path: str | Path) -> int:
     return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)
 
 
-def cut_after_step(path: str | Path, step: int) -> None:
+def truncate_after_step(path: str | Path, step: int) -> None:
     """Drops what stands in `path` from the first line of a later step on, and a torn last line. It is cut off in its
     place, which takes no room on the disk; a file that needs no cut is not touched. Raises OSError."""
     path = Path(path)
@@ -289,7 +289,7 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def with_expert_load(
+def add_expert_metrics(
     metrics: StepMetrics, tallies: Tensor, config: RunConfig
 ) -> tuple[ExpertStepMetrics, dict[int, list[int]]]:
     """A step's metrics with those of its experts, and the tokens sent to each expert, by layer number.
@@ -311,7 +311,7 @@ def with_expert_load(
     return found, dict(zip(model.expert_layers, counts.long().tolist()))
 
 
-def named_losses(
+def extra_losses(
     metrics: StepMetrics, further: Sequence[float], model: ModelConfig
 ) -> dict[str, float | None]:
     """Return the step's losses besides the next token's, by Megatron-LM's names and in its order.
@@ -327,7 +327,7 @@ def named_losses(
     }
 
 
-class LineFile:
+class LineWriter:
     """Hands each line to the system at once, so that a killed process loses none.
 
     What a full disk refuses waits in memory and is written, in order, with the next line that finds room: a run's log

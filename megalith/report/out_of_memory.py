@@ -20,11 +20,11 @@ from megalith.config import RunConfig
 from megalith.errors import TrainingError
 from megalith.optim.moments import Moment
 from megalith.planner.layout import Layout, alternative, build_layout
-from megalith.report.layout_text import amount, layers_text, memory_unit
+from megalith.report.layout_text import format_amount, layers_text, memory_unit
 
 GB = 1e9
-MOST_REMEDIES = 5
-WORTH = 0.03  # of the expected memory: what a remedy has to save to be named
+MAX_REMEDIES = 5
+MIN_SAVING = 0.03  # of the expected memory: what a remedy has to save to be named
 BESIDE = 4e9  # bytes that CUDA's context, NCCL and cuBLAS may take beside torch's allocator
 
 
@@ -47,15 +47,15 @@ def out_of_memory(
         f"{device} of rank {rank} (pp {place.pp}, dp {place.dp}, cp {place.cp}, tp {place.tp}; stage {stage.number} of "
         f"{len(layout.stages)}, layers {layers_text(stage)})"
     )
-    held = memory_in_use(device, chunks, optimizer)
+    held = memory_by_use(device, chunks, optimizer)
     name, unit = memory_unit([size for _, size in held] or [0])
-    holders = ", ".join(f"{what} {amount(size, unit)} {name}" for what, size in held)
+    holders = ", ".join(f"{what} {format_amount(size, unit)} {name}" for what, size in held)
     remedies = ", ".join(
-        f"{what} (−{amount(saved, GB)} GB)" for what, saved in find_remedies(layout, stage.number)
+        f"{what} (−{format_amount(saved, GB)} GB)" for what, saved in find_remedies(layout, stage.number)
     )
     return TrainingError(
-        f"out of memory on {where}: {what_was_asked(error)}. "
-        + held_by_others(device)
+        f"out of memory on {where}: {describe_request(error)}. "
+        + describe_other_processes(device)
         + (f"It holds {holders}. " if holders else "Its model had not been made yet. ")
         + (
             f"What would help, best first, with the memory that it is expected to save: {remedies}"
@@ -65,7 +65,7 @@ def out_of_memory(
     )
 
 
-def what_was_asked(error: torch.OutOfMemoryError) -> str:
+def describe_request(error: torch.OutOfMemoryError) -> str:
     """In torch's figures: `2.50 GiB were asked for, 1.20 GiB of 79.10 GiB were free`."""
     text = " ".join(str(error).split())
     asked = re.search(r"Tried to allocate ([\d.]+ [KMGT]?i?B)", text)
@@ -75,7 +75,7 @@ def what_was_asked(error: torch.OutOfMemoryError) -> str:
     return f"{asked[1]} were asked for" + (f", {free[2]} of {free[1]} were free" if free else "")
 
 
-def held_by_others(device: torch.device) -> str:
+def describe_other_processes(device: torch.device) -> str:
     """A sentence where other processes hold much of the GPU; else empty."""
     if device.type != "cuda":
         return ""
@@ -89,13 +89,13 @@ def held_by_others(device: torch.device) -> str:
     )
 
 
-def memory_in_use(
+def memory_by_use(
     device: torch.device, chunks: Sequence[nn.Module], optimizer: Optimizer | None
 ) -> list[tuple[str, int]]:
     """(name, bytes), counted from the tensors; on a GPU what is left of the peak are the activations."""
     if not chunks:
         return []
-    state = bytes_in_use(chunks)
+    state = model_bytes(chunks)
     moments = _optimizer_tensors(optimizer, device)
     found = [
         ("weights", state.weights),
@@ -121,10 +121,10 @@ def find_remedies(layout: Layout, stage: int) -> list[tuple[str, int]]:
         if other is None:
             continue
         saved = now - max(each.memory.total for each in other.stages)
-        if saved >= WORTH * now:
+        if saved >= MIN_SAVING * now:
             words = " with ".join(f"{path} {_word(value)}" for path, value in settings.items())
             found.append((not is_free, -saved, words))
-    return [(words, -saved) for _, saved, words in sorted(found)][:MOST_REMEDIES]
+    return [(words, -saved) for _, saved, words in sorted(found)][:MAX_REMEDIES]
 
 
 def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
@@ -180,7 +180,7 @@ class Held:
     gradients: int
 
 
-def bytes_in_use(chunks: Iterable[nn.Module]) -> Held:
+def model_bytes(chunks: Iterable[nn.Module]) -> Held:
     """The weights, gathered copies and gradients of the chunks, each tensor's memory counted once."""
     weights: list[Tensor | None] = []
     gathered: list[Tensor | None] = []

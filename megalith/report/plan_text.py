@@ -10,10 +10,16 @@ from typing import Any
 
 from megalith.io import atomic_path
 from megalith.planner.goodput import Goodput
-from megalith.planner.plan_answer import PlanAnswer, PlannedLayout, changed
+from megalith.planner.plan_result import PlannedLayout, PlanResult, changed
 from megalith.planner.step_time import PARTS, caution
 from megalith.report.console import columns, render, rendered, si
-from megalith.report.layout_text import MEMORY_HEADINGS, amount, memory_unit, paragraph, plain_table
+from megalith.report.layout_text import (
+    MEMORY_HEADINGS,
+    format_amount,
+    memory_unit,
+    plain_table,
+    wrap_paragraph,
+)
 
 GB = 1e9
 COLOURS = (
@@ -31,7 +37,7 @@ COLOURS = (
 EXPLAINED = 5
 
 
-def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, explain: bool = False) -> str:
+def plan_text(answer: PlanResult, tokens: float | None, price: float | None, explain: bool = False) -> str:
     """The whole answer, a hundred columns wide."""
     config, rates = answer.config, answer.rates
     batch, seq = config.train.global_batch_size, config.data.seq_length
@@ -41,21 +47,21 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     room = f"{answer.fitting:,} fit in {answer.usable / GB:.0f} GB a GPU"
     sequences = "one sequence" if batch == 1 else f"{batch:,} sequences"
     parts = [
-        paragraph(
+        wrap_paragraph(
             f"{model} on {answer.gpus:,} {rates.device}, {answer.gpus_per_node} a node: "
             f"{sequences} of {seq:,} tokens a step, {precision}. "
             f"{tried} tried, {room}. Rates: {rates.source}."
         )
     ]
     if not answer.best:
-        return "\n".join([*parts, *map(paragraph, _nothing_fits(answer))])
-    parts += [best_table(answer, tokens, price), paragraph(MFU_NOTE)]
+        return "\n".join([*parts, *map(wrap_paragraph, _nothing_fits(answer))])
+    parts += [best_table(answer, tokens, price), wrap_paragraph(MFU_NOTE)]
     optim = answer.best[0].config.optim
     if optim.reduces_moments and not config.optim.reduces_moments:
-        parts += [paragraph(MOMENTS_NOTE.format(optim.exp_avg_dtype))]
+        parts += [wrap_paragraph(MOMENTS_NOTE.format(optim.exp_avg_dtype))]
     parts += ["", layout_details(answer.best[0])]
     if explain:
-        parts += ["", *map(paragraph, explained(answer))]
+        parts += ["", *map(wrap_paragraph, explained(answer))]
     return "\n".join(parts)
 
 
@@ -66,7 +72,7 @@ MOMENTS_NOTE = (
 )
 
 
-def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) -> str:
+def best_table(answer: PlanResult, tokens: float | None, price: float | None) -> str:
     """A line of figures for each layout, and one or two that name it."""
     headings = ["", "ms a step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
     headings += (["days"] if tokens else []) + (["cost"] if tokens and price else [])
@@ -105,8 +111,8 @@ def layout_details(layout: PlannedLayout) -> str:
     for number, stage in enumerate(layout.memory):
         memory.add_row(
             str(number),
-            *(amount(getattr(stage, part), size) for part in MEMORY_HEADINGS),
-            amount(stage.total, size),
+            *(format_amount(getattr(stage, part), size) for part in MEMORY_HEADINGS),
+            format_amount(stage.total, size),
         )
     shares = ", ".join(
         f"{name} {layout.time.parts[name] / layout.time.seconds:.1%}"
@@ -116,15 +122,15 @@ def layout_details(layout: PlannedLayout) -> str:
     note = caution(layout.config)
     return "\n".join(
         [
-            paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
-            paragraph("(tensor, context, expert, data: communication that is waited for)"),
-            *([paragraph(f"note: {note}")] if note else []),
+            wrap_paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
+            wrap_paragraph("(tensor, context, expert, data: communication that is waited for)"),
+            *([wrap_paragraph(f"note: {note}")] if note else []),
             render(memory),
         ]
     )
 
 
-def explained(answer: PlanAnswer) -> Iterator[str]:
+def explained(answer: PlanResult) -> Iterator[str]:
     """Why the next ones are slower, why others do not fit, and what the trainer refused."""
     best = answer.best[0]
     for number, each in enumerate(answer.best[1:], 2):
@@ -138,7 +144,7 @@ def explained(answer: PlanAnswer) -> Iterator[str]:
         yield f"refused by the trainer ({times} times): {sentence}"
 
 
-def _too_large(layout: PlannedLayout, answer: PlanAnswer) -> str:
+def _too_large(layout: PlannedLayout, answer: PlanResult) -> str:
     fullest = max(layout.memory, key=lambda stage: stage.total)
     part = max(MEMORY_HEADINGS, key=lambda name: getattr(fullest, name))
     return (
@@ -147,7 +153,7 @@ def _too_large(layout: PlannedLayout, answer: PlanAnswer) -> str:
     )
 
 
-def _nothing_fits(answer: PlanAnswer) -> Iterator[str]:
+def _nothing_fits(answer: PlanResult) -> Iterator[str]:
     yield f"no layout fits {answer.gpus} × {answer.usable / GB:.1f} GB. The nearest:"
     for each in answer.too_large[:3]:
         yield f"  {_too_large(each, answer)}"
@@ -159,7 +165,7 @@ def _nothing_fits(answer: PlanAnswer) -> Iterator[str]:
     )
 
 
-def plan_json(answer: PlanAnswer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+def plan_json(answer: PlanResult, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
     """The answer as plain values: seconds, bytes, shares 0 to 1."""
     return {
         "gpus": answer.gpus,
@@ -180,7 +186,7 @@ def plan_json(answer: PlanAnswer, tokens: float | None = None, price: float | No
 
 
 def layout_json(
-    layout: PlannedLayout, answer: PlanAnswer, tokens: float | None = None, price: float | None = None
+    layout: PlannedLayout, answer: PlanResult, tokens: float | None = None, price: float | None = None
 ) -> dict[str, Any]:
     found = {
         "name": layout.name,
@@ -204,7 +210,7 @@ def layout_json(
     return found
 
 
-def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
+def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     """Memory by stage and the pipeline's timeline of the best layout, and bars of the best ones by part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

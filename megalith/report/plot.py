@@ -22,7 +22,7 @@ from megalith.report.metrics import (
     EVALUATIONS_FILE,
     EXPERTS_FILE,
     METRICS_FILE,
-    metrics_bytes,
+    metrics_size,
     read_records,
 )
 
@@ -49,7 +49,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     from matplotlib.figure import Figure
 
     folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
-    with Progress("read metrics", metrics_bytes(folders)) as progress:
+    with Progress("read metrics", metrics_size(folders)) as progress:
         histories = [
             (folder, _steps(folder, progress), read_records(folder / EVALUATIONS_FILE)) for folder in folders
         ]
@@ -125,7 +125,7 @@ def draw_experts(
 
 def loss_points(run_dir: str | Path) -> Points:
     """(step, loss) of a run folder, without lost losses, for `text_curve.text_curve`."""
-    with Progress("read metrics", metrics_bytes([run_dir])) as progress:
+    with Progress("read metrics", metrics_size([run_dir])) as progress:
         return _points(_steps(Path(run_dir), progress), "loss")
 
 

@@ -23,24 +23,24 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
 from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
-from megalith.planner.topology import gather_places, topology_notes
-from megalith.report.clock import PhaseTimers, StartClock, StepClock, timers_text
+from megalith.planner.topology import gather_rank_locations, topology_notes
+from megalith.report.clock import PhaseTimers, StartupTimer, StepTimer, format_timers
 from megalith.report.console import TrainingConsole, open_console
-from megalith.report.gpu_health import GpuWatch
+from megalith.report.gpu_health import GpuMonitor
 from megalith.report.health import ReadStep
-from megalith.report.layout_text import LayoutReport, layout_text, paragraph
+from megalith.report.layout_text import LayoutReport, layout_text, wrap_paragraph
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
     StepMetrics,
+    add_expert_metrics,
+    extra_losses,
     last_step,
-    named_losses,
-    with_expert_load,
 )
 from megalith.report.profiler import StepProfiler, traced_steps
-from megalith.report.stragglers import Stragglers
+from megalith.report.stragglers import StragglerDetector
 from megalith.report.summary import print_summary, start_record
-from megalith.report.trackers import open_sinks
+from megalith.report.trackers import open_trackers
 
 
 class Work(NamedTuple):
@@ -101,7 +101,7 @@ def open_report(
     step: int,
     total_steps: int,
     pipeline: Pipeline | None = None,
-    starting: StartClock | None = None,
+    starting: StartupTimer | None = None,
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
@@ -109,13 +109,13 @@ def open_report(
     configuration into the output folder.
     """
     layout = build_layout(config, mesh.world.size)
-    places = gather_places(mesh, device)
+    places = gather_rank_locations(mesh, device)
     if mesh.world.rank != 0:
         yield Report(layout, mesh, device, step, pipeline)
         return
     output = Path(config.train.output_dir)
     with refused(output):
-        sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
+        sinks = open_trackers(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)
     rows = print_summary(layout, local_device_info(device))
@@ -125,7 +125,7 @@ def open_report(
     for note in notes:
         print(f"note: {printable(note)}")
     for note in topology_notes(layout, places):
-        print(paragraph(note))
+        print(wrap_paragraph(note))
     if config.log.console == "lines":
         print(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
     with (
@@ -158,18 +158,18 @@ class Report:
         metrics: MetricsWriter | None = None,
         console: TrainingConsole | None = None,
         profiler: StepProfiler | None = None,
-        starting: StartClock | None = None,
+        starting: StartupTimer | None = None,
     ):
         """`step` is the last step that was made before."""
         self._config = config = layout.config
-        self._clock = StepClock(device)
+        self._clock = StepTimer(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
-        self._starting = starting or StartClock()
+        self._starting = starting or StartupTimer()
         self._world, self._device = mesh.world, device
         self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
-        self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
-        self._gpus = GpuWatch(device, mesh.world, self.event)
+        self._stragglers = StragglerDetector(config.runtime, mesh, device, self._is_traced, self.event)
+        self._gpus = GpuMonitor(device, mesh.world, self.event)
         self._gpu_figures: dict[int, dict[str, float]] = {}  # of the step at the last log interval
         self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
@@ -218,14 +218,14 @@ class Report:
             if self._metrics is not None:
                 metrics = self._figures(read, step, milliseconds)
                 if step.tallies is not None:
-                    metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
+                    metrics, tokens = add_expert_metrics(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
                 more = step.extra_metrics() if step.extra_metrics else {}
                 further = [] if step.mtp_losses is None else step.mtp_losses.tolist()
                 more |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(further, 1)}
                 self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
-                losses = named_losses(metrics, further, self._config.model)
+                losses = extra_losses(metrics, further, self._config.model)
                 self._console.log_step(metrics, {name: more[name] for name in step.console_metrics}, losses)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
@@ -234,10 +234,10 @@ class Report:
             return
         ranks = gather_json(means, self._world, to_first=True)
         if self._metrics is not None:
-            self.note(timers_text(ranks, self._config.log.timing_log_option))
+            self.note(format_timers(ranks, self._config.log.timing_log_option))
             self._metrics.log_timers(step, {name: max(rank[name] for rank in ranks) for name in means})
 
-    def take_read(self) -> list[ReadStep]:
+    def take_read_steps(self) -> list[ReadStep]:
         """The steps whose figures were read since the last call, on every rank."""
         read, self._read = self._read, []
         return read
@@ -251,10 +251,10 @@ class Report:
         """To be called by every rank after the last step."""
         self._layout.end()
 
-    def evaluating(self, step: int, done: int, total: int) -> None:
+    def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
         """So many batches of an evaluation are done."""
         if self._console is not None:
-            self._console.evaluating(step, done, total)
+            self._console.show_evaluation_progress(step, done, total)
 
     def evaluation(self, step: int, loss: float | None, figures: Mapping[str, float] | None = None) -> None:
         """Logs the validation loss after `step`, where there is one, with `figures`; None: it is a mean over tokens."""
@@ -299,7 +299,7 @@ class Report:
         )
 
     def _is_traced(self, step: int) -> bool:
-        return step == self._layout.measured_step or step in self._traced
+        return step == self._layout.step_to_measure or step in self._traced
 
     def _max_memory_gb(self) -> float | None:
         return torch.cuda.max_memory_allocated(self._device) / 1e9 if self._device.type == "cuda" else None

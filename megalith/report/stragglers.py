@@ -15,10 +15,10 @@ import torch
 from megalith.comm.collectives import gather_json
 from megalith.config import RuntimeConfig
 from megalith.parallel.mesh import Mesh
-from megalith.report.measured_step import StepMeasure, StepTimes
+from megalith.report.measured_step import StepMeasurement, StepTimes
 
 
-class Stragglers:
+class StragglerDetector:
     """`before_step` and `after_step` of every step, on every rank; `tell` is called with what was found, a sentence
     and its figures."""
 
@@ -35,12 +35,12 @@ class Stragglers:
         self._enabled = config.enable_straggler_detection and mesh.world.size > 1
         self._threshold = config.straggler_threshold
         self._mesh, self._device, self._is_traced, self._tell = mesh, device, is_traced, tell
-        self._measure: StepMeasure | None = None
+        self._measure: StepMeasurement | None = None
         self._step = 0
 
     def before_step(self, step: int) -> None:
         if self._enabled and step % self._interval == 0 and not self._is_traced(step):
-            self._step, self._measure = step, StepMeasure(self._device, self._mesh.world)
+            self._step, self._measure = step, StepMeasurement(self._device, self._mesh.world)
             self._measure.start()
 
     def after_step(self) -> None:

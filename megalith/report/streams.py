@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 
-class LastingStream:
+class GuardedStream:
     """`stream`, whose writes raise nothing."""
 
     def __init__(self, stream: TextIO, name: str):
@@ -48,7 +48,7 @@ class LastingStream:
 
 
 @contextlib.contextmanager
-def lasting_streams() -> Iterator[None]:
+def guard_standard_streams() -> Iterator[None]:
     """In it, and after it where one has failed, sys.stdout and sys.stderr are lasting ones.
 
     The interpreter flushes them at its end, which may fail as well and would change the exit code.
@@ -66,11 +66,11 @@ def lasting_streams() -> Iterator[None]:
                 setattr(sys, name, old)
 
 
-def _lasting(stream: TextIO | LastingStream | None, name: str) -> LastingStream:
-    if isinstance(stream, LastingStream):
+def _lasting(stream: TextIO | GuardedStream | None, name: str) -> GuardedStream:
+    if isinstance(stream, GuardedStream):
         return stream
     if (
         stream is None
     ):  # closed from the start; the lowest free descriptor, so that no file of ours gets its number
         stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w", encoding="utf-8")
-    return LastingStream(stream, name)
+    return GuardedStream(stream, name)

@@ -174,11 +174,11 @@ def _memory(layout: Layout, device: DeviceInfo) -> str:
     memory = stage.memory
     words = {"compute_copy": "gathered copy" if layout.gathers else f"{layout.config.train.precision} copy"}
     parts = {words.get(part.name, part.name): getattr(memory, part.name) for part in fields(memory)}
-    shown = " + ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    shown = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     where = "each device" if len(layout.stages) == 1 else f"a device of stage {stage.number}, the fullest"
-    text = f"about {size_text(memory.total)} on {where}\n= {shown}"
+    text = f"about {format_bytes(memory.total)} on {where}\n= {shown}"
     if device.memory_bytes is not None and memory.total > device.memory_bytes:
-        text += f"\nmore than the device's {size_text(device.memory_bytes)}: lower train.micro_batch_size"
+        text += f"\nmore than the device's {format_bytes(device.memory_bytes)}: lower train.micro_batch_size"
     return text
 
 
@@ -186,7 +186,7 @@ def _device(layout: Layout, device: DeviceInfo) -> str:
     precision = layout.config.train.peak_dtype
     text = f"{layout.world_size} × {device.name}"
     if device.memory_bytes is not None:
-        text += f", {size_text(device.memory_bytes)}"
+        text += f", {format_bytes(device.memory_bytes)}"
     peak = device.peak(precision)
     if peak is None:
         return f"{text}, {precision}; its peak is not known, so no MFU"
@@ -197,5 +197,5 @@ def _flop(flops: int) -> str:
     return f"{flops / 1e9:.2f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:.2f} MFLOP"
 
 
-def size_text(size: float) -> str:
+def format_bytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -22,7 +22,7 @@ BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load
 """Megatron-LM's name of the experts' balancing loss, by model.moe_router_load_balancing_type."""
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """Where figures go."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -35,20 +35,20 @@ class Sink(Protocol):
         """Writes out what is still held. The run is over."""
 
 
-def open_sinks(config: RunConfig, start_step: int, logged: int) -> list[Sink]:
+def open_trackers(config: RunConfig, start_step: int, logged: int) -> list[Tracker]:
     """The sinks that `log` asks for, of a run that goes on after `start_step` and has logged up to step `logged`.
 
     Raises ConfigError for one that is not installed.
     """
     output, log = config.train.output_dir, config.log
     balancing = config.model.moe_router_load_balancing_type
-    names = MegatronNames(balancing).scalars if log.tracker_names == "megatron" else own_names
-    sinks: list[Sink] = []
+    names = MegatronNames(balancing).scalars if log.tracker_names == "megatron" else megalith_names
+    sinks: list[Tracker] = []
     if log.tensorboard:
-        sinks.append(TensorBoardSink(output, start_step, log.tensorboard_dir, names))
+        sinks.append(TensorBoardTracker(output, start_step, log.tensorboard_dir, names))
     if log.wandb:
         run = (log.wandb_project, log.wandb_name, config.to_tree(), logged, log.wandb_entity, log.wandb_dir)
-        sinks.append(WandbSink(output, *run, names))
+        sinks.append(WandbTracker(output, *run, names))
     return sinks
 
 
@@ -65,7 +65,7 @@ Names = Callable[[int, Mapping[str, float]], Iterator[Scalar]]
 """(step, figures by our names) → what is written of them."""
 
 
-def own_names(step: int, figures: Mapping[str, float]) -> Iterator[Scalar]:
+def megalith_names(step: int, figures: Mapping[str, float]) -> Iterator[Scalar]:
     """Yield the figures under the names that they have."""
     return (Scalar(name, value, step) for name, value in figures.items())
 
@@ -113,7 +113,7 @@ class MegatronNames:
                 yield Scalar(self._by_steps.get(name, name), value, step)
 
 
-class TensorBoardSink:
+class TensorBoardTracker:
     """Event files in `OUTPUT/tensorboard` or `folder`.
 
     Events beyond `start_step`, of a process that crashed, are hidden. Not so under other `names` than ours, where some
@@ -125,7 +125,7 @@ class TensorBoardSink:
         output_dir: str | Path,
         start_step: int = 0,
         folder: str | None = None,
-        names: Names = own_names,
+        names: Names = megalith_names,
     ):
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -137,7 +137,7 @@ class TensorBoardSink:
         if folder is None:
             folder = str(make_subfolder(Path(output_dir) / "tensorboard"))
         self._open = partial(SummaryWriter, folder)
-        self._names, self._hides = names, names is own_names
+        self._names, self._hides = names, names is megalith_names
         self._writer = self._open(purge_step=start_step + 1 if start_step and self._hides else None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -153,7 +153,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbTracker:
     """A Weights & Biases run. Its id is kept in `OUTPUT/wandb_id`, so that a resumed job goes on with it.
 
     Mode is W&B's own setting: `WANDB_MODE=offline` writes into `OUTPUT/wandb`, or below `directory`, without a network.
@@ -171,7 +171,7 @@ class WandbSink:
         sent: int = 0,
         entity: str | None = None,
         directory: str | None = None,
-        names: Names = own_names,
+        names: Names = megalith_names,
     ):
         try:
             import wandb

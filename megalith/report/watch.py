@@ -73,7 +73,7 @@ def watch(
 def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]:
     """A row a run with the newest events below, and whether every run has made its last step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    looks = [Look(printable(name), folder) for name, folder in runs.items()]
+    looks = [RunSnapshot(printable(name), folder) for name, folder in runs.items()]
     fitting = next((headings for below, headings in NARROW.items() if width < below), COLUMNS)
     absent = () if any(look.has_rewards for look in looks) else ("reward",)
     shown = [n for n, heading in enumerate(COLUMNS) if heading in fitting and heading not in absent]
@@ -86,7 +86,7 @@ def _screen(runs: dict[str, Path | StorePath], width: int) -> tuple[Group, bool]
     return Group(table, *events), all(look.ended for look in looks)
 
 
-class Look:
+class RunSnapshot:
     """What a run's files say at one moment; nothing where they cannot be read."""
 
     def __init__(self, name: str, folder: Path | StorePath):

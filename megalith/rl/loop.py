@@ -34,7 +34,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import DataError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import SyncReport
-from megalith.report.metrics import LineFile, cut_after_step, finite
+from megalith.report.metrics import LineWriter, finite, truncate_after_step
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines import engine_of
@@ -86,7 +86,7 @@ class LiveRollouts:
         self._current: tuple[int, list[PromptGroup]] | None = None  # the rollout batch in progress
         self.is_stale = False
         """Whether older weights than those of its own first step sampled any of the rollout batch."""
-        self._completions: LineFile | None = None
+        self._completions: LineWriter | None = None
         first = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
         self._canary = Canary(run, [p.ids for p in first], [f"prompt {p.id} of the canary" for p in first])
         self.rewards = rewards.names
@@ -419,8 +419,8 @@ class LiveRollouts:
         run, decode = self._run, self._run.tokenizer.decode
         if self._completions is None:
             path = Path(run.output) / "completions.jsonl"
-            cut_after_step(path, run.step)
-            self._completions = LineFile(path)
+            truncate_after_step(path, run.step)
+            self._completions = LineWriter(path)
         shown = self._rl.num_completions_to_print
         for group in groups:
             for one in group.completions:

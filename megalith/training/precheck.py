@@ -42,7 +42,7 @@ from megalith.planner.layout import Layout, build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of
-from megalith.report.layout_text import layout_text, memory_unit, paragraph
+from megalith.report.layout_text import layout_text, memory_unit, wrap_paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
@@ -70,7 +70,7 @@ def check_job(
         machine = Machine(nproc, compiled=True, memory=memory, ranks=world_size)
         layout = build_layout(with_auto(prepared, world_size, machine)[0], world_size)
         for warning in memory_warnings(layout, memory):
-            print(paragraph(warning), flush=True)
+            print(wrap_paragraph(warning), flush=True)
     (check_data or _check_data)(prepared, tokenizer)
     if config.train.skip_train:  # it writes nothing
         _check_checkpoint(prepared, tokenizer)
@@ -164,13 +164,13 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     if rates is not None:
         require_fit(layout, rates)
     ranks = build_ranks(layout)
-    lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
+    lines = [*map(wrap_paragraph, [*notes, *chosen]), layout_text(layout)]
     figures: dict[tuple[int, float, int], list[int]] = {}
     for built in ranks:
         figures.setdefault((built.weights, built.even, built.expected), []).append(built.rank)
     name, unit = memory_unit([max(built.weights, built.expected) for built in ranks])
     told = [
-        paragraph(
+        wrap_paragraph(
             f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / unit:.4f} {name} of weights built, "
             f"{planned / unit:.4f} planned{', were all shards alike' * (abs(weights - even) > DIFFERENCE * even)}"
         )

@@ -18,7 +18,7 @@ from megalith.errors import TrainingError
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
 from megalith.parallel.mesh import Mesh
-from megalith.report.health import Health, ReadStep, Verdict
+from megalith.report.health import HealthMonitor, HealthStatus, ReadStep
 from megalith.report.report import Report
 from megalith.training.resume import open_until, restore
 from megalith.training.run_state import Run
@@ -34,7 +34,7 @@ class FaultHandler:
         self._run, self._report = run, report
         self._rerun = run.config.runtime.rerun_bad_steps
         self._most = run.config.runtime.max_bad_steps
-        self._health = Health(run.config, run.mesh.world)
+        self._health = HealthMonitor(run.config, run.mesh.world)
         self._returns: dict[int, int] = {}  # how often the run went back to a step
 
     def after_step(self) -> bool:
@@ -42,16 +42,16 @@ class FaultHandler:
 
         Raises TrainingError when too many steps in a row were lost, or spikes come again and again.
         """
-        verdict = self._health.judge(self._report.take_read())
-        if verdict.lost is not None:
-            self._find_origin(verdict.lost)
-        if verdict.too_many:
+        status = self._health.check(self._report.take_read_steps())
+        if status.bad_step is not None:
+            self._find_origin(status.bad_step)
+        if status.too_many_bad_steps:
             raise TrainingError(
                 f"NaN or Inf in the loss or the gradients of {self._most} steps in a row, up to step "
                 f"{self._run.step} (runtime.max_bad_steps); they changed no weights. events.jsonl names where the "
                 "first began; lower optim.lr, or look at the data, and go on from a checkpoint"
             )
-        return verdict.spike is not None and self._go_back(verdict)
+        return status.spike is not None and self._go_back(status)
 
     def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
         """With `rerun_bad_steps`, compute the step's gradients once more if they or its `loss` look wrong."""
@@ -97,7 +97,9 @@ class FaultHandler:
 
     def _looks_wrong(self, loss: float, norm: float) -> bool:
         scale = self._run.loss_scale.scale.item()
-        return self._health.is_lost(loss, not math.isfinite(norm), scale) or self._health.is_spike(loss)
+        return self._health.is_bad_step(loss, not math.isfinite(norm), scale) or self._health.is_loss_spike(
+            loss
+        )
 
     def _find_origin(self, lost: ReadStep) -> None:
         """Makes a lost step's passes once more to see whose gradient of what is not finite before they are summed."""
@@ -127,9 +129,9 @@ class FaultHandler:
         since = f", with the weights of {later} steps later" if later else ""
         return f"repeated{since} everything was finite: a passing fault of the hardware, or of those weights"
 
-    def _go_back(self, verdict: Verdict) -> bool:
+    def _go_back(self, status: HealthStatus) -> bool:
         """Loads the last checkpoint from before the spike and leaves the data of its step, and the one before, out."""
-        run, spike, before = self._run, verdict.spike, verdict.before_spike
+        run, spike, before = self._run, status.spike, status.step_before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
         run.log_saves(wait=True)
         checkpoint = open_until(run, before.step - 1)
@@ -140,7 +142,7 @@ class FaultHandler:
                 step=spike.step,
                 loss=spike.loss,
             )
-            self._health.accept(spike)
+            self._health.accept_spike(spike)
             return False
         step = checkpoint.manifest.step
         self._returns[step] = self._returns.get(step, 0) + 1
@@ -153,7 +155,7 @@ class FaultHandler:
         reshard_parameters(run.model.chunks)
         restore(run, checkpoint)
         run.left_out = left_out
-        self._health.went_back(step)
+        self._health.rewind_history(step)
         self._report.rewind(step)
         self._report.event(
             f"{spiked}: back to step {step}, and on without the samples of steps {before.step} and {spike.step}",

@@ -32,12 +32,12 @@ from megalith.planner.fit import memory_warnings
 from megalith.planner.layout import build_layout, with_auto
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.remote import StorePath
-from megalith.report.clock import StartClock
+from megalith.report.clock import StartupTimer
 from megalith.report.console import megatron_evaluation_line
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import Report, open_report
-from megalith.report.streams import lasting_streams
+from megalith.report.streams import guard_standard_streams
 from megalith.training.build import prepare
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.recovery import FaultHandler
@@ -69,7 +69,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     written when the run is not possible.
     """
     require_run_config(config, "megalith.train")
-    process, attempt, starting = this_process(), this_attempt(), StartClock()
+    process, attempt, starting = this_process(), this_attempt(), StartupTimer()
     time.sleep(pause(attempt))
     starting.mark("imports")
     check_base(config)
@@ -81,7 +81,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_seconds)
     output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
-        lasting_streams() if process.is_first else nullcontext(),
+        guard_standard_streams() if process.is_first else nullcontext(),
         StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
         locked_output_dir(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
         record_failures(output, attempt, process.rank),
@@ -147,7 +147,7 @@ class Trainer:
         run: Run,
         heartbeat: Heartbeat | None = None,
         signals: StopSignals | None = None,
-        starting: StartClock | None = None,
+        starting: StartupTimer | None = None,
         notes: Sequence[str] = (),
     ):
         """`notes` are what the report is to say at the start."""
@@ -159,7 +159,7 @@ class Trainer:
         self.validation_figures: Mapping[str, float] | None = None
         self.test_loss: float | None = None
         self.loaded_from = load_run(run)
-        self.starting = starting or StartClock()
+        self.starting = starting or StartupTimer()
         self.starting.mark("data and model")
 
     def train(self) -> TrainingResult:
@@ -326,11 +326,11 @@ class Trainer:
             parts = total
             self.heartbeat.beat(step, "evaluating")
             self.stops.before_work()
-            self.report.evaluating(step, done, total)
+            self.report.show_evaluation_progress(step, done, total)
 
         figures = self.run.task.evaluate(self.run, before, self.stops.after_work)
         if parts:
-            self.report.evaluating(step, parts, parts)
+            self.report.show_evaluation_progress(step, parts, parts)
         return figures
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
@@ -342,10 +342,10 @@ class Trainer:
         def before(done: int) -> None:
             self.heartbeat.beat(step, "evaluating")
             self.stops.before_work()
-            self.report.evaluating(step, done, total)
+            self.report.show_evaluation_progress(step, done, total)
 
         loss = self.run.mean_loss(dataset, before, self.stops.after_work)
-        self.report.evaluating(step, total, total)
+        self.report.show_evaluation_progress(step, total, total)
         return loss
 
     def _is_due(self, interval: int | None) -> bool:

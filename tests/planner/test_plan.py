@@ -37,7 +37,7 @@ from megalith.planner.layout import build_layout, fullest, with_auto
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import plan, planned, preset_config
 from megalith.planner.step_time import step_time
-from megalith.report.layout_text import amount, memory_unit
+from megalith.report.layout_text import format_amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run
 
 SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]
@@ -574,7 +574,7 @@ def test_a_dry_run_and_the_plan_choose_alike_and_count_the_same_memory(
     assert chosen in told
     (stage,) = build_layout(layout.config, 4).stages
     assert stage.memory == layout.memory[0]
-    assert f" {amount(stage.memory.total, memory_unit([stage.memory.total])[1])} " in told
+    assert f" {format_amount(stage.memory.total, memory_unit([stage.memory.total])[1])} " in told
 
 
 def test_the_page_of_sizes_is_of_this_planner():

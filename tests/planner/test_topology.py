@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from layout_job import large
 
-from megalith.planner.topology import RankPlace, parse_topology, read_links, topology_notes
+from megalith.planner.topology import RankLocation, parse_topology, read_links, topology_notes
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -50,25 +50,29 @@ def test_nothing_is_said_where_no_driver_answers(monkeypatch, tmp_path):
 
 def test_tensor_parallel_ranks_on_several_machines_are_warned_of():
     layout = large(4, tensor_model_parallel_size=4, sequence_parallel=True)
-    (note,) = topology_notes(layout, [RankPlace("a"), RankPlace("a"), RankPlace("b"), RankPlace("b")])
+    (note,) = topology_notes(
+        layout, [RankLocation("a"), RankLocation("a"), RankLocation("b"), RankLocation("b")]
+    )
     assert note.startswith("warning: tensor-parallel ranks 0 to 3 are on 2 machines (a, b)")
     assert "lower parallel.tensor_model_parallel_size to 2" in note
 
 
 def test_tensor_parallel_ranks_without_nvlink_are_warned_of():
     layout = large(2, tensor_model_parallel_size=2, sequence_parallel=True)
-    places = [RankPlace("a", "GPU-x", {1: "PCIe"}), RankPlace("a", "GPU-y", {0: "PCIe"})]
+    places = [RankLocation("a", "GPU-x", {1: "PCIe"}), RankLocation("a", "GPU-y", {0: "PCIe"})]
     (note,) = topology_notes(layout, places)
     assert "ranks 0 and 1 on a have no NVLink between them" in note
-    linked = [RankPlace("a", "GPU-x", {1: "NVLink"}), RankPlace("a", "GPU-y", {0: "NVLink"})]
+    linked = [RankLocation("a", "GPU-x", {1: "NVLink"}), RankLocation("a", "GPU-y", {0: "NVLink"})]
     assert topology_notes(layout, linked) == []
 
 
 def test_pipeline_between_machines_is_nothing_to_warn_of():
-    assert topology_notes(large(2, pipeline_model_parallel_size=2), [RankPlace("a"), RankPlace("b")]) == []
+    assert (
+        topology_notes(large(2, pipeline_model_parallel_size=2), [RankLocation("a"), RankLocation("b")]) == []
+    )
 
 
 def test_tensor_parallelism_without_sequence_parallelism_gets_a_hint_with_its_gain():
-    (note,) = topology_notes(large(2, tensor_model_parallel_size=2), [RankPlace("a"), RankPlace("a")])
+    (note,) = topology_notes(large(2, tensor_model_parallel_size=2), [RankLocation("a"), RankLocation("a")])
     assert note.startswith("hint:") and "set parallel.sequence_parallel to true" in note
     assert "90% of what they take now" in note

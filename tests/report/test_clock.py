@@ -6,7 +6,7 @@ import forked
 import pytest
 import torch
 
-from megalith.report.clock import StartClock, StepClock, process_age
+from megalith.report.clock import StartupTimer, StepTimer, process_age
 
 
 @pytest.mark.processes
@@ -22,7 +22,7 @@ def test_a_process_knows_its_age():
 def test_the_parts_of_a_start_add_up_to_the_process_age(monkeypatch):
     ages = iter((2.0, 2.5, 7.5))
     monkeypatch.setattr("megalith.report.clock.process_age", lambda: next(ages))
-    clock = StartClock()
+    clock = StartupTimer()
     for part in ("imports", "data and model", "first step"):
         clock.mark(part)
     assert (
@@ -33,13 +33,13 @@ def test_the_parts_of_a_start_add_up_to_the_process_age(monkeypatch):
 
 def test_a_system_that_tells_no_age_has_no_sentence(monkeypatch):
     monkeypatch.setattr("megalith.report.clock.process_age", lambda: None)
-    clock = StartClock()
+    clock = StartupTimer()
     clock.mark("imports")
     assert str(clock) == ""
 
 
 def test_a_step_clock_gives_each_span_once():
-    clock = StepClock(torch.device("cpu"))
+    clock = StepTimer(torch.device("cpu"))
     for _ in range(2):
         clock.start()
         clock.stop()

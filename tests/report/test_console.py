@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from megalith.config import LogConfig
-from megalith.report.console import LiveConsole, LogConsole, TimeLeft, open_console, si
+from megalith.report.console import EtaEstimator, LiveConsole, LogConsole, open_console, si
 from megalith.report.metrics import StepMetrics
 
 NOW = datetime(2025, 9, 7, 23, 58, 47, 123456)
@@ -170,7 +170,7 @@ def test_terminal_keeps_one_line_an_interval_and_one_an_evaluation():
 def test_an_evaluation_has_a_bar_on_a_terminal_and_a_line_in_a_pipe():
     def report(console):
         for done in range(6):
-            console.evaluating(20, done, 5)
+            console.show_evaluation_progress(20, done, 5)
             bars.append(len(console._progress.tasks) if live else None)
 
     bars, live = [], True
@@ -206,7 +206,7 @@ def test_terminal_is_given_back_after_an_error():
 def test_the_time_left_is_that_of_the_steps_and_of_what_comes_between(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megalith.report.console.time.monotonic", lambda: now[0])
-    left = TimeLeft(100)
+    left = EtaEstimator(100)
     for step in range(1, 21):
         now[0] = 50.0 + 2 * step + (100 if step >= 11 else 0)  # a save of 100 s after ten steps
         left.add(_step(step, step_time_ms=2000.0))

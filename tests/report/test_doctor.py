@@ -17,7 +17,7 @@ from megalith.cli.main import main
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
 from megalith.report import doctor, gpu_health
-from megalith.report.doctor import EXTRAS, MINIMUM_DRIVERS, SUPPORTED, driver_check
+from megalith.report.doctor import EXTRAS, MINIMUM_DRIVERS, SUPPORTED, check_driver
 from megalith.report.gpu_health import GpuState
 
 ROOT = Path(__file__).parents[2]
@@ -60,19 +60,19 @@ def test_a_pool_that_fails_is_bad_with_its_last_line(monkeypatch):
         def close(self): ...
 
     monkeypatch.setattr(gpu_health, "Pool", Broken)
-    check = gpu_health.gloo_check(1.0)
-    assert (check.state, check.found) == ("bad", "RuntimeError: no route") and "firewall" in check.do
+    check = gpu_health.check_gloo(1.0)
+    assert (check.state, check.finding) == ("bad", "RuntimeError: no route") and "firewall" in check.advice
 
 
 def test_versions_are_judged_by_the_table(monkeypatch):
     monkeypatch.setattr(doctor.torch, "__version__", "2.10.1+cu128")
-    python, torch_check = doctor.software_checks()
+    python, torch_check = doctor.check_software()
     assert python.state == "good" and torch_check.state == "bad"
-    assert torch_check.do == "install torch 2.11 to 2.13"
+    assert torch_check.advice == "install torch 2.11 to 2.13"
     with pytest.raises(ConfigError, match=r"torch is 2.10.1\+cu128; install torch"):
         doctor.check_megatron_bridge_available()
     monkeypatch.setattr(doctor.torch, "__version__", "2.99.0")
-    assert states(doctor.software_checks())["torch"] == "warn"
+    assert states(doctor.check_software())["torch"] == "warn"
     doctor.check_megatron_bridge_available()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=" + ".".join(map(str, SUPPORTED["Python"][0]))
@@ -91,8 +91,8 @@ def test_versions_are_judged_by_the_table(monkeypatch):
     ],
 )
 def test_the_driver_has_to_serve_torchs_cuda(driver, cuda, state, do):
-    check = driver_check(driver, cuda)
-    assert check.state == state and do in check.do
+    check = check_driver(driver, cuda)
+    assert check.state == state and do in check.advice
     assert set(MINIMUM_DRIVERS) == {12, 13}
 
 
@@ -105,39 +105,41 @@ def test_the_line_that_installs_an_extra_names_one_that_there_is(monkeypatch):
         named = " ".join(extras[extra]).replace("nvidia-ml-py", "pynvml").replace("-", "_")
         assert all(module in named for module in modules), extra
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    checks = {check.name: check for check in doctor.package_checks(has_gpu=True)}
-    assert checks["[gpu]"].state == "warn" and "[gpu]'" in checks["[gpu]"].do
-    assert checks["[log]"].state == "good" and checks["[log]"].do.startswith("if wanted: pip install")
+    checks = {check.name: check for check in doctor.check_packages(has_gpu=True)}
+    assert checks["[gpu]"].state == "warn" and "[gpu]'" in checks["[gpu]"].advice
+    assert checks["[log]"].state == "good" and checks["[log]"].advice.startswith("if wanted: pip install")
 
 
 def test_little_shared_memory_is_bad_only_where_gpus_share_it(monkeypatch):
     usage = SimpleNamespace(total=64 * 2**20, free=64 * 2**20)  # docker's default
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
-    assert doctor.shared_memory_check(8).state == "bad" and "--ipc=host" in doctor.shared_memory_check(8).do
-    assert doctor.shared_memory_check(0).state == "warn"
+    assert (
+        doctor.check_shared_memory(8).state == "bad" and "--ipc=host" in doctor.check_shared_memory(8).advice
+    )
+    assert doctor.check_shared_memory(0).state == "warn"
 
 
 def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
-    (missing,) = doctor.disk_checks(tmp_path / "missing")
-    assert missing.state == "bad" and "No such file" in missing.found
+    (missing,) = doctor.check_disk(tmp_path / "missing")
+    assert missing.state == "bad" and "No such file" in missing.finding
     real = doctor.fcntl.flock
 
     def no_locks(descriptor, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(doctor.fcntl, "flock", no_locks)
-    assert states(doctor.disk_checks(tmp_path, measured=False))["disk: lock"] == "warn"
+    assert states(doctor.check_disk(tmp_path, measured=False))["disk: lock"] == "warn"
     monkeypatch.setattr(doctor.fcntl, "flock", lambda descriptor, how: None)
-    found = {check.name: check for check in doctor.disk_checks(tmp_path, measured=False)}
-    assert found["disk: lock"].found == "two holders got the same lock"
+    found = {check.name: check for check in doctor.check_disk(tmp_path, measured=False)}
+    assert found["disk: lock"].finding == "two holders got the same lock"
     monkeypatch.setattr(doctor.fcntl, "flock", real)
 
     def full(descriptor):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(doctor, "sync_file", full)
-    *_, last = doctor.disk_checks(tmp_path)
-    assert (last.state, last.found) == ("bad", "Disk quota exceeded")
+    *_, last = doctor.check_disk(tmp_path)
+    assert (last.state, last.finding) == ("bad", "Disk quota exceeded")
     assert os.listdir(tmp_path) == []
 
 
@@ -147,54 +149,56 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
 def test_a_disk_with_little_room_is_named_and_still_tried(tmp_path, monkeypatch, free, state, do):
     monkeypatch.setattr(doctor, "DISK_BYTES", 2**24)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(total=10**12, free=free))
-    room, *others = doctor.disk_checks(tmp_path)
-    assert room.state == state and do in room.do and f"{free / 1e9:.1f} GB free" in room.found
+    room, *others = doctor.check_disk(tmp_path)
+    assert room.state == state and do in room.advice and f"{free / 1e9:.1f} GB free" in room.finding
     measured = {"disk: write"} if state == "warn" else set()
     assert {check.name for check in others} == {"disk: lock", "disk: fsync, rename"} | measured
 
 
 def test_a_folder_that_cannot_be_written_is_one_bad_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    (check,) = doctor.disk_checks(tmp_path / "file")
-    assert check.state == "bad" and "Not a directory" in check.found and "--output" in check.do
+    (check,) = doctor.check_disk(tmp_path / "file")
+    assert check.state == "bad" and "Not a directory" in check.finding and "--output" in check.advice
 
     def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(doctor, "make_subfolder", full)
-    (check,) = doctor.disk_checks(tmp_path)
-    assert check.state == "bad" and "make room" in check.do
+    (check,) = doctor.check_disk(tmp_path)
+    assert check.state == "bad" and "make room" in check.advice
 
 
 def test_the_speed_of_the_disk_is_measured_and_a_slow_one_named(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "DISK_BYTES", 2**24)
-    check = doctor.write_check(tmp_path / "data")
-    assert "MB/s" in check.found and (tmp_path / "data").stat().st_size == 2**24
+    check = doctor.check_write_speed(tmp_path / "data")
+    assert "MB/s" in check.finding and (tmp_path / "data").stat().st_size == 2**24
     monkeypatch.setattr(doctor, "SLOW_DISK", float("inf"))
     monkeypatch.setattr(doctor, "SLOW_SYNC", 0.0)
-    slow = {check.name: check for check in doctor.disk_checks(tmp_path)}
-    assert slow["disk: write"].state == "warn" and "async_save" in slow["disk: write"].do
-    assert slow["disk: fsync, rename"].state == "warn" and "faster disk" in slow["disk: fsync, rename"].do
+    slow = {check.name: check for check in doctor.check_disk(tmp_path)}
+    assert slow["disk: write"].state == "warn" and "async_save" in slow["disk: write"].advice
+    assert slow["disk: fsync, rename"].state == "warn" and "faster disk" in slow["disk: fsync, rename"].advice
 
 
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        checks = list(doctor.network_checks({"MASTER_PORT": str(port)}))
-    assert f"{port} (MASTER_PORT) in use" in checks[0].found and checks[0].state == "warn"
+        checks = list(doctor.check_network({"MASTER_PORT": str(port)}))
+    assert f"{port} (MASTER_PORT) in use" in checks[0].finding and checks[0].state == "warn"
     with pytest.raises(ConfigError, match="--reach is 'nowhere'; give host:port"):
-        doctor.reach_check("nowhere")
+        doctor.check_reachable("nowhere")
     with pytest.raises(ConfigError, match="--reach is 'node:70000'; give host:port, the port 1 to 65535"):
-        doctor.reach_check("node:70000")
-    wrong, *_ = doctor.network_checks({"MASTER_PORT": "295000"})
-    assert (wrong.name, wrong.state, wrong.found) == ("MASTER_PORT", "bad", "'295000'")
+        doctor.check_reachable("node:70000")
+    wrong, *_ = doctor.check_network({"MASTER_PORT": "295000"})
+    assert (wrong.name, wrong.state, wrong.finding) == ("MASTER_PORT", "bad", "'295000'")
 
 
 def test_a_pair_of_gpus_that_is_far_slower_than_the_best_is_named():
     rates = {pair: 340e9 for pair in itertools.combinations(range(4), 2)} | {(1, 3): 42e9}
-    line, slow = gpu_health.judge_pairs(rates)
-    assert line.state == "good" and "0-1 340" in line.found
-    assert slow.state == "warn" and slow.found.startswith("GPUs 1 and 3: 42.0 GB/s, the fastest pair has 340")
+    line, slow = gpu_health.check_pair_rates(rates)
+    assert line.state == "good" and "0-1 340" in line.finding
+    assert slow.state == "warn" and slow.finding.startswith(
+        "GPUs 1 and 3: 42.0 GB/s, the fastest pair has 340"
+    )
 
 
 def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
@@ -234,13 +238,13 @@ def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
         def close(self): ...
 
     monkeypatch.setattr(gpu_health, "Pool", FakePool)
-    checks = {check.name: check for check in gpu_health.device_checks()}
+    checks = {check.name: check for check in gpu_health.check_devices()}
     assert len(groups) == 7 and groups[-1] == (0, 1, 2, 3)
     assert checks["driver"].state == checks["GPU 0"].state == checks["GPU 0: health"].state == "good"
-    assert checks["GPU 1: health"].state == "bad" and "cooling" in checks["GPU 1: health"].do
+    assert checks["GPU 1: health"].state == "bad" and "cooling" in checks["GPU 1: health"].advice
     assert checks["GPU 2: memory"].state == "warn"
     assert (
-        "no NVLink between 0-3" in checks["NVLink"].do
-        and "not between 0-3, 3-0" in checks["peer access"].found
+        "no NVLink between 0-3" in checks["NVLink"].advice
+        and "not between 0-3, 3-0" in checks["peer access"].finding
     )
-    assert checks["NCCL"].found == "2.28.9" and checks["all-reduce over 4"].state == "good"
+    assert checks["NCCL"].finding == "2.28.9" and checks["all-reduce over 4"].state == "good"

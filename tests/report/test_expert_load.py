@@ -7,7 +7,7 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.report.metrics import StepMetrics, with_expert_load
+from megalith.report.metrics import StepMetrics, add_expert_metrics
 from megalith.report.plot import plot_run
 
 MODEL = dict(preset="tiny-mixtral", hidden_size=32, num_layers=2, vocab_size=64, moe_z_loss_coeff=0.01)
@@ -37,13 +37,13 @@ def test_figures_of_a_tally(tmp_path):
         step=1, loss=2.0, grad_norm=1.0, lr=1e-3, global_batch_size=4, consumed_samples=4, step_time_ms=1.0,
         tokens_per_second_per_device=None, tflops_per_device=None, mfu=None, max_memory_gb=None,
     )  # fmt: skip
-    load, tokens = with_expert_load(plain, tallies, run_config(tmp_path))
+    load, tokens = add_expert_metrics(plain, tallies, run_config(tmp_path))
     assert tokens == {0: [6, 2, 0, 8], 1: [4, 4, 4, 4]}
     assert load.loss == 2.0
     assert load.moe_imbalance == pytest.approx((8 / 4 + 1) / 2)
     assert load.moe_dropped == 4 / 32
     assert (load.moe_aux_loss, load.moe_z_loss) == (pytest.approx(1.0), pytest.approx(10.0))
-    load, _ = with_expert_load(plain, tallies, run_config(tmp_path, moe_aux_loss_coeff=0.0))
+    load, _ = add_expert_metrics(plain, tallies, run_config(tmp_path, moe_aux_loss_coeff=0.0))
     assert load.moe_aux_loss is None
 
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalith import RunConfig, train
 from megalith.comm.collectives import Axis
 from megalith.report import gpu_health, report
-from megalith.report.gpu_health import GpuState, GpuWatch, gpu_figures, read_gpu
+from megalith.report.gpu_health import GpuMonitor, GpuState, gpu_metrics, read_gpu
 
 
 class NVMLError(Exception):
@@ -72,7 +72,7 @@ def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch):
     )
     gpu = read_gpu("GPU-a")
     assert (gpu.ecc_errors, gpu.power, gpu.slowed) == (None, None, 0x40)
-    assert "gpu_ecc_errors" not in gpu_figures([gpu]) and gpu_figures([gpu])["gpu_clock_mhz"] == 1755
+    assert "gpu_ecc_errors" not in gpu_metrics([gpu]) and gpu_metrics([gpu])["gpu_clock_mhz"] == 1755
 
 
 def test_without_the_package_or_an_answer_nothing_is_known(monkeypatch):
@@ -102,18 +102,18 @@ def test_the_worst_gpu_of_all_stands_in_the_log():
         GpuState("x", 50, 99, clock=1980, ecc_errors=0),
         GpuState("x", 90, 12, clock=700, ecc_errors=2),
     )
-    assert gpu_figures([cool, hot]) == {
+    assert gpu_metrics([cool, hot]) == {
         "gpu_temperature": 90, "gpu_utilization": 12, "gpu_clock_mhz": 700, "gpu_ecc_errors": 2,
     }  # fmt: skip
 
 
 def test_memory_that_is_asked_for_again_is_told_but_of_the_first_step(monkeypatch):
-    monkeypatch.setattr(gpu_health, "uuid_of", lambda device: "GPU-a")
+    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
     monkeypatch.setattr(gpu_health, "read_gpu", lambda uuid: GpuState("NVIDIA H200"))
     counted = iter([7, 7, 9, 12])
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(counted)})
     told = []
-    watch = GpuWatch(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
+    watch = GpuMonitor(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
     watch.begin()
     assert [watch.read(step)["gpu_alloc_retries"] for step in (10, 20, 30)] == [0, 2, 3]
     [(figures, text)] = [each for each in told if each[0]["event"] == "gpu"]
@@ -121,7 +121,7 @@ def test_memory_that_is_asked_for_again_is_told_but_of_the_first_step(monkeypatc
 
 
 def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch):
-    monkeypatch.setattr(gpu_health, "uuid_of", lambda device: "GPU-a")
+    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
     heat = iter([60, 60, 91, 93, 60, 91])  # the first is asked for at the start
     monkeypatch.setattr(
         gpu_health,
@@ -129,7 +129,7 @@ def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch
         lambda uuid: GpuState("NVIDIA H200", (t := next(heat)), slowed=0x40 * (t > 90)),
     )
     told = []
-    watch = GpuWatch(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
+    watch = GpuMonitor(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
     figures = [watch.read(step) for step in (10, 20, 30, 40, 50)]
     assert [each["gpu_temperature"] for each in figures] == [60, 91, 93, 60, 91]
     assert [figures["step"] for figures, _ in told if figures["event"] == "gpu"] == [20, 50]
@@ -137,16 +137,16 @@ def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch
 
 
 def test_no_driver_is_asked_of_a_cpu():
-    watch = GpuWatch(torch.device("cpu"), Axis(), print)
+    watch = GpuMonitor(torch.device("cpu"), Axis(), print)
     assert not watch.enabled and watch.read(10) == {}
 
 
 def test_a_run_logs_its_gpu_and_names_one_that_is_slowed(tmp_path, monkeypatch, capsys):
     """On a CPU, with a driver that answers for its GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlDeviceGetCurrentClocksEventReasons=0x40))
-    monkeypatch.setattr(gpu_health, "uuid_of", lambda device: "GPU-a")
+    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
     monkeypatch.setattr(
-        report, "GpuWatch", lambda device, world, tell: GpuWatch(torch.device("cuda", 0), world, tell)
+        report, "GpuMonitor", lambda device, world, tell: GpuMonitor(torch.device("cuda", 0), world, tell)
     )
     sizes = dict(
         num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, max_position_embeddings=16

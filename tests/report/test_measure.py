@@ -9,14 +9,14 @@ from torch.autograd import DeviceType
 from megalith.config import LogConfig, RunConfig
 from megalith.parallel.pipeline.executor import PASS
 from megalith.planner.counts import flops_per_token
-from megalith.report.layout_text import measured_step
+from megalith.report.layout_text import step_to_measure
 from megalith.report.measured_step import (
     MARK,
     StepTimes,
     device_times,
     length,
+    move_final_wait_to_bubble,
     union,
-    with_last_wait,
     without,
 )
 from megalith.report.report import flops_by_length
@@ -104,12 +104,12 @@ def test_sends_and_receives_of_the_pipeline_are_its_bubble_and_those_of_an_excha
 def test_wait_for_the_last_stage_to_finish_is_bubble():
     first = StepTimes(100, 80, 5, 15, 0, pipeline_end=95)
     last = StepTimes(100, 60, 30, 10, 0, pipeline_end=75)
-    assert with_last_wait([first, last]) == [
+    assert move_final_wait_to_bubble([first, last]) == [
         first,
         StepTimes(100, 60, 10, 30, 0, pipeline_end=75),
     ]
     alone = StepTimes(100, 60, 40, 0, 0)
-    assert with_last_wait([alone]) == [alone]
+    assert move_final_wait_to_bubble([alone]) == [alone]
 
 
 def test_unions_and_differences_of_spans_are_those_of_sets():
@@ -136,10 +136,10 @@ def test_rank_that_waits_in_a_collective_says_so_and_the_slow_one_computes(pool)
 
 
 def test_step_that_the_profiler_traces_is_not_measured():
-    assert measured_step(LogConfig(), first_step=1) == 5
-    assert measured_step(LogConfig(), first_step=101) == 105
-    assert measured_step(LogConfig(profile=True, profile_step_start=3, profile_step_end=6), 1) == 7
-    assert measured_step(LogConfig(layout_report=False), 1) is None
+    assert step_to_measure(LogConfig(), first_step=1) == 5
+    assert step_to_measure(LogConfig(), first_step=101) == 105
+    assert step_to_measure(LogConfig(profile=True, profile_step_start=3, profile_step_end=6), 1) == 7
+    assert step_to_measure(LogConfig(layout_report=False), 1) is None
 
 
 def test_a_tokens_flops_by_the_length_of_its_sequence_are_those_of_sequences_of_that_length():

@@ -16,12 +16,12 @@ from megalith.report.metrics import (
     ExpertStepMetrics,
     MetricsWriter,
     StepMetrics,
-    cut_after_step,
     last_step,
     perplexity,
     read_records,
+    truncate_after_step,
 )
-from megalith.report.trackers import MegatronNames, TensorBoardSink, WandbSink, open_sinks
+from megalith.report.trackers import MegatronNames, TensorBoardTracker, WandbTracker, open_trackers
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms"),
@@ -119,7 +119,7 @@ def test_file_without_a_tail_is_left_untouched(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     inode = path.stat().st_ino
-    cut_after_step(path, 2)
+    truncate_after_step(path, 2)
     assert path.stat().st_ino == inode
 
 
@@ -127,7 +127,7 @@ def test_a_cut_takes_no_room_on_the_disk(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     inode = path.stat().st_ino
-    cut_after_step(path, 1)
+    truncate_after_step(path, 1)
     assert path.read_text() == '{"step": 1}\n' and path.stat().st_ino == inode
     assert list(tmp_path.iterdir()) == [path]
 
@@ -221,10 +221,10 @@ def files_from_zero(monkeypatch):
 
 
 def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
-    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as writer:
+    with MetricsWriter(tmp_path, sinks=[TensorBoardTracker(tmp_path)]) as writer:
         for step in range(1, 6):
             writer.log_step(_step(step))
-    with MetricsWriter(tmp_path, start_step=3, sinks=[TensorBoardSink(tmp_path, start_step=3)]) as writer:
+    with MetricsWriter(tmp_path, start_step=3, sinks=[TensorBoardTracker(tmp_path, start_step=3)]) as writer:
         writer.log_step(_step(4, loss=1.0))
         writer.log_evaluation(4, 2.0)
 
@@ -248,7 +248,7 @@ def test_trackers_have_megatrons_tags_where_its_names_are_chosen(tmp_path, calls
     model = dict(num_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
     config = RunConfig.from_tree({"model": model, "log": log, "train": {"output_dir": str(tmp_path)}})
     step = ExpertStepMetrics(**vars(_step(2, loss_scale=None)), moe_aux_loss=1.25, moe_z_loss=0.5)
-    with MetricsWriter(tmp_path, sinks=open_sinks(config, 0, 0)) as writer:
+    with MetricsWriter(tmp_path, sinks=open_trackers(config, 0, 0)) as writer:
         writer.log_step(step, {"mtp_1_loss": 4.5})
         writer.log_timers(2, {"optimizer": 20.0})
         writer.log_evaluation(2, 2.0)
@@ -267,7 +267,7 @@ def test_trackers_have_megatrons_tags_where_its_names_are_chosen(tmp_path, calls
 
 def test_megatrons_tags_keep_the_curve_by_samples_of_a_resumed_run(tmp_path):
     for start, steps in ((0, (1, 2)), (2, (3,))):
-        sink = TensorBoardSink(tmp_path, start, names=MegatronNames().scalars)
+        sink = TensorBoardTracker(tmp_path, start, names=MegatronNames().scalars)
         with MetricsWriter(tmp_path, start, [sink]) as writer:
             for step in steps:
                 writer.log_step(_step(step))
@@ -287,7 +287,7 @@ def spiked(folder, *sinks):
 
 
 def test_tensorboard_holds_no_step_twice_after_a_loss_spike(tmp_path):
-    spiked(tmp_path, TensorBoardSink(tmp_path))
+    spiked(tmp_path, TensorBoardTracker(tmp_path))
     assert tensorboard(tmp_path, "train/loss") == {1: 3.99, 2: 3.98, **dict.fromkeys((3, 4, 5, 6), 1.0)}
     assert tensorboard(tmp_path, "validation/loss") == {1: 2.0, 2: 2.0, **dict.fromkeys((3, 4, 5, 6), 1.0)}
 
@@ -296,11 +296,11 @@ def test_wandb_is_sent_no_step_twice_after_a_loss_spike_or_a_crash(tmp_path, mon
     sent = []
     run = types.SimpleNamespace(log=sent.append, finish=lambda: None, define_metric=lambda *a, **k: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: run))
-    spiked(tmp_path, WandbSink(tmp_path, "project", None, {}))
+    spiked(tmp_path, WandbTracker(tmp_path, "project", None, {}))
     for figure in ("train/loss", "validation/loss"):
         assert [record["step"] for record in sent if figure in record] == [1, 2, 3, 4, 5, 6]
     logged = last_step(tmp_path / "metrics.jsonl")
-    with MetricsWriter(tmp_path, 4, [WandbSink(tmp_path, "project", None, {}, logged)]) as writer:
+    with MetricsWriter(tmp_path, 4, [WandbTracker(tmp_path, "project", None, {}, logged)]) as writer:
         for step in (5, 6, 7):  # the process ended after step 6 and its last checkpoint was of step 4
             writer.log_step(_step(step))
     assert [record["step"] for record in sent if "train/loss" in record] == [1, 2, 3, 4, 5, 6, 7]
@@ -309,8 +309,8 @@ def test_wandb_is_sent_no_step_twice_after_a_loss_spike_or_a_crash(tmp_path, mon
 @pytest.mark.parametrize(
     ("module", "setting", "make"),
     [
-        ("torch.utils.tensorboard", "log.tensorboard", lambda folder: TensorBoardSink(folder)),
-        ("wandb", "log.wandb", lambda folder: WandbSink(folder, "project", None, {})),
+        ("torch.utils.tensorboard", "log.tensorboard", lambda folder: TensorBoardTracker(folder)),
+        ("wandb", "log.wandb", lambda folder: WandbTracker(folder, "project", None, {})),
     ],
 )
 def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatch, module, setting, make):
@@ -342,7 +342,7 @@ def test_an_empty_or_torn_wandb_id_gets_a_new_one_that_stays(tmp_path, calls):
     for left in ("", "\n", "\0\0\0", "../x"):
         (tmp_path / "wandb_id").write_text(left)
         for _ in range(2):
-            WandbSink(tmp_path, "project", None, {})
+            WandbTracker(tmp_path, "project", None, {})
         first, second = [kwargs["id"] for name, _, kwargs in calls if name == "init"][-2:]
         assert first == second and first.isalnum()
         assert (tmp_path / "wandb_id").read_text() == first + "\n"
@@ -350,7 +350,7 @@ def test_an_empty_or_torn_wandb_id_gets_a_new_one_that_stays(tmp_path, calls):
 
 def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, calls):
     for _ in range(2):
-        sink = WandbSink(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
+        sink = WandbTracker(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
         sink.write(7, {"train/loss": 1.0})
         sink.close()
     first, second = [kwargs for name, _, kwargs in calls if name == "init"]
@@ -369,7 +369,7 @@ def test_trackers_write_where_the_settings_say(tmp_path, calls):
     log = dict(tensorboard=True, tensorboard_dir=f"{tmp_path}/tb", wandb=True, wandb_entity="team")
     log |= dict(wandb_dir=f"{tmp_path}/wb")
     config = RunConfig.from_tree({"train": {"output_dir": str(tmp_path / "run")}, "log": log})
-    for sink in open_sinks(config, 0, 0):
+    for sink in open_trackers(config, 0, 0):
         sink.write(1, {"train/loss": 1.0})
         sink.close()
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "run" / "tensorboard").exists()

@@ -8,7 +8,7 @@ import megalith
 from megalith.errors import TrainingError
 from megalith.models.transformer import Transformer
 from megalith.planner.counts import count_parameters
-from megalith.report.out_of_memory import find_remedies, out_of_memory, what_was_asked
+from megalith.report.out_of_memory import describe_request, find_remedies, out_of_memory
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 79.10 GiB of which 1.20 GiB "
@@ -17,9 +17,9 @@ TORCHS = (
 
 
 def test_what_was_asked_for_is_read_from_torchs_words():
-    asked = what_was_asked(torch.OutOfMemoryError(TORCHS))
+    asked = describe_request(torch.OutOfMemoryError(TORCHS))
     assert asked == "2.50 GiB were asked for, 1.20 GiB of 79.10 GiB were free"
-    assert what_was_asked(torch.OutOfMemoryError("no room\nat all. more")) == "no room at all"
+    assert describe_request(torch.OutOfMemoryError("no room\nat all. more")) == "no room at all"
 
 
 @pytest.mark.parametrize(

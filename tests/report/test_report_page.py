@@ -13,7 +13,7 @@ from megalith.cli.main import main
 from megalith.errors import DataError
 from megalith.report.page import run_files, write_report
 from megalith.report.page.charts import tick_labels
-from megalith.report.page.run_files import RunFiles, points, thinned
+from megalith.report.page.run_files import RunFiles, downsample, points
 
 VOID = {"meta", "link", "br", "img", "input"}
 SECTIONS = [
@@ -114,7 +114,7 @@ def test_ten_megabytes_of_metrics_are_a_small_page_in_seconds_with_every_spike(t
     assert time.process_time() - begun < 10
     assert page.stat().st_size < 1e6
     known = [(float(record["step"]), record["grad_norm"]) for record in records]
-    few = thinned(known, 1000)
+    few = downsample(known, 1000)
     assert len(few) <= 1004 and (4242.0, 77.0) in few and few == sorted(few) and few[-1] == known[-1]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.parity.job import start
-from megalith.report.clock import timers_text
+from megalith.report.clock import format_timers
 from megalith.training.trainer import Trainer
 
 ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_interval": 1}
@@ -104,12 +104,12 @@ def test_they_stand_in_the_line_the_file_and_the_trackers_at_each_log_interval(t
 def test_times_are_written_as_megatron_writes_them():
     ranks = [{"optimizer": 1.0, "forward-backward": 20.0}, {"optimizer": 2.5, "forward-backward": 10.0}]
     dots = "." * (48 - len("optimizer "))
-    assert timers_text(ranks, "minmax").splitlines()[:2] == [
+    assert format_timers(ranks, "minmax").splitlines()[:2] == [
         "(min, max) time across ranks (ms):",
         f"    optimizer {dots}: (1.00, 2.50)",
     ]
-    assert timers_text(ranks, "max").endswith("forward-backward " + "." * 31 + ": 20.00")
-    assert timers_text(ranks, "all").splitlines()[1:4] == [
+    assert format_timers(ranks, "max").endswith("forward-backward " + "." * 31 + ": 20.00")
+    assert format_timers(ranks, "all").splitlines()[1:4] == [
         "  optimizer:",
         "     rank  0: 1.00",
         "     rank  1: 2.50",

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from megalith.errors import ConfigError, MegalithError, did_you_mean, printable
 from megalith.launch.parent import exit_with_launcher
-from megalith.report.streams import lasting_streams
+from megalith.report.streams import guard_standard_streams
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MARK = "# Written by `megalith megatron install`: hands Megatron-LM's command line to Megalith."
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with lasting_streams():
+        with guard_standard_streams():
             return run_command(words)
     except MegalithError as error:
         from megalith.launch.failure import report

@@ -16,7 +16,7 @@ from megalith.io import replace_file
 from megalith.parallel.pipeline.drawing import LEGEND
 from megalith.progress import Progress
 from megalith.report.console import si
-from megalith.report.metrics import metrics_bytes
+from megalith.report.metrics import metrics_size
 from megalith.report.page.charts import (
     COLOURS,
     Curve,
@@ -30,9 +30,9 @@ from megalith.report.page.charts import (
     table,
     text,
 )
-from megalith.report.page.run_files import RunFiles, number, points, thinned
+from megalith.report.page.run_files import RunFiles, downsample, number, points
 from megalith.report.plot import loss_limits, run_names, smoothed
-from megalith.report.summary import size_text
+from megalith.report.summary import format_bytes
 
 DRAWN = 1000  # points of a curve
 MOST_CHARTS = 60  # of figures that have no title here
@@ -96,7 +96,7 @@ OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
     """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
     names = run_names(folders)
-    with Progress("read metrics", metrics_bytes(folders)) as progress:
+    with Progress("read metrics", metrics_size(folders)) as progress:
         runs = [RunFiles.open(name, folder, progress) for name, folder in zip(names, folders)]
     page = render_page(runs)
     output = Path(output)
@@ -256,9 +256,9 @@ def _loss(title: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
     checks = {n: points(runs[n].evaluations, "validation_loss") for n in which}
     curves = []
     for n in which:
-        curves.append(Curve(f"{runs[n].name}, each step", thinned(raw[n], DRAWN), n, "faint"))
+        curves.append(Curve(f"{runs[n].name}, each step", downsample(raw[n], DRAWN), n, "faint"))
         curves.append(Curve(runs[n].name, smooth[n], n))
-        curves.append(Curve(f"{runs[n].name}, validation", thinned(checks[n], DRAWN), n, "dots"))
+        curves.append(Curve(f"{runs[n].name}, validation", downsample(checks[n], DRAWN), n, "dots"))
     marks = [mark for n in which for mark in _marks(runs[n], n)]
     limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
     return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
@@ -278,9 +278,9 @@ def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
 
 
 def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
-    curves = [Curve(run.name, thinned(run.curve(key), DRAWN), n) for n, run in enumerate(runs)]
+    curves = [Curve(run.name, downsample(run.curve(key), DRAWN), n) for n, run in enumerate(runs)]
     for n, run in enumerate(runs):
-        held_out = thinned(points(run.evaluations, f"validation_{key}"), DRAWN)
+        held_out = downsample(points(run.evaluations, f"validation_{key}"), DRAWN)
         curves.append(Curve(f"{run.name}, validation", held_out, n, "dots"))
     values = {y for curve in curves for _, y in curve.points}
     if key == "global_batch_size" and len(values) < 2:
@@ -295,7 +295,7 @@ def _fp8(runs: Sequence[RunFiles], share: str, title: str) -> str:
         for kind, style in OPERANDS.items():
             found = [(number(record["step"]), _largest(record, share, kind)) for record in run.fp8_steps]
             known = [(x, y) for x, y in found if x is not None and y is not None]
-            curves.append(Curve(f"{run.name}, {kind}", thinned(known, DRAWN), n, style))
+            curves.append(Curve(f"{run.name}, {kind}", downsample(known, DRAWN), n, style))
     return chart(title, [curve for curve in curves if curve.points])
 
 
@@ -328,9 +328,9 @@ def _memory(run: RunFiles) -> str:
     for stage in stages[:MOST_RANKS] if isinstance(stages, list) else ():
         if isinstance(stage, dict):
             parts = _figures(stage.get("bytes"))
-            expected.append((f"stage {stage.get('stage')}", parts, size_text(sum(parts.values()))))
+            expected.append((f"stage {stage.get('stage')}", parts, format_bytes(sum(parts.values()))))
     peaks = [number(record.get("peak")) or 0.0 for record in run.measured_ranks[:MOST_RANKS]]
-    measured = [(f"rank {rank}", {"peak": peak}, size_text(peak)) for rank, peak in enumerate(peaks)]
+    measured = [(f"rank {rank}", {"peak": peak}, format_bytes(peak)) for rank, peak in enumerate(peaks)]
     return stacked_bars(
         "expected on a device of each pipeline stage, by what holds it", expected
     ) + stacked_bars(

@@ -188,7 +188,7 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def thinned(known: Points, count: int) -> Points:
+def downsample(known: Points, count: int) -> Points:
     """At most about `count` of the points: of each of count / 4 stretches of steps the first, the least, the greatest
     and the last, so that no spike is lost (the M4 aggregation of Jugel et al., 2014)."""
     if len(known) <= count:

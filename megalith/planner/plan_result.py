@@ -73,7 +73,7 @@ class PlannedLayout:
 
 
 @dataclass
-class PlanAnswer:
+class PlanResult:
     """What `plan` has found."""
 
     config: RunConfig
