@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from against_megatron_core import BOUNDS, SPELLINGS, core_model, in_processes
+from against_megatron_core import BOUNDS, GROUPED, SPELLINGS, core_model, in_processes
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.enums import AttnBackend
 from torch import distributed
@@ -57,7 +57,8 @@ MODELS = {
     "latents without norms": dict(
         LATENT, qk_layernorm=False, position_embedding_type="learned_absolute", add_bias_linear=True, mscale=0.7, **YARN
     ),
-    "latents of keys": dict(LATENT, q_lora_rank=None, rope_type="rope"),
+    # with norms core 0.17 and later need Transformer Engine
+    "latents of keys": dict(LATENT, q_lora_rank=None, rope_type="rope", qk_layernorm=GROUPED),
 }  # fmt: skip
 
 
