@@ -166,8 +166,7 @@ def core_config(args: types.SimpleNamespace) -> TransformerConfig:
     }  # fmt: skip
     if kind is MLATransformerConfig:
         said["q_lora_rank"] = args.q_lora_rank  # None counts: its default is a number
-        length = getattr(args, "yarn_original_max_position_embeddings", None)
-        return kind(**said, original_max_position_embeddings=length or 4096)
+        return kind(**said)
     config = kind(**said)
     if getattr(args, "position_embedding_type", None) == "yarn":
         rounds = args.yarn_correction_range_round_to_int

@@ -45,6 +45,9 @@ LATENT = dict(LLAMA, group_query_attention=False, num_query_groups=1, kv_channel
               qk_layernorm=True, q_lora_rank=8, kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4,
               v_head_dim=6)  # fmt: skip
 YARN = dict(rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=16)
+LATENT_YARN = dict(
+    rotary_scaling_factor=4.0, original_max_position_embeddings=16, beta_fast=16.0, beta_slow=2.0
+)
 MODELS = {
     "gpt": dict(SHAPE, epsilon=1e-3),
     "llama": dict(LLAMA, epsilon=1e-3, rotary_base=5000, rotary_percent=0.5, qk_layernorm=True),
@@ -53,9 +56,10 @@ MODELS = {
     "experts": EXPERTS,
     "experts in some layers": dict(EXPERTS, moe_layer_freq=[0, 1, 1, 0], moe_router_score_function="sigmoid",
                                    moe_router_enable_expert_bias=True, moe_router_pre_softmax=False),
-    "latents": dict(LATENT, mscale=0.7, mscale_all_dim=0.9, **YARN),
+    "latents": dict(LATENT, mscale=0.7, mscale_all_dim=0.9, **LATENT_YARN),
     "latents without norms": dict(
-        LATENT, qk_layernorm=False, position_embedding_type="learned_absolute", add_bias_linear=True, mscale=0.7, **YARN
+        LATENT, qk_layernorm=False, position_embedding_type="learned_absolute", add_bias_linear=True, mscale=0.7,
+        **LATENT_YARN
     ),
     # with norms core 0.17 and later need Transformer Engine
     "latents of keys": dict(LATENT, q_lora_rank=None, rope_type="rope", qk_layernorm=GROUPED),

@@ -48,12 +48,13 @@ MODELS = {
     "latent": ModelConfig(
         **LATENT, q_lora_rank=8, mtp_num_layers=2, window_size=[15, 0], num_experts=4, moe_ffn_hidden_size=16,
         moe_layer_freq=[0, 1, 1, 1], moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01,
-        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7,
                       "mscale_all_dim": 0.9},
     ),
     "latent without norms": ModelConfig(
         **{**LATENT, "add_bias_linear": True}, q_lora_rank=8, latent_layernorm=False, add_position_embedding=True,
-        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.13},
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                      "attention_factor": 1.13},
     ),
     "latent keys": ModelConfig(**{**LATENT, "normalization": "LayerNorm"}, moe_grouped_gemm=True, num_experts=4),
     "bert": ModelConfig(**SHAPE, model_type="bert", lm_head_activation="gelu"),
@@ -90,7 +91,12 @@ def test_what_is_exported_comes_back_bitwise(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention_factor", [None, 0.1 * math.log(4) + 1, 1.13, 0.83])
 def test_an_explicit_attention_factor_is_written_as_mscale(attention_factor: float | None) -> None:
-    scaling = {"type": "yarn", "factor": 4.0, "attention_factor": attention_factor}
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": attention_factor,
+    }
     expected = attention_factor or 0.1 * math.log(4) + 1
     for shape in [LLAMA, LATENT] if expected >= 1 else [LLAMA]:
         theirs = GPT.write_config(ModelConfig(**shape, rope_scaling=scaling))
@@ -114,6 +120,26 @@ def test_rotary_arguments_that_latents_do_not_read_change_nothing() -> None:
         GPT.read_config(plain | yarn | {"rope_type": "rope"})
     with pytest.raises(ConfigError, match="no qk_layernorm"):
         GPT.read_config({name: value for name, value in plain.items() if name != "qk_layernorm"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("original_max_position_embeddings", 16), ("beta_fast", 16.0), ("beta_slow", 2.0), ("truncate", False)],
+)
+def test_settings_of_yarn_that_megatron_fixes_for_latents_are_refused(name: str, value: object) -> None:
+    """Fields of Megatron's MLATransformerConfig lack the prefix of its --yarn-* arguments, which do not set them."""
+    plain = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    scaling = plain | {name: value}
+    GPT.write_config(ModelConfig(**LLAMA, rope_scaling=scaling))
+    with pytest.raises(
+        ConfigError, match=rf"rope_scaling\.{name} is {value}, but Megatron-LM always computes"
+    ):
+        GPT.write_config(ModelConfig(**LATENT, rope_scaling=scaling))
+    theirs = GPT.write_config(ModelConfig(**LATENT, rope_scaling=plain))
+    argument = "correction_range_round_to_int" if name == "truncate" else name
+    assert GPT.read_config(theirs | {f"yarn_{argument}": value}) == GPT.read_config(theirs)
+    if name != "truncate":  # no field of Megatron's
+        assert getattr(GPT.read_config(theirs | {name: value}).rope_scaling, name) == value
 
 
 def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: Path) -> None:

@@ -232,6 +232,10 @@ CASES = [
      {"model.rope_scaling.type": "yarn", "model.rope_scaling.attention_factor": None}, ""),
     ("--multi-latent-attention --rope-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
      {"model.rope_scaling": None}, "has no effect with --multi-latent-attention"),
+    ("--multi-latent-attention --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
+     "--yarn-beta-fast 16",
+     {"model.rope_scaling.original_max_position_embeddings": 4096, "model.rope_scaling.beta_fast": 32},
+     "--yarn-original-max-position-embeddings --yarn-beta-fast has no effect with --multi-latent-attention"),
     ("--position-embedding-type rope --rotary-interleaved --no-rope-freq 2",
      {"model.rotary_interleaved": True, "model.no_rope_freq": 2}, ""),
     ("--qk-l2-norm --qk-layernorm", {"model.qk_l2_norm": True, "model.qk_layernorm": False}, ""),

@@ -1,8 +1,8 @@
 """Positions in Megatron's arguments: which kind, the rotary settings, and what stretches rotary frequencies.
 
 Latent attention has rotary positions by itself, stretched by YaRN unless rope_type says otherwise; learned_absolute
-adds learned ones. Elsewhere YaRN is a position_embedding_type. Both share its arguments, and a rotary_scaling_factor of
-1 stretches nothing.
+adds learned ones. Elsewhere YaRN is a position_embedding_type, and its arguments begin with yarn_. A
+rotary_scaling_factor of 1 stretches nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from megalith.errors import ConfigError
 KINDS = ("learned_absolute", "rope", "yarn")
 ROTARY = ("rotary_base", "rotary_interleaved", "rotary_percent")
 ORIGINAL_LENGTH, BETA_FAST, BETA_SLOW = 4096, 32.0, 1.0  # of YaRN, where its arguments are None
+LATENT_YARN = {
+    "original_max_position_embeddings": ORIGINAL_LENGTH,
+    "beta_fast": BETA_FAST,
+    "beta_slow": BETA_SLOW,
+    "truncate": True,
+}
+"""Settings of YaRN for latent attention in Megatron-LM: defaults of MLATransformerConfig, which no argument sets."""
 
 
 class CorePositions:
@@ -109,14 +116,15 @@ def _yarn(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
         )
     if factor <= 1:
         return None
-    rounds = theirs.get("yarn_correction_range_round_to_int")
+    prefix = "" if latent else "yarn_"
+    rounds = None if latent else theirs.get("yarn_correction_range_round_to_int")
     scaling: Tree = {
         "type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": theirs.get("yarn_original_max_position_embeddings")
+        "original_max_position_embeddings": theirs.get(f"{prefix}original_max_position_embeddings")
         or ORIGINAL_LENGTH,
-        "beta_fast": theirs.get("yarn_beta_fast") or BETA_FAST,
-        "beta_slow": theirs.get("yarn_beta_slow") or BETA_SLOW,
+        "beta_fast": theirs.get(f"{prefix}beta_fast") or BETA_FAST,
+        "beta_slow": theirs.get(f"{prefix}beta_slow") or BETA_SLOW,
         "truncate": True if rounds is None else rounds,
     }
     mscale, of_all = theirs.get("mscale", 1.0), theirs.get("mscale_all_dim") or 0.0
@@ -128,9 +136,21 @@ def _yarn(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
     return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
 
 
+def _check_fixed_for_latents(scaling: RopeScaling) -> None:
+    """Raise ConfigError for values other than Megatron-LM's, whose --yarn-* flags do not reach latent attention."""
+    for name, value in LATENT_YARN.items():
+        if (ours := getattr(scaling, name)) != value:
+            raise ConfigError(
+                f"rope_scaling.{name} is {ours}, but Megatron-LM always computes latent attention with {value} and "
+                "has no argument for it; such a model cannot be exported"
+            )
+
+
 def _yarn_arguments(scaling: RopeScaling, latent: bool) -> Tree:
     """The arguments of YaRN. With latents mscale_all_dim scales the attention scores too."""
     mscale, of_all = scaling.mscale or 1.0, scaling.mscale_all_dim or 0.0
+    if latent:
+        _check_fixed_for_latents(scaling)
     if (scaling.mscale or of_all) and not latent:
         raise ConfigError("rope_scaling with mscale, which Megatron core has for latent attention alone")
     if (magnitude := scaling.attention_factor) is not None and scaling.factor > 1:

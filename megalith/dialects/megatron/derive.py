@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from megalith.dialects.megatron.flag_kinds import ParsedFlags
 
 BETA_FAST, BETA_SLOW, MLA_ORIGINAL_LENGTH = 32.0, 1.0, 4096  # where no flag says them
+YARN_FLAGS = (
+    "--yarn-original-max-position-embeddings",
+    "--yarn-beta-fast",
+    "--yarn-beta-slow",
+    "--no-yarn-correction-range-round-to-int",
+)
+UNREAD_WITH_LATENTS = ("--use-rope-scaling", "--rotary-seq-len-interpolation-factor", *YARN_FLAGS)
 TOKENIZERS = {
     "GPT2BPETokenizer": "GPT2BPETokenizer",
     "HuggingFaceTokenizer": "HuggingFaceTokenizer",
@@ -157,7 +164,7 @@ def positions(flags: ParsedFlags) -> None:
 
 def _rope_scaling(flags: ParsedFlags, kind: str, latent: bool) -> dict[str, Any] | None:
     factor = flags["--rotary-scaling-factor"]
-    unread = [flag for flag in ("--use-rope-scaling", "--rotary-seq-len-interpolation-factor") if flags[flag]]
+    unread = [flag for flag in UNREAD_WITH_LATENTS if flags[flag]]
     if latent and unread:
         flags.notes.append(f"{' '.join(unread)} has no effect with --multi-latent-attention, as in Megatron")
     if kind == "yarn" or (latent and flags["--rope-type"] != "rope"):
@@ -178,7 +185,8 @@ def _rope_scaling(flags: ParsedFlags, kind: str, latent: bool) -> dict[str, Any]
 
 
 def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | None:
-    original = flags["--yarn-original-max-position-embeddings"] or (MLA_ORIGINAL_LENGTH if latent else None)
+    length, fast, slow, exact = (None if latent else flags[flag] for flag in YARN_FLAGS)
+    original = length or (MLA_ORIGINAL_LENGTH if latent else None)
     if original is None:
         flags.problems.append(
             f"--rotary-scaling-factor {factor} by yarn needs the length of the first training; give "
@@ -189,9 +197,9 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
         "type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": flags["--yarn-beta-fast"] or BETA_FAST,
-        "beta_slow": flags["--yarn-beta-slow"] or BETA_SLOW,
-        "truncate": not flags["--no-yarn-correction-range-round-to-int"],
+        "beta_fast": fast or BETA_FAST,
+        "beta_slow": slow or BETA_SLOW,
+        "truncate": not exact,
     }
     mscale, of_all = flags["--mscale"], flags["--mscale-all-dim"]
     if of_all and latent:
