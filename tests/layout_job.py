@@ -11,13 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rules.fastest import with_fastest
 from megalith.errors import TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
+from megalith.local_shards import local
 from megalith.parallel.data.data_parallel import ReduceScatter
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout

@@ -74,6 +74,8 @@ def test_the_model_knows_nothing_of_processes():
     for path in files("models", "ops"):
         distributed = {name for name in imported(path) if name.startswith("torch.distributed")}
         assert not distributed and "torch.distributed" not in names_in(path), path
+    for path in files("models"):
+        assert not {name for name in imported(path) if name.startswith("megalith.comm")}, path
 
 
 def test_no_environment_variable_is_read_below_launch():
@@ -154,9 +156,9 @@ SET_IN_PARALLEL = {
     },
     "parallel_model.py": {
         "micro_batch.balance_scale",
-        "micro_batch.future",
-        "micro_batch.future.weights",
-        "micro_batch.future.sums",
+        "micro_batch.mtp_targets",
+        "micro_batch.mtp_targets.weights",
+        "micro_batch.mtp_targets.sums",
         "micro_batch.loss_scale",
         "micro_batch.logged",
         "micro_batch.logged_weight",

@@ -38,9 +38,10 @@ from megalith.checkpoint.state import (
     optimizer_shards,
     state_shards,
 )
-from megalith.comm.collectives import Axis, gather_json, local_shape_and_offset
+from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.io import atomic_path, replace_file
+from megalith.local_shards import local_shape_and_offset
 from megalith.parallel.data.replicas import EXPERTS
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ torch.compile traces them whole and orders them by their data.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,45 +37,8 @@ class Axis:
     direct: bool = False
     """Whether large tensors go by the GPUs' copy engines (copy_engine.py)."""
 
-    def by_copy_engine(self, x: Tensor) -> bool:
+    def uses_copy_engine(self, x: Tensor) -> bool:
         return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_BY_COPY_ENGINE
-
-
-def local(parameter: Tensor) -> Tensor:
-    """The shard of a DTensor that this process holds; a plain tensor is returned as it is.
-
-    The gradient that comes back is taken to be placed as the parameter is. For a parameter that is replicated but
-    used on a part of the tokens or heads, each rank's gradient is a part of the sum: after the backward pass
-    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` makes it whole.
-    """
-    from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
-
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def local_shape_and_offset(
-    parameter: Tensor, axes: Collection[str] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the local shard and where it starts in the global tensor, dimension by dimension; with `axes`, of the
-    shard that it would be if those of these names alone cut it."""
-    from torch.distributed.tensor import DTensor
-
-    shape, first = list(parameter.shape), [0] * parameter.ndim
-    if not isinstance(parameter, DTensor):
-        return tuple(shape), tuple(first)
-    mesh = parameter.device_mesh
-    # FSDP2 cuts last what other axes have cut before, though its dimension of the mesh is the first: its placements
-    # have a split_factor then. torch's own function goes another way, whose parts are others where they are uneven.
-    cuts = [
-        (hasattr(p, "split_factor"), i, p.dim)
-        for i, p in enumerate(parameter.placements)
-        if hasattr(p, "dim") and (axes is None or mesh.mesh_dim_names[i] in axes)
-    ]
-    for _, axis, dim in sorted(cuts):
-        part = -(-shape[dim] // mesh.size(axis))
-        begin = min(mesh.get_coordinate()[axis] * part, shape[dim])
-        shape[dim], first[dim] = min(part, shape[dim] - begin), first[dim] + begin
-    return tuple(shape), tuple(first)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -203,7 +166,7 @@ def scatter_json(values: Sequence[Any], axis: Axis) -> Any:
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | PendingAllReduce:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
     x = x.contiguous()
-    if op == "sum" and axis.by_copy_engine(x) and x.numel() % axis.size == 0:
+    if op == "sum" and axis.uses_copy_engine(x) and x.numel() % axis.size == 0:
         return PendingAllReduce(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
     return _under_way(_ops.all_reduce(x, op, axis.name))
 
@@ -216,7 +179,7 @@ def _under_way(x: Tensor) -> Tensor:
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
-    if axis.by_copy_engine(x):
+    if axis.uses_copy_engine(x):
         return torch.ops.megalith_copy_engine.all_gather(x.contiguous(), axis.size, axis.name)
     return _under_way(begin_group_all_gather(x.contiguous(), axis.size, axis.name))
 
@@ -253,7 +216,7 @@ class PendingReduceScatter:
 def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | PendingReduceScatter:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
     x = x.contiguous()
-    if axis.by_copy_engine(x):
+    if axis.uses_copy_engine(x):
         others = torch.ops.megalith_copy_engine.scatter(x, axis.size, axis.name)
         return PendingReduceScatter(x.chunk(axis.size)[axis.rank], others)
     return _under_way(_ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name))

@@ -411,7 +411,7 @@ class DenseModel(Section):
         return 4 * self.hidden_size
 
     @property
-    def further_layers(self) -> list[int]:
+    def mtp_layers(self) -> list[int]:
         """Numbers of the MTP layers, which follow the model's own."""
         return list(range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0)))
 

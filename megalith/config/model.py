@@ -179,4 +179,4 @@ class ModelConfig(HybridModel):
             own = list(range(0, self.num_layers, frequency))
         else:
             own = [number for number, has_experts in enumerate(frequency) if has_experts]
-        return own + (self.further_layers if own[-1:] == [self.num_layers - 1] else [])
+        return own + (self.mtp_layers if own[-1:] == [self.num_layers - 1] else [])

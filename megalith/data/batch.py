@@ -42,7 +42,7 @@ class Batch:
     of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids", "padding")
     """Those with a value for each token, [batch, seq]: what context parallelism cuts."""
     of_encoder_tokens: ClassVar[Sequence[str]] = ()
-    """The same of another sequence, which an encoder reads; then there is a field `encoder_places`."""
+    """The same of another sequence, which an encoder reads; then there is a field `encoder_token_index`."""
 
     input_ids: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token

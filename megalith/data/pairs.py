@@ -50,7 +50,7 @@ class T5Batch(Batch):
     encoder_document_ends: (
         Tensor | None
     )  # int32 [batch, 2]: where what is real ends, and what fills up behind it; None: nothing does
-    encoder_places: Tensor | None = field(
+    encoder_token_index: Tensor | None = field(
         default=None, kw_only=True
     )  # int64 [encoder seq]: each token's in the whole sequence; None: 0, 1, …
 

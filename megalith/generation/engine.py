@@ -171,7 +171,7 @@ class Engine:
         missing = set(self.shards)
         for name, tensor in tensors:
             if name not in self.shards:
-                if self.of_further_layers(name):
+                if self.is_mtp_parameter(name):
                     continue
                 raise ConfigError(
                     f"the engine has no tensor {name}; load the weights of the model that it is for"
@@ -190,7 +190,7 @@ class Engine:
             )
         self.version = version
 
-    def of_further_layers(self, name: str) -> bool:
+    def is_mtp_parameter(self, name: str) -> bool:
         """Whether a tensor belongs to a layer of multi-token prediction, which generation leaves out."""
         parts = name.split(".")
         return parts[0] == "layers" and int(parts[1]) >= self.config.num_layers

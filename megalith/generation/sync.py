@@ -104,7 +104,7 @@ class _Source:
         self.own = {
             name: shard
             for name, shard in named_shards(model.chunks if is_parallel else [model]).items()
-            if not engine.of_further_layers(name)
+            if not engine.is_mtp_parameter(name)
         }
         if is_parallel:  # FSDP2's modules may have whole parameters at the moment
             self.own |= {name: shard for name, shard in model.parameters.shards.items() if name in self.own}

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from megalith.config import LoraConfig
 from megalith.config.lora import WHOLE
+from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
-from megalith.models.pass_context import Context, own_tokens
+from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 
@@ -37,7 +38,7 @@ class Adapter(nn.Module):
         self.site = ADAPTER_INPUTS[linear]
         self.takes_stream = linear in ("linear_qkv", "linear_fc1")  # and not what a rank has of all tokens
         self.first_column = 0  # of x among all columns; a seam, for tensor parallelism cuts them
-        self.gather: Callable[[Tensor, Context | None], Tensor] = own_tokens
+        self.gather: Callable[[Tensor, Context | None], Tensor] = identity
         self.lora_A = nn.ModuleDict(
             {part: Linear(inputs, lora.rank, bias=False, device="meta") for part in rows}
         )

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local, local_shape_and_offset
 from megalith.config import ModelConfig
+from megalith.local_shards import local, local_shape_and_offset
 from megalith.progress import Progress
 
 BLOCK = 2**20  # elements that one generator fills

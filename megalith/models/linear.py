@@ -13,8 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
+from megalith.models.identity import identity
 from megalith.models.pass_context import Context
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, gated_activation
@@ -32,7 +33,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
         self.gemm = GEMM
         self.style = plain
-        self.rows = every_row
+        self.rows = identity
         self.adapter: nn.Module | None = None
 
     def forward(
@@ -55,11 +56,6 @@ class Linear(nn.Module):
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context | None) -> Tensor:
     """The style of one device: x [..., in], weight [out, in] → [..., out]."""
     return linear(x, weight, bias, gemm)
-
-
-def every_row(parameter: Tensor) -> Tensor:
-    """The rows of a weight or bias that are used: all of them."""
-    return parameter
 
 
 class MLP(Runnable):

@@ -32,21 +32,22 @@ TINY = 1e-20  # added to sums that are divided by
 SINKHORN_ROUNDS = 20  # a fixed number, so that the host never waits
 
 
-class TokenShare:
-    """What part the tokens here are of their micro-batch: all of it, where nothing cuts them."""
+class LocalTokens:
+    """The tokens of a micro-batch on this rank: all of them. Sequence and context parallelism shard them."""
 
-    shares = 1
+    shards = 1
+    """Number of ranks that the micro-batch's tokens are sharded over."""
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of x over the parts; without gradient."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the shards. Not differentiable."""
         return x
 
-    def whole(self, x: Tensor) -> Tensor:
-        """The x of all tokens, [tokens, …], part after part; without gradient."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x [tokens here, …] of all shards, concatenated. Not differentiable."""
         return x
 
-    def own(self, x: Tensor) -> Tensor:
-        """This part of what is there for all tokens."""
+    def local_slice(self, x: Tensor) -> Tensor:
+        """Return this shard's rows of x [tokens, …]."""
         return x
 
 
@@ -57,10 +58,10 @@ def auxiliary_losses(
     chosen: Tensor,  # int64 [tokens, topk], by score
     sequences: Tensor,  # int64 [tokens]: of `batch` ones
     batch: int,
-    micro_batch: TokenShare,
+    local_tokens: LocalTokens,
 ) -> tuple[Tensor, Tensor]:
     """The part of these tokens in the micro-batch's losses: float32 [aux, z], and the same by their coefficients."""
-    tokens, experts = len(logits) * micro_batch.shares, config.num_experts
+    tokens, experts = len(logits) * local_tokens.shards, config.num_experts
     kind = config.moe_router_load_balancing_type
     aux = z = torch.zeros((), device=logits.device)
     if config.moe_aux_loss_coeff and kind != "none":
@@ -72,7 +73,7 @@ def auxiliary_losses(
         loads = scores.new_zeros(batch * experts).scatter_add(
             0, cells, torch.ones_like(cells, dtype=torch.float32)
         )
-        loads = micro_batch.total(loads).view(batch, experts)
+        loads = local_tokens.all_reduce(loads).view(batch, experts)
         aux = (scores * loads[sequences]).sum() * (experts * batch / (config.moe_router_topk * tokens**2))
     if config.moe_z_loss_coeff:
         z = logits.logsumexp(-1).square().sum() / tokens

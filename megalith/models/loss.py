@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from megalith.models.pass_context import Context
 
 
-OutputLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
+FusedHeadLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
 """(hidden [..., hidden], weight [rows here, hidden], labels [...], tokens, vocab_size, softcap, scale, **shard) → what
-`observe` sees, twice float32 [...] or None, and the sum of losses, its gradient times scale. As `ask_logprobs`."""
+`observe` sees, twice float32 [...] or None, and the sum of losses, its gradient times scale. As `compute_logprobs`."""
 
 
 class Loss:
@@ -97,7 +97,7 @@ class Loss:
     def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
         """Sees what `token_losses` was given, of the whole micro-batch and without a gradient: for figures."""
 
-    def by_output(self, batch: Batch) -> OutputLoss | None:
+    def fused_head_loss(self, batch: Batch) -> FusedHeadLoss | None:
         """What is made of the output matrix's own input, for a loss that the log-probabilities of given tokens are not
         enough for; None: they are. It takes `tokens`, and gives `observe` something in the place of these."""
         return None
@@ -153,7 +153,7 @@ class Objective:
     token_losses: TokenLoss | None = None
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's, as its labels, of a loss that is a sum over tokens."""
-    by_output: OutputLoss | None = None
+    fused_head_loss: FusedHeadLoss | None = None
     """What is asked in the place of all the others."""
 
     def loss(
@@ -162,12 +162,12 @@ class Objective:
         """The float32 scalar, from what a pass over the output matrix found; `loss` is the sum of `token_losses`, with
         its gradient times `scale`."""
         if loss is None:
-            return with_gradient_times(self.of(logprobs, entropy), scale)
+            return scale_gradient(self.of(logprobs, entropy), scale)
         self.of(logprobs, entropy)
         return loss
 
 
-def ask_logprobs(
+def compute_logprobs(
     objective: Objective,
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [padded vocab or this rank's rows, hidden]
@@ -181,8 +181,8 @@ def ask_logprobs(
     """What an objective asks of the output matrix: log-probabilities, entropies, and a sum of losses if it is one."""
     asked = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
     sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
-    if objective.by_output is not None:
-        return objective.by_output(hidden, weight, targets, tokens, *sizes, scale, **shard)
+    if objective.fused_head_loss is not None:
+        return objective.fused_head_loss(hidden, weight, targets, tokens, *sizes, scale, **shard)
     if objective.token_losses is None:
         return *linear_logprobs(hidden, weight, targets, *sizes, **asked), None
     of = objective.token_losses
@@ -190,7 +190,7 @@ def ask_logprobs(
     return *found, loss
 
 
-def with_gradient_times(loss: Tensor, scale: Tensor | None) -> Tensor:
+def scale_gradient(loss: Tensor, scale: Tensor | None) -> Tensor:
     """`loss` as it is, with `scale` times its gradient: float32 scalars."""
     return loss if scale is None else _ScaledGradient.apply(loss, scale)
 
@@ -206,7 +206,7 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
-def sum_of_losses(
+def cross_entropy_sum(
     x: Tensor,  # [batch, seq, hidden]
     weight: Tensor,  # [padded vocab, hidden]
     labels: Tensor,  # int64 [batch, seq]
@@ -219,7 +219,7 @@ def sum_of_losses(
     bias: Tensor | None = None,  # float32 [padded vocab], added to the logits
 ) -> Tensor:
     of_tokens = labels, loss_mask, vocab_size, softcap, scale
-    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, labelled=context.labelled)
+    return linear_cross_entropy(x, weight, *of_tokens, bias=bias, max_label_tokens=context.max_label_tokens)
 
 
 def target_logprobs(
@@ -235,7 +235,7 @@ def target_logprobs(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens = objective.tokens
-    return ask_logprobs(objective, x, weight, targets, tokens, vocab_size, softcap, scale, bias=bias)
+    return compute_logprobs(objective, x, weight, targets, tokens, vocab_size, softcap, scale, bias=bias)
 
 
 def all_logits(

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
 from megalith.models.linear import MLP, Linear
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing

@@ -28,7 +28,7 @@ from megalith.ops.documents import document_ids
 
 
 @dataclass
-class Future:
+class MTPTargets:
     """The tokens behind the next one, for each further layer: [layers, batch, seq]."""
 
     tokens: Tensor  # int64: the token k places ahead, which is layer k's input
@@ -39,18 +39,20 @@ class Future:
     )
     sums: Tensor | None = None  # float32 [layers]: each layer's sum of losses is added here, for the log
 
-    def at(self, places: Tensor) -> Future:
+    def at(self, token_index: Tensor) -> MTPTargets:
         """These places of every sequence."""
         parts = (self.tokens, self.labels, self.loss_mask)
-        return Future(*(part[..., places] for part in parts), self.weights, self.sums)
+        return MTPTargets(*(part[..., token_index] for part in parts), self.weights, self.sums)
 
-    def to(self, device: torch.device) -> Future:
+    def to(self, device: torch.device) -> MTPTargets:
         """On a device; weights and sums are made there."""
         parts = (self.tokens, self.labels, self.loss_mask)
-        return Future(*(to_device(part, device) for part in parts), self.weights, self.sums)
+        return MTPTargets(*(to_device(part, device) for part in parts), self.weights, self.sums)
 
 
-def future_of(labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, layers: int) -> Future:
+def make_mtp_targets(
+    labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, layers: int
+) -> MTPTargets:
     """From what a batch of whole sequences has: each [batch, seq], the label being the next token, and the documents'
     ends [batch, documents]."""
     seq = labels.shape[1]
@@ -60,14 +62,14 @@ def future_of(labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, l
         counts[k - 1, :, : seq - k] = loss_mask[:, k:]
         if numbers is not None:
             counts[k - 1, :, : seq - k] *= numbers[:, k:] == numbers[:, : seq - k]
-    return Future(
+    return MTPTargets(
         tokens=torch.stack([labels.roll(-k, 1) for k in range(layers)]),
         labels=torch.stack([labels.roll(-k, 1) for k in range(1, layers + 1)]),
         loss_mask=counts,
     )
 
 
-class Join(nn.Module):
+class MTPProjection(nn.Module):
     """What stands before a further layer: the norms of both inputs, and the matrix [hidden, 2 · hidden]."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
@@ -77,11 +79,11 @@ class Join(nn.Module):
         self.linear_join = Linear(2 * config.hidden_size, config.hidden_size, bias=False, device=device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        both = [self.embedding_layernorm(context.upcoming), self.hidden_layernorm(x)]
+        both = [self.embedding_layernorm(context.mtp_embeddings), self.hidden_layernorm(x)]
         return self.linear_join(torch.cat(both, dim=-1), context)
 
 
-def with_further_losses(loss: Tensor, further: Tensor) -> Tensor:
+def add_mtp_losses(loss: Tensor, further: Tensor) -> Tensor:
     """`loss` as it is, with the gradient of loss + further, which has its factor in it."""
     return _Further.apply(loss, further)
 

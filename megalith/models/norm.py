@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
+from megalith.models.identity import identity
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.dropout import Mask
 from megalith.ops.fused_norm import add, add_norm, norm
@@ -73,7 +74,7 @@ class HeadsNorm(Norm):
     def __init__(self, config: ModelConfig, heads: int, device: torch.device | None = None):
         super().__init__(config, heads * config.head_dim, device)
         self.width = heads * config.head_dim
-        self.total = _as_it_is
+        self.total = identity
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, heads, head_dim]
         heads = x.flatten(2).float()
@@ -99,7 +100,3 @@ class HeadNorms(nn.Module):
             wide = wide - wide.mean(-1, keepdim=True)
         weight = local(self.weight).float() + self.zero_centred
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon) * weight).to(x.dtype)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

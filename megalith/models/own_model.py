@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis, local, local_shape_and_offset
+from megalith.local_shards import local, local_shape_and_offset
 from megalith.models.init import normal_rows
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Model(nn.Module):
 
     compute_dtype = torch.float32
     replicated: Any = None  # seams: parallel/seams.py says what each is for
-    copied: Mapping[str, Axis] = {}
+    copied: Mapping[str, Any] = {}
     partial_gradients: frozenset[str] = frozenset()
 
     def forward(self, batch: Batch, head: Any) -> Tensor:

@@ -17,8 +17,8 @@ class PassLayout:
 
     sharded: bool = False  # the residual stream holds this rank's share of the tokens: sequence parallelism
     micro_batches: int = 1  # that the sequences are cut into, side by side, each sharded by itself
-    sequence_parts: int = 1  # that each sequence is cut into, one of which is here: context parallelism
-    whole_sequences: bool = False  # though context parallelism could cut them: generation
+    cp_size: int = 1  # that each sequence is cut into, one of which is here: context parallelism
+    full_sequence: bool = False  # though context parallelism could cut them: generation
 
 
 def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
@@ -51,10 +51,12 @@ class Context:
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: Cache | None = None  # None: every token is here
     numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
-    upcoming: Tensor | None = (
+    mtp_embeddings: Tensor | None = (
         None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
     )
-    labelled: int | None = None  # tokens here with a label that counts, at most; None: that is not known
+    max_label_tokens: int | None = (
+        None  # tokens here with a label that counts, at most; None: that is not known
+    )
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
     encoded: Encoded | None = None  # the other sequence that cross-attention attends to
 
@@ -83,8 +85,3 @@ class Encoded:
     documents: Tensor | None = (
         None  # int32 [2, batch, documents], the ends of the queries' and of the keys'; None: one
     )
-
-
-def own_tokens(x: Tensor, context: Context | None) -> Tensor:
-    """What ranks that share heads or units use of x: what is here. Tensor parallelism has it gathered."""
-    return x

@@ -28,11 +28,11 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
 from megalith.models.load_balance import (
     TINY,
-    TokenShare,
+    LocalTokens,
     auxiliary_losses,
     empty_tally,
     sinkhorn_factors,
@@ -62,7 +62,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         self.config = config
-        self.micro_batch = TokenShare()
+        self.local_tokens = LocalTokens()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device))
         self.bias = None
         if config.add_router_bias:
@@ -88,7 +88,7 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
         if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":
             shares = logits.detach().softmax(-1)
-            experts = self._best(shares * sinkhorn_factors(self.micro_batch.whole(shares)))
+            experts = self._best(shares * sinkhorn_factors(self.local_tokens.all_gather(shares)))
         else:
             experts = self._choose(scores.detach(), numbers)
         weights = self._weights(logits, scores, experts)
@@ -99,7 +99,7 @@ class Router(nn.Module):
         if self.expert_bias is not None and self.config.moe_aux_loss_coeff:
             by_score = self._best(scores.detach())
         losses = auxiliary_losses(
-            self.config, logits, scores, by_score, numbers % batch, batch, self.micro_batch
+            self.config, logits, scores, by_score, numbers % batch, batch, self.local_tokens
         )
         weights = tallied(weights, losses, scale, self.tally, experts, kept)
         return Routing(experts, weights, kept, capacity)
@@ -144,7 +144,7 @@ class Router(nn.Module):
         config = self.config
         if config.moe_expert_capacity_factor is None:
             return None, None
-        experts, weights, numbers = (self.micro_batch.whole(x) for x in (experts, weights, numbers))
+        experts, weights, numbers = (self.local_tokens.all_gather(x) for x in (experts, weights, numbers))
         tokens, topk = experts.shape
         share = tokens * topk / config.num_experts
         capacity = min(math.ceil(share * config.moe_expert_capacity_factor), tokens)
@@ -155,4 +155,4 @@ class Router(nn.Module):
         pairs = pairs[chosen[pairs].argsort(stable=True)]  # by expert, in each the ones to keep first
         kept = places_in_group(chosen[pairs], config.num_experts) < capacity
         kept = torch.empty_like(kept).scatter(0, pairs, kept).view(tokens, topk)
-        return self.micro_batch.own(kept), capacity
+        return self.local_tokens.local_slice(kept), capacity

@@ -20,17 +20,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
+from megalith.local_shards import local
+from megalith.models.identity import identity
 from megalith.models.linear import MLP
-from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
+from megalith.models.loss import Objective, all_logits, cross_entropy_sum, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention, RelativeBias
 from megalith.models.moe import MoE
-from megalith.models.mtp import Future, Join, with_further_losses
+from megalith.models.mtp import MTPProjection, MTPTargets, add_mtp_losses
 from megalith.models.norm import Norm, normed, normed_after
-from megalith.models.pass_context import Context, Encoded, PassLayout, one_device
+from megalith.models.pass_context import Context, Encoded, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.runnable import Runnable, runnable
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
@@ -86,8 +87,11 @@ class TransformerLayer(Runnable):
             self.post_cross_attn_layernorm = norm("post", "sandwich")
         self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
         self.join = self.final_layernorm = None
-        if number in config.further_layers:
-            self.join, self.final_layernorm = Join(config, device), Norm(config, config.hidden_size, device)
+        if number in config.mtp_layers:
+            self.join, self.final_layernorm = (
+                MTPProjection(config, device),
+                Norm(config, config.hidden_size, device),
+            )
         self.has_experts = number in config.expert_layers
         self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
         self.post_mlp_layernorm = norm("post", "sandwich")
@@ -155,11 +159,6 @@ def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) 
     return x
 
 
-def every_token(x: Tensor, layout: PassLayout) -> Tensor:
-    """What the residual stream here has of something that every token has: sequence parallelism gives its share."""
-    return x
-
-
 class Stack(nn.Module):
     """The layers of these `numbers`, which no other stack of the model has, and the norm behind them.
 
@@ -197,11 +196,11 @@ class Stack(nn.Module):
         # Seams: parallel/seams.py says what each is for.
         self.pass_layout = one_device
         self.runner: Runner = run_layers
-        self.shard_tokens = every_token
-        self.sum_of_shares = every_token
+        self.shard_sequence = identity
+        self.reduce_sequence = identity
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        further = self.config.further_layers
+        further = self.config.mtp_layers
         x = self.runner([layer for layer in self.layers.values() if layer.number not in further], x, context)
         return normed(self.final_layernorm, x)
 
@@ -210,36 +209,36 @@ class Stack(nn.Module):
         input_ids: Tensor,  # int64 [batch, seq], of which the shape matters alone
         *,
         trains: bool = True,  # whether a loss follows; else generation
-        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
-        places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
+        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: token_index
+        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         document_ends: Tensor
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor
         | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
         padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
-        sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
+        sample_numbers: Tensor | None = None,  # int64 [batch]: positions in the data stream; keys of dropout
     ) -> Context:
         """What the layers need to know of these tokens.
 
         Raises ConfigError for more tokens than there are learned positions.
         """
         (batch, seq), device = input_ids.shape, input_ids.device
-        layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=places is not None)
-        if places is None:
+        layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=token_index is not None)
+        if token_index is None:
             _check_positions(self.config, seq)
-            places = torch.arange(seq, device=device)
+            token_index = torch.arange(seq, device=device)
         if position_ids is None:
-            position_ids = places.expand(batch, seq)
+            position_ids = token_index.expand(batch, seq)
         context = Context(batch, layout, self.causal, position_ids=position_ids)
         if self.config.position_embedding_type == "rope":
-            context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
+            context.rotary = rotary_tables(self.config, position_ids, seq * layout.cp_size)
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
         if self.relative_attention_bias is not None and self.layers:  # a pipeline stage may have none
-            context.bias = self.relative_attention_bias(places, layout)
+            context.bias = self.relative_attention_bias(token_index, layout)
         if self.config.num_experts:
-            numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
-            context.numbers = self.shard_tokens(numbers, layout).flatten()
+            numbers = token_index[None] * batch + torch.arange(batch, device=device)[:, None]
+            context.numbers = self.shard_sequence(numbers, layout).flatten()
         if padding_mask is not None:
             numbers = padding_mask.long() - 1  # PADDING, and document 0
             if document_ends is not None:
@@ -253,17 +252,17 @@ class Stack(nn.Module):
             context.mask = mask_of_padding(padding)
         context.padding = padding
         if self.training and self.draws_dropout:
-            self._key_dropout(context, sample_numbers, places)
+            self._key_dropout(context, sample_numbers, token_index)
         return context
 
-    def _key_dropout(self, context: Context, sample_numbers: Tensor | None, places: Tensor) -> None:
+    def _key_dropout(self, context: Context, sample_numbers: Tensor | None, token_index: Tensor) -> None:
         if sample_numbers is None:
-            sample_numbers = torch.arange(context.batch, device=places.device)
-        keys = token_keys(self.seed, sample_numbers, places)
-        count = self.config.num_layers + len(self.config.further_layers)
+            sample_numbers = torch.arange(context.batch, device=token_index.device)
+        keys = token_keys(self.seed, sample_numbers, token_index)
+        count = self.config.num_layers + len(self.config.mtp_layers)
         layers = torch.arange(-1, count, dtype=torch.int32, device=keys.device)
         context.layers = layers[1:]
-        stream = self.shard_tokens(keys, context.layout)
+        stream = self.shard_sequence(keys, context.layout)
         context.output_rows = output_rows(stream, context.layers)
         columns = column_keys(self.config.hidden_size, keys.device)
         before = layers[self.first_layer]  # the embedding's number: one less than the first layer's
@@ -320,7 +319,7 @@ class Transformer(Stack):
         cross: bool = False,
         mixer: MakeMixer = make_mixer,
     ):
-        numbers = [*(range(config.num_layers) if numbers is None else numbers), *config.further_layers]
+        numbers = [*(range(config.num_layers) if numbers is None else numbers), *config.mtp_layers]
         kinds = dict(causal=causal, cross=cross, mixer=mixer)
         super().__init__(
             config, numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
@@ -333,7 +332,7 @@ class Transformer(Stack):
         if config.add_output_bias:
             self.vocabulary = VocabularyBias(config, device)
         # Seams: parallel/seams.py says what each is for.
-        self.loss = sum_of_losses
+        self.loss = cross_entropy_sum
         self.logprobs = target_logprobs
         self.logits = all_logits
         self.has_adapters = False  # and everything else is frozen: see lora.py
@@ -346,19 +345,20 @@ class Transformer(Stack):
         labels: Tensor | None = None,  # int64 [batch, seq], or what an objective asks for: [batch, seq, k]
         loss_mask: Tensor | None = None,  # float32 [batch, seq]; None: every token counts
         objective: Objective | None = None,  # of the labels' log-probabilities; None: −their sum by loss_mask
-        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
-        places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
+        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: token_index
+        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         document_ends: Tensor
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor
         | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
         padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
-        sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
+        sample_numbers: Tensor | None = None,  # int64 [batch]: positions in the data stream; keys of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
         balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none
-        future: Future | None = None,  # what further layers predict; None: they are left out
+        mtp_targets: MTPTargets | None = None,  # what further layers predict; None: they are left out
         loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
-        labelled: int | None = None,  # tokens whose loss_mask is not 0, at most; None: that is not known
+        max_label_tokens: int
+        | None = None,  # tokens whose loss_mask is not 0, at most; None: that is not known
     ) -> Tensor | dict[str, Tensor]:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the loss: a float32 scalar.
 
@@ -369,13 +369,17 @@ class Transformer(Stack):
             input_ids,
             trains=labels is not None,
             position_ids=position_ids,
-            places=places,
+            token_index=token_index,
             document_ends=document_ends,
             padding_mask=padding_mask,
             padding=padding,
             sample_numbers=sample_numbers,
         )
-        context.balance_scale, context.encoded, context.labelled = balance_scale, encoded, labelled
+        context.balance_scale, context.encoded, context.max_label_tokens = (
+            balance_scale,
+            encoded,
+            max_label_tokens,
+        )
         x = self.embed(input_ids, context) if streams is None else streams["hidden"]
         x = super().forward(x, context)  # [batch, seq, hidden]
         if self.final_layernorm is None:
@@ -383,9 +387,9 @@ class Transformer(Stack):
         if labels is None:
             return self.vocabulary_logits(x, context)
         loss = self.vocabulary_loss(x, context, labels, loss_mask, objective, loss_scale)
-        if future is None:
+        if mtp_targets is None:
             return loss
-        return self._with_future(loss, x, future, context, loss_scale)
+        return self._add_mtp_loss(loss, x, mtp_targets, context, loss_scale)
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         """Those of x, the head's input [batch, seq, hidden]: [batch, seq, vocab]."""
@@ -427,34 +431,34 @@ class Transformer(Stack):
     def _vocabulary(self) -> tuple[int, float | None]:
         return self.config.vocab_size, self.config.final_logit_softcapping
 
-    def _with_future(
+    def _add_mtp_loss(
         self,
         loss: Tensor,
         x: Tensor,
-        future: Future,
+        mtp_targets: MTPTargets,
         context: Context,
         scale: Tensor | None,
     ) -> Tensor:
         """`loss` with the gradient of the further layers' losses; x [batch, seq, hidden] is what the head has read."""
-        losses, factor = [], self.config.mtp_loss_scaling_factor / len(self.config.further_layers)
+        losses, factor = [], self.config.mtp_loss_scaling_factor / len(self.config.mtp_layers)
         scale = torch.full((), factor, device=x.device) if scale is None else scale * factor
-        scales = (scale * future.weights).expand(len(self.config.further_layers))
-        for k, number in enumerate(map(str, self.config.further_layers)):
-            told = replace(context, upcoming=self.embed(future.tokens[k], context))
+        scales = (scale * mtp_targets.weights).expand(len(self.config.mtp_layers))
+        for k, number in enumerate(map(str, self.config.mtp_layers)):
+            told = replace(context, mtp_embeddings=self.embed(mtp_targets.tokens[k], context))
             x = self.runner([self.layers[number]], x, told)
-            labels, loss_mask = future.labels[k], future.loss_mask[k]
+            labels, loss_mask = mtp_targets.labels[k], mtp_targets.loss_mask[k]
             sizes = self._vocabulary
-            given = labels, loss_mask, *sizes, replace(context, labelled=None), scales[k]
+            given = labels, loss_mask, *sizes, replace(context, max_label_tokens=None), scales[k]
             losses.append(self._by_output(self.loss, self.head_input(x), *given))
-        if future.sums is not None:
-            future.sums += torch.stack(losses).detach()
-        return with_further_losses(loss, sum(losses))
+        if mtp_targets.sums is not None:
+            mtp_targets.sums += torch.stack(losses).detach()
+        return add_mtp_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:
         """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
-        position_ids = self.shard_tokens(context.position_ids, context.layout)
+        position_ids = self.shard_sequence(context.position_ids, context.layout)
         if tokentype_ids is not None:
-            tokentype_ids = self.shard_tokens(tokentype_ids, context.layout)
+            tokentype_ids = self.shard_sequence(tokentype_ids, context.layout)
         x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
         if self.config.scale_embeddings:  # rounded to the compute dtype, as Gemma's own code does
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()

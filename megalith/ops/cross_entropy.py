@@ -52,7 +52,7 @@ def linear_cross_entropy(
     first: int = 0,
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, an entry a row of weight
-    labelled: int | None = None,  # tokens whose weight is not 0, at most; None: that is not known
+    max_label_tokens: int | None = None,  # tokens whose weight is not 0, at most; None: that is not known
 ) -> Tensor:
     """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label]: a float32 scalar.
 
@@ -60,16 +60,16 @@ def linear_cross_entropy(
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
     `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
     and the gradient of hidden a part of a sum. The gradient is made times `scale` before it is rounded for the first
-    time, so that in fp16 a loss scale keeps small probabilities; the result is without it. Where `labelled` says that
-    few tokens count, the others' logits are not made.
+    time, so that in fp16 a loss scale keeps small probabilities; the result is without it. If `max_label_tokens`
+    says that few tokens count, the others' logits are not computed.
     """
     if (
         not torch.is_grad_enabled()
     ):  # an autograd function still sees a parameter as one that needs a gradient
         hidden, weight = hidden.detach(), weight.detach()
     hidden, labels, weights = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1)
-    if labelled is not None and labelled <= FEW_LABELS * labels.numel():
-        counted = _first_labelled(weights, labelled)
+    if max_label_tokens is not None and max_label_tokens <= FEW_LABELS * labels.numel():
+        counted = _first_labelled(weights, max_label_tokens)
         hidden, labels, weights = (x.index_select(0, counted) for x in (hidden, labels, weights))
     return _LinearLosses.apply(
         hidden,
@@ -88,10 +88,10 @@ def linear_cross_entropy(
     )[0]
 
 
-def _first_labelled(weights: Tensor, labelled: int) -> Tensor:
+def _first_labelled(weights: Tensor, max_label_tokens: int) -> Tensor:
     """The places of the tokens whose weight is not 0, int64, and behind them of some others: their number is the host's
     alone to know, and a multiple of CHUNK_MULTIPLE, so that the device meets few sizes."""
-    count = min(weights.numel(), max(1, -(-labelled // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
+    count = min(weights.numel(), max(1, -(-max_label_tokens // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
     return (weights == 0).argsort(stable=True)[:count]
 
 

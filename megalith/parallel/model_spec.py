@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
+from megalith.local_shards import local
 from megalith.models.encoders.bert import BertCrossEntropy, BertMicroBatchMean
 from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective
-from megalith.models.mtp import Future
+from megalith.models.mtp import MTPTargets
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
@@ -55,8 +56,9 @@ class Head:
         """
         vocabulary, size = vocab_parallel_of(output, self.axis)
         micro_batch = self.micro_batch
-        labelled = None if micro_batch is None else micro_batch.labelled
-        weight, context = local(output.weight), Context(len(hidden), PassLayout(), labelled=labelled)
+        max_label_tokens = None if micro_batch is None else micro_batch.max_label_tokens
+        weight = local(output.weight)
+        context = Context(len(hidden), PassLayout(), max_label_tokens=max_label_tokens)
         if micro_batch is None:
             return vocabulary.logits(hidden, weight, size, None, context)
         batch, objective, scale = micro_batch.batch, micro_batch.objective, micro_batch.loss_scale
@@ -80,7 +82,7 @@ class ModelSpec:
     loss: Loss = CrossEntropy()  # noqa: RUF009 (it has no state)
 
     config = None
-    further_layers = 0
+    mtp_layers = 0
     has_experts = False
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
@@ -165,7 +167,7 @@ class TransformerSpec(ModelSpec):
         loss = LOSSES[run.model.model_type, run.train.calculate_per_token_loss]()
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
-        self.further_layers = len(run.model.further_layers)
+        self.mtp_layers = len(run.model.mtp_layers)
         self.has_experts = run.model.num_experts is not None
 
     def amax_table(self, device: torch.device) -> AmaxTable | None:
@@ -212,14 +214,14 @@ class TransformerSpec(ModelSpec):
             loss_mask=batch.loss_mask,
             objective=micro_batch.objective,
             position_ids=batch.position_ids,
-            places=micro_batch.token_index,
+            token_index=micro_batch.token_index,
             document_ends=batch.document_ends,
             padding=batch.padding,
             sample_numbers=batch.sample_numbers,
             balance_scale=micro_batch.balance_scale,
-            future=micro_batch.future,
+            mtp_targets=micro_batch.mtp_targets,
             loss_scale=micro_batch.loss_scale,
-            labelled=micro_batch.labelled,
+            max_label_tokens=micro_batch.max_label_tokens,
             **{name: batch[name] for name in chunk.reads},
         )
 
@@ -235,9 +237,9 @@ class LocalMicroBatch:
     token_index: Tensor  # int64 [seq]: position of each local token in the full sequence
     objective: Objective | None = None  # None: the loss is linear
     balance_scale: Tensor | None = None  # gradient of the load-balancing losses; None: no backward pass
-    future: Future | None = None  # targets of the MTP layers
+    mtp_targets: MTPTargets | None = None  # targets of the MTP layers
     loss_scale: Tensor | None = None  # gradient of the loss; None: no backward pass
-    labelled: int | None = None  # number of tokens with a nonzero loss_mask; None: unknown to the host
+    max_label_tokens: int | None = None  # tokens with a nonzero loss_mask, at most; None: unknown
     logged_weight: float | None = None  # weight in the logged loss; None: the step's loss is logged
     logged: Tensor | None = None  # float32 scalar: logged_weight · loss is added here
     ids: TokenIds | None = None  # checks the labels in Head; None: they are already checked
@@ -247,7 +249,10 @@ class LocalMicroBatch:
 
     def to(self, device: torch.device) -> LocalMicroBatch:
         """Return a copy on `device`. The scales are already there."""
-        future = None if self.future is None else self.future.to(device)
+        mtp_targets = None if self.mtp_targets is None else self.mtp_targets.to(device)
         return replace(
-            self, batch=self.batch.to(device), token_index=to_device(self.token_index, device), future=future
+            self,
+            batch=self.batch.to(device),
+            token_index=to_device(self.token_index, device),
+            mtp_targets=mtp_targets,
         )

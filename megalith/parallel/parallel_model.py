@@ -16,7 +16,7 @@ from megalith.data.batch import Batch
 from megalith.data.token_ids import TokenIds
 from megalith.errors import ConfigError
 from megalith.models.loss import Loss, Objective
-from megalith.models.mtp import future_of
+from megalith.models.mtp import make_mtp_targets
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
 from megalith.parallel.context.context_parallel import shard_batch, unshard_replicated
@@ -100,8 +100,8 @@ class ParallelModel:
         factor = loss_scale / denominators[0]
         for micro_batch in local_batches:
             micro_batch.loss_scale = factor
-            if micro_batch.future is not None:
-                micro_batch.future.weights = denominators[0] / denominators[1:-1]
+            if micro_batch.mtp_targets is not None:
+                micro_batch.mtp_targets.weights = denominators[0] / denominators[1:-1]
         self._begin_logged(local_batches)
         if self.spec.has_experts:
             for micro_batch in local_batches:
@@ -216,29 +216,33 @@ class ParallelModel:
         return sizes[0] if len(sizes) == 1 else None
 
     def _prepare_micro_batch(self, batch: Batch, loss: Loss) -> LocalMicroBatch:
-        weights, objective, by_output = loss.weights(batch), None, loss.by_output(batch)
+        weights, objective, fused_head_loss = loss.weights(batch), None, loss.fused_head_loss(batch)
         if weights is not None:
             _require_shape(loss, "weights", weights, batch.loss_mask.shape)
         changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size
-        if weights is None or by_output is not None or changed:
+        if weights is None or fused_head_loss is not None or changed:
             batch, options = batch.to(self.device), (loss.temperature, loss.needs_entropy, loss.vocab_size)
             weights = batch.loss_mask
             if (tokens := loss.tokens(batch)) is None:
                 objective = Objective(partial(self._sequence_loss, loss, batch), *options)
             else:
                 observe = partial(self._observe, loss, batch)
-                objective = Objective(observe, *options, loss.token_losses, tokens, by_output)
+                objective = Objective(observe, *options, loss.token_losses, tokens, fused_head_loss)
         local_batch, token_index = shard_batch(loss.given(batch, weights), self.mesh.cp)
         if objective is not None and self.mesh.cp.size > 1:
             objective = replace(
                 objective, tokens={name: x[:, token_index] for name, x in objective.tokens.items()}
             )
-        labelled = None if local_batch.loss_mask.is_cuda else int(local_batch.loss_mask.count_nonzero())
+        max_label_tokens = (
+            None if local_batch.loss_mask.is_cuda else int(local_batch.loss_mask.count_nonzero())
+        )
         ids = self._ids if self.config is None else None
-        micro_batch = LocalMicroBatch(local_batch, token_index, objective, labelled=labelled, ids=ids)
-        if layers := self.spec.further_layers:
-            future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
-            micro_batch.future = future.at(token_index)
+        micro_batch = LocalMicroBatch(
+            local_batch, token_index, objective, max_label_tokens=max_label_tokens, ids=ids
+        )
+        if layers := self.spec.mtp_layers:
+            mtp_targets = make_mtp_targets(batch.labels, batch.loss_mask, batch.document_ends, layers)
+            micro_batch.mtp_targets = mtp_targets.at(token_index)
         return micro_batch
 
     def _observe(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> None:
@@ -260,30 +264,30 @@ class ParallelModel:
         self, loss: Loss, micro_batches: Sequence[Batch], local_batches: list[LocalMicroBatch]
     ) -> Tensor:
         """Return denominators of the loss, of each MTP loss and of the logged loss: float32 [1 + MTP layers + 1]."""
-        sums = torch.zeros(1 + self.spec.further_layers + 1, dtype=torch.float64)
+        sums = torch.zeros(1 + self.spec.mtp_layers + 1, dtype=torch.float64)
         for batch, micro_batch in zip(micro_batches, local_batches):
             micro_batch.logged_weight = loss.logged_weight(batch)
             if self.mesh.cp.rank == 0:  # these belong to full sequences
                 sums[0] += _scalar(loss, loss.denominator(batch))
                 sums[-1] += micro_batch.logged_weight or 0.0
-            if micro_batch.future is not None:
-                sums[1:-1] += micro_batch.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
+            if micro_batch.mtp_targets is not None:
+                sums[1:-1] += micro_batch.mtp_targets.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
         return loss_denominators(sums, self.mesh.dp_cp, self.device)
 
     def _begin_logged(self, local_batches: list[LocalMicroBatch]) -> None:
         """Give the step's passes the tensors that logged losses are summed in."""
         logged = torch.zeros((), device=self.device)
-        mtp_sums = torch.zeros(self.spec.further_layers, device=self.device)
+        mtp_sums = torch.zeros(self.spec.mtp_layers, device=self.device)
         for micro_batch in local_batches:
             micro_batch.logged = None if micro_batch.logged_weight is None else logged
-            if micro_batch.future is not None:
-                micro_batch.future.sums = mtp_sums
+            if micro_batch.mtp_targets is not None:
+                micro_batch.mtp_targets.sums = mtp_sums
 
     def _read_logged(self, local_batches: list[LocalMicroBatch], loss: Tensor, denominators: Tensor) -> None:
         """Set logged_loss and mtp_losses from these sums and the loss of the step. Collective."""
-        logged, future = local_batches[0].logged, local_batches[0].future
+        logged, mtp_targets = local_batches[0].logged, local_batches[0].mtp_targets
         self.logged_loss = loss if logged is None else self._all_reduce_loss(logged) / denominators[-1]
-        self.mtp_losses = future and self._all_reduce_loss(future.sums) / denominators[1:-1]
+        self.mtp_losses = mtp_targets and self._all_reduce_loss(mtp_targets.sums) / denominators[1:-1]
 
     def _forward(
         self, chunk: nn.Module, micro_batch: LocalMicroBatch, streams: Streams | None
@@ -296,7 +300,7 @@ class ParallelModel:
     def _run_passes(self, local_batches: list[LocalMicroBatch], factor: Tensor | None) -> Tensor:
         """Run all passes of a step on this rank. Return the sum of losses on the last stage, zero on the others."""
         if factor is None:
-            local_batches = [replace(micro_batch, future=None) for micro_batch in local_batches]
+            local_batches = [replace(micro_batch, mtp_targets=None) for micro_batch in local_batches]
         local_batches = [micro_batch.to(self.device) for micro_batch in local_batches]
         if self.pipeline is not None:
             return (

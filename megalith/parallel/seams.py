@@ -30,8 +30,8 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
         "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
-        "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
-        "sum_of_shares": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
+        "shard_sequence": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
+        "reduce_sequence": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",
     },
@@ -76,7 +76,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     LatentAttention: {"gather": "what every rank's heads use alike, of all tokens: (x, context) → x"},
     HeadsNorm: {"total": "the sum over the ranks' heads: (squares) → squares"},
     Runnable: {"runner": "how a part of a layer is run: (method, *args) → its result"},
-    Router: {"micro_batch": "what part of their micro-batch the tokens here are: a MicroBatch"},
+    Router: {"local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens"},
     MoE: {"dispatch": "how tokens and experts come together: a Dispatch"},
     Adapter: {
         "gather": "what B takes of A's result: (low, context) → low",

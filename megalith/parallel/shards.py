@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from megalith.comm.collectives import Axis, gather_json, local, local_shape_and_offset
+from megalith.comm.collectives import Axis, gather_json
+from megalith.local_shards import local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
 from megalith.parallel.data.replicas import replica_axes
 from megalith.parallel.seams import replace_parameter

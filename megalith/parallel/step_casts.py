@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megalith.comm.collectives import local
-from megalith.models.linear import Linear, every_row
+from megalith.local_shards import local
+from megalith.models.identity import identity
+from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import layers_of
 from megalith.ops.compiled import outside_of_graphs
@@ -102,7 +103,7 @@ def _can_free_weight(linear: Linear, gemm: Fp8Gemm | BlockGemm) -> bool:
     A linear that uses some rows, or another dtype, copies the weight; and CountedGemm compares weight and codes.
     """
     is_counted = isinstance(linear.gemm, CountedGemm)
-    return linear.rows is every_row and linear.weight.dtype == gemm.dtype and not is_counted
+    return linear.rows is identity and linear.weight.dtype == gemm.dtype and not is_counted
 
 
 def _reshard(layer: FSDPModule) -> None:

@@ -68,8 +68,8 @@ class MetaModel:
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
         self._kinds: dict[tuple[int, ...], Counter[int]] = {}
-        self.numbers = [*range(model.num_layers), *model.further_layers]
-        special = set(model.expert_layers), set(model.further_layers), set(model.linear_attention_layers)
+        self.numbers = [*range(model.num_layers), *model.mtp_layers]
+        special = set(model.expert_layers), set(model.mtp_layers), set(model.linear_attention_layers)
         kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
         first = {kinds[number]: number for number in reversed(self.numbers)}
         self._first = {number: first[kinds[number]] for number in self.numbers}
@@ -213,7 +213,7 @@ def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
     for chunk in chunks:
         found += chunk.layers
         if chunk.head:
-            found += model.further_layers
+            found += model.mtp_layers
     return found
 
 
@@ -349,7 +349,7 @@ def flops_per_token(
         attention_projections=per_weight * met["attention"] + per_pair * len(linear) * delta_rule(model),
         attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (met["mlp"] + _met(model, met["experts"])),
-        head=per_weight * meta.output_matrix * (1 + len(model.further_layers)),
+        head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
         adapters=per_pair * met["adapters"],
         is_causal=model.causal,
     )

@@ -472,5 +472,5 @@ class Passes:
             work["GEMMs"] += self.rates.matmul(rows, self.tokens, hidden, dtype, rate)
         sizes = 2.5 * self.tokens * rows * self.width + 8 * self.tokens * hidden * self.width / self.sequence
         work["elementwise"] = (sizes + 8 * rows * hidden) / self.streams
-        more = 1 + len(model.further_layers)
+        more = 1 + len(model.mtp_layers)
         return Counter({name: more * seconds for name, seconds in work.items()})

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from megalith.comm.collectives import local
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
+from megalith.local_shards import local
 from megalith.optim.moments import Moment
 from megalith.planner.layout import Layout, alternative, build_layout
 from megalith.report.layout_text import format_amount, layers_text, memory_unit

@@ -29,7 +29,7 @@ from megalith.data.stored_logits import LogitsRecord, StoredLogits, digests_of
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
-from megalith.models.loss import Loss, OutputLoss
+from megalith.models.loss import FusedHeadLoss, Loss
 from megalith.ops.distillation_loss import (
     Taught,
     TeacherOutput,
@@ -301,7 +301,7 @@ class _Ends(Loss):
     def tokens(self, batch: Batch) -> dict[str, Tensor]:
         return {}
 
-    def by_output(self, batch: Batch) -> OutputLoss:
+    def fused_head_loss(self, batch: Batch) -> FusedHeadLoss:
         return self._keep
 
     def _keep(
@@ -328,7 +328,7 @@ class _Likeliest(Loss):
     def tokens(self, batch: Batch) -> dict[str, Tensor]:
         return {}
 
-    def by_output(self, batch: Batch) -> OutputLoss:
+    def fused_head_loss(self, batch: Batch) -> FusedHeadLoss:
         return self._find
 
     def observe(self, logprobs: Tensor, indices: Tensor, batch: Batch) -> None:
@@ -369,7 +369,7 @@ class DistillationLoss(SummedLoss):
         found = {"weights": self.weights(batch), "indices": batch.indices, "logprobs": batch.logprobs}
         return {name: each for name, each in found.items() if each is not None}
 
-    def by_output(self, batch: TaughtBatch) -> OutputLoss:
+    def fused_head_loss(self, batch: TaughtBatch) -> FusedHeadLoss:
         def loss(
             hidden: Tensor,
             weight: Tensor,

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
-from megalith.comm.collectives import local
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.config.rules.notes import overlap_notes
@@ -35,6 +34,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError
 from megalith.hardware import largest_gpu_memory, pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
+from megalith.local_shards import local
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.fit import memory_warnings, require_fit

@@ -157,7 +157,7 @@ def tensor() -> str:
     y = heads_of(picture, "TP 4 with sequence parallelism: what each rank holds of a layer")
     y = rows_of(picture, y, has, list(has[0]))
     tokens = torch.arange(8)[None]
-    shares = [TensorParallel(Axis(WORLD, rank), True).shard_tokens(tokens, PassLayout(sharded=True))
+    shares = [TensorParallel(Axis(WORLD, rank), True).shard_sequence(tokens, PassLayout(sharded=True))
               for rank in range(WORLD)]  # fmt: skip
     y = tokens_of(picture, y, "tokens of the stream", 8, lambda rank: shares[rank].flatten().tolist())
     picture.lines(y + 10, "Moves " + moves("tensor", settings))

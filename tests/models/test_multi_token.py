@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.models.init import initialize
-from megalith.models.mtp import future_of
+from megalith.models.mtp import make_mtp_targets
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
@@ -32,7 +32,7 @@ def test_the_gradient_is_that_of_both_losses_and_the_loss_that_of_the_next_token
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     mask = torch.ones(BATCH, SEQ)
     mask[0, 3] = 0
-    loss = model(ids, labels=labels, loss_mask=mask, future=future_of(labels, mask, None, 2))
+    loss = model(ids, labels=labels, loss_mask=mask, mtp_targets=make_mtp_targets(labels, mask, None, 2))
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     plain = model(ids, labels=labels, loss_mask=mask)
@@ -114,16 +114,16 @@ def test_a_step_whose_tokens_are_all_masked_has_no_loss_and_no_gradient():
 
 def test_a_future_in_another_document_does_not_count():
     labels = torch.tensor([[1, 2, 3, 4]])
-    future = future_of(labels, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([[2, 4]]), 2)
-    assert future.tokens[:, 0].tolist() == [[1, 2, 3, 4], [2, 3, 4, 1]]
-    assert future.labels[:, 0, :3].tolist() == [[2, 3, 4], [3, 4, 1]]
-    assert future.loss_mask[:, 0].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    mtp_targets = make_mtp_targets(labels, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([[2, 4]]), 2)
+    assert mtp_targets.tokens[:, 0].tolist() == [[1, 2, 3, 4], [2, 3, 4, 1]]
+    assert mtp_targets.labels[:, 0, :3].tolist() == [[2, 3, 4], [3, 4, 1]]
+    assert mtp_targets.loss_mask[:, 0].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
 def test_depths_behind_the_end_of_a_short_sequence_count_nothing():
-    future = future_of(torch.tensor([[1, 2]]), torch.ones(1, 2), None, 4)
-    assert future.loss_mask.tolist() == [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
-    assert future.tokens.shape == future.labels.shape == (4, 1, 2)
+    mtp_targets = make_mtp_targets(torch.tensor([[1, 2]]), torch.ones(1, 2), None, 4)
+    assert mtp_targets.loss_mask.tolist() == [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
+    assert mtp_targets.tokens.shape == mtp_targets.labels.shape == (4, 1, 2)
 
 
 def test_further_layers_are_counted_and_left_out_without_a_future():

@@ -61,17 +61,17 @@ def test_tokens_without_a_label_cost_no_matmul_where_the_host_counts_the_others(
     few = mask.flatten().clone()
     few[few.nonzero().flatten()[torch.arange(len(few.nonzero())) >= counted]] = 0.0
     arguments = hidden, weight, labels, few.view_as(mask)
-    labelled = int(few.count_nonzero())
+    max_label_tokens = int(few.count_nonzero())
     expected = loss_and_gradients(on_whole_logits, arguments)
 
     def counting(*given):
-        return linear_cross_entropy(*given, VOCAB, labelled=labelled)
+        return linear_cross_entropy(*given, VOCAB, max_label_tokens=max_label_tokens)
 
     with FlopCounterMode(display=False) as flops:
         found = loss_and_gradients(counting, arguments)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    taken = max(4, -(-labelled // 4) * 4)
+    taken = max(4, -(-max_label_tokens // 4) * 4)
     assert flops.get_total_flops() == 3 * 2 * taken * PADDED * HIDDEN
 
 

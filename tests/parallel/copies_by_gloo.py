@@ -82,6 +82,6 @@ def as_if_direct() -> Iterator[None]:
     """Heads, and nothing else, go as by copy engines."""
     with (
         mock.patch.object(direct_heads, "_begin", by_gloo),
-        mock.patch.object(Axis, "by_copy_engine", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
+        mock.patch.object(Axis, "uses_copy_engine", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
     ):
         yield

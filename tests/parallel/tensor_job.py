@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm.collectives import all_reduce_no_grad, local, local_shape_and_offset
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
+from megalith.local_shards import local, local_shape_and_offset
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import apply_data, prepare_backward, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh

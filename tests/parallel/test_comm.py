@@ -130,7 +130,7 @@ def sum_in_shares(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, t
     torch.manual_seed(axis.rank)
     x = torch.randn(shape).bfloat16().requires_grad_()
     with (
-        mock.patch.object(comm.Axis, "by_copy_engine", lambda axis, x: True),
+        mock.patch.object(comm.Axis, "uses_copy_engine", lambda axis, x: True),
         mock.patch.object(comm, "begin_reduce_scatter", side_effect=parts_by_gloo) as shares,
         mock.patch.object(comm, "begin_all_gather", gathered_by_gloo),
     ):

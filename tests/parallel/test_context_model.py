@@ -71,14 +71,14 @@ def a_batch(rules: str) -> Batch:
     return make_batch(samples.numpy(), torch.tensor([40, 41]).numpy(), RULES[rules])
 
 
-def loss_and_gradients(model: Transformer, batch: Batch, places: torch.Tensor, axis: Axis):
+def loss_and_gradients(model: Transformer, batch: Batch, token_index: torch.Tensor, axis: Axis):
     """Sums over the axis: the loss, and the gradient of every parameter by its name."""
     loss = model(
         batch.input_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
-        places=places,
+        token_index=token_index,
         document_ends=batch.document_ends,
         sample_numbers=batch.sample_numbers,
     )
@@ -100,8 +100,8 @@ def one_process() -> dict:
     runs = {}
     for family in FAMILIES:
         for rules in RULES:
-            batch, places = shard_batch(a_batch(rules), Axis())
-            runs[family, rules] = loss_and_gradients(a_model(family), batch, places, Axis())
+            batch, token_index = shard_batch(a_batch(rules), Axis())
+            runs[family, rules] = loss_and_gradients(a_model(family), batch, token_index, Axis())
     return runs
 
 
@@ -151,10 +151,12 @@ def logits_in_parts_and_at_once(way: tuple, family: str) -> tuple[torch.Tensor, 
     apply_context(model, axis, cp_comm_type, sizes)
     whole = a_batch("one document")
     with torch.no_grad():
-        part, places = shard_batch(whole, axis)
-        in_parts = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
+        part, token_index = shard_batch(whole, axis)
+        in_parts = unshard(
+            model(part.input_ids, position_ids=part.position_ids, token_index=token_index), axis
+        )
         at_once = model(whole.input_ids)
-        again = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
+        again = unshard(model(part.input_ids, position_ids=part.position_ids, token_index=token_index), axis)
         assert torch.equal(in_parts, again)
     return in_parts, at_once
 
@@ -197,9 +199,9 @@ def test_chunks_of_a_batch_pair_early_with_late_tokens():
     batch = a_batch("documents")
     axes = [Axis(size=4, rank=rank) for rank in range(4)]
     shards = [shard_batch(batch, axis) for axis in axes]
-    assert [places.tolist() for _, places in shards][1] == [*range(4, 8), *range(24, 28)]
-    for part, places in shards:
+    assert [token_index.tolist() for _, token_index in shards][1] == [*range(4, 8), *range(24, 28)]
+    for part, token_index in shards:
         for name in ("input_ids", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(getattr(part, name), getattr(batch, name)[:, places])
+            assert torch.equal(getattr(part, name), getattr(batch, name)[:, token_index])
         assert part.sample_numbers is batch.sample_numbers and part.document_ends is batch.document_ends
-    assert sorted(torch.cat([places for _, places in shards]).tolist()) == list(range(SEQ))
+    assert sorted(torch.cat([token_index for _, token_index in shards]).tolist()) == list(range(SEQ))

@@ -272,7 +272,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
 @pytest.mark.full
 def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forward_pass(monkeypatch):
     """An all-reduce is a scatter and a gather of what it sums up to, each of which the other half can hide."""
-    monkeypatch.setattr(Axis, "by_copy_engine", lambda axis, x: True)
+    monkeypatch.setattr(Axis, "uses_copy_engine", lambda axis, x: True)
     forward, backward = (ordered(graph) for graph in layer_graphs(tensor_model_parallel_size=2))
     for nodes in (forward, backward):
         kinds = [str(node.target) for node in nodes if starts_collective(node)]

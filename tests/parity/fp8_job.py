@@ -12,8 +12,8 @@ import torch
 from parity_cases import LATENT, run_config
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import RunConfig
+from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.transformer import layers_of
 from megalith.ops.fp8 import recipes

@@ -164,7 +164,7 @@ def _placed(
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)
-    if layer is not None and len(set(model.expert_layers) - set(model.further_layers)) in (
+    if layer is not None and len(set(model.expert_layers) - set(model.mtp_layers)) in (
         0,
         model.num_layers,
     ):
@@ -281,7 +281,7 @@ def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str,
             yield name, name
     if 0 < stage == stages - 1 and not model.untie_embeddings_and_output_weights:
         yield head, embedding
-    if 0 < stage == stages - 1 and model.further_layers:
+    if 0 < stage == stages - 1 and model.mtp_layers:
         yield embedding, embedding
 
 

@@ -99,7 +99,7 @@ class CoreFamily(Family):
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """The tensors of this model."""
         table = dict(self.tensors)
-        for number, layer in enumerate(model.further_layers):
+        for number, layer in enumerate(model.mtp_layers):
             ours, theirs = f"layers.{layer}.", f"mtp.layers.{number}."
             for name, rule in self.tensors.items():
                 if name.startswith("layers."):
@@ -168,7 +168,7 @@ class _Windows:
         )
 
     def write(self, model: ModelConfig) -> Tree:
-        further = [model.window(layer) for layer in model.further_layers]
+        further = [model.window(layer) for layer in model.mtp_layers]
         if set(further) - {model.window(0)}:  # there they count as the first layer, here as the last
             raise ConfigError("mtp_num_layers with a window in the first or the last layer alone")
         size = model.window_size

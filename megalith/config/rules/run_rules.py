@@ -501,7 +501,7 @@ def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
             2 * (keys * model.linear_key_head_dim + values * model.linear_value_head_dim),
         )
         yield "columns of linear_out", values * model.linear_value_head_dim
-    if len(model.expert_layers) < model.num_layers + len(model.further_layers):
+    if len(model.expert_layers) < model.num_layers + len(model.mtp_layers):
         yield "ffn_hidden_size", model.ffn_size // size
     if model.num_experts is not None:
         yield "moe_ffn_hidden_size", model.expert_size // config.parallel.expert_tensor_parallel_size

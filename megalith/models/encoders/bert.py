@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
 from megalith.models.linear import Linear
-from megalith.models.loss import CrossEntropy, MicroBatchMean, Objective, with_gradient_times
+from megalith.models.loss import CrossEntropy, MicroBatchMean, Objective, scale_gradient
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Stack, Transformer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 OF_TOKENS = (
     "position_ids",
-    "places",
+    "token_index",
     "document_ends",
     "padding_mask",
     "sample_numbers",
@@ -106,19 +106,19 @@ class Bert(Transformer):
         loss = self.vocabulary_loss(h, context, labels, loss_mask, objective, loss_scale)
         if self.binary_head is None or sentence_order is None:
             return loss
-        places = tokens.get("places")
-        order = self.binary_head(self._pooled(x, context, places))
+        token_index = tokens.get("token_index")
+        order = self.binary_head(self._pooled(x, context, token_index))
         of_order = order_loss(order, sentence_order, order_weights)
-        if places is not None:  # of context parallelism's ranks one has the first tokens
-            of_order = of_order * (places == 0).any()
-        return loss + with_gradient_times(of_order, loss_scale)
+        if token_index is not None:  # of context parallelism's ranks one has the first tokens
+            of_order = of_order * (token_index == 0).any()
+        return loss + scale_gradient(of_order, loss_scale)
 
     def encodings(
         self, input_ids: Tensor, tokentype_ids: Tensor | None = None, **tokens: Tensor | None
     ) -> Encodings:
         """Of int64 [batch, seq], which are taken as `forward` takes them."""
         x, context = self._hidden(input_ids, tokentype_ids, None, False, tokens)
-        pooled = None if self.pooler is None else self._pooled(x, context, tokens.get("places"))
+        pooled = None if self.pooler is None else self._pooled(x, context, tokens.get("token_index"))
         return Encodings(x, pooled, None if self.binary_head is None else self.binary_head(pooled))
 
     def _hidden(
@@ -131,25 +131,28 @@ class Bert(Transformer):
     ) -> tuple[Tensor, Context]:
         """What the stack gives: the residual stream [batch, seq, hidden]."""
         context = self.context(input_ids, trains=trains, **{name: tokens.get(name) for name in OF_TOKENS})
-        context.balance_scale, context.labelled = tokens.get("balance_scale"), tokens.get("labelled")
+        context.balance_scale, context.max_label_tokens = (
+            tokens.get("balance_scale"),
+            tokens.get("max_label_tokens"),
+        )
         if streams is not None:
             return Stack.forward(self, streams["hidden"], context), context
         if tokentype_ids is None:
             tokentype_ids = torch.zeros_like(input_ids)
         return Stack.forward(self, self.embed(input_ids, context, tokentype_ids), context), context
 
-    def _pooled(self, x: Tensor, context: Context, places: Tensor | None) -> Tensor:
+    def _pooled(self, x: Tensor, context: Context, token_index: Tensor | None) -> Tensor:
         """Of each sequence's first token in the residual stream x: [batch, hidden]. Where context parallelism has put
         it on another rank, of zeros."""
-        if places is None:
-            places = torch.arange(context.position_ids.shape[1], device=x.device)
+        if token_index is None:
+            token_index = torch.arange(context.position_ids.shape[1], device=x.device)
         numbers = torch.arange(context.batch, device=x.device)[:, None]  # [batch, 1]
-        firsts = torch.where(places == 0, numbers, -1)  # [batch, seq]
+        firsts = torch.where(token_index == 0, numbers, -1)  # [batch, seq]
         found = (
-            self.shard_tokens(firsts, context.layout).flatten() == numbers
+            self.shard_sequence(firsts, context.layout).flatten() == numbers
         )  # [batch, tokens of the stream]
         first = x.flatten(0, -2)[found.int().argmax(1)] * found.any(1, keepdim=True)
-        return torch.tanh(self.pooler(self.sum_of_shares(first, context.layout)))
+        return torch.tanh(self.pooler(self.reduce_sequence(first, context.layout)))
 
     @property
     def output_bias(self) -> Tensor:

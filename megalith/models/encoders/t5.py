@@ -25,7 +25,7 @@ class T5(Transformer):
     """An encoder-decoder: the decoder's layers and heads are its own, the encoder's its `encoder`'s."""
 
     streams = {"encoded": "encoder_input_ids", "hidden": "input_ids"}
-    reads = ("encoder_input_ids", "encoder_padding_mask", "encoder_document_ends", "encoder_places")
+    reads = ("encoder_input_ids", "encoder_padding_mask", "encoder_document_ends", "encoder_token_index")
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str | None = None, seed: int = 0, **how
@@ -43,7 +43,7 @@ class T5(Transformer):
         | None = None,  # bool [batch, encoder seq], False for what fills up; of whole sequences everywhere
         encoder_document_ends: Tensor
         | None = None,  # int32 [batch, 2], in its place: where what is real ends, and all
-        encoder_places: Tensor | None = None,  # int64 [encoder seq], as `places` of the decoder's
+        encoder_token_index: Tensor | None = None,  # int64 [encoder seq], as `token_index` of the decoder's
         streams: Mapping[str, Tensor] | None = None,
         **rest,
     ) -> Tensor | dict[str, Tensor]:
@@ -57,11 +57,11 @@ class T5(Transformer):
             encoder_document_ends,
             trains=rest.get("labels") is not None,
             sample_numbers=rest.get("sample_numbers"),
-            places=encoder_places,
+            token_index=encoder_token_index,
             stream=None if streams is None else streams["encoded"],
         )
         if encoder_document_ends is not None:
-            length = input_ids.shape[1] * encoded.context.layout.sequence_parts
+            length = input_ids.shape[1] * encoded.context.layout.cp_size
             queries = torch.full_like(encoder_document_ends, length)  # all see what is real
             encoded = replace(encoded, documents=torch.stack([queries, encoder_document_ends]))
         y = super().forward(input_ids, streams=streams, encoded=encoded, **rest)
@@ -75,14 +75,14 @@ class T5(Transformer):
         *,
         trains: bool,
         sample_numbers: Tensor | None = None,  # int64 [batch]
-        places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
+        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         stream: Tensor | None = None,  # of the stage before; None: this is the first
     ) -> Encoded:
         """What the encoder's layers on this stage make of these tokens, for the decoder to attend to."""
         context = self.encoder.context(
             input_ids,
             trains=trains,
-            places=places,
+            token_index=token_index,
             padding_mask=padding_mask,
             document_ends=document_ends,
             sample_numbers=sample_numbers,

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadNorms, HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, PassLayout
@@ -63,7 +63,7 @@ class Attention(Runnable):
         [batch, seq, heads, head_dim]."""
         drops = self.dropout > 0 and context.dropout is not None
         core, value = (
-            attention if context.layout.whole_sequences else self.core,
+            attention if context.layout.full_sequence else self.core,
             context.without_padding(value),
         )
         if context.cache is not None:
@@ -159,7 +159,7 @@ class CrossAttention(Attention):
         keys_values = self.linear_kv(encoded.hidden, encoded.context)
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
-        queries = query.shape[1] * context.layout.sequence_parts
+        queries = query.shape[1] * context.layout.cp_size
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, queries, -1)
         apart = replace(
             context,
@@ -192,10 +192,10 @@ class SoftmaxOffset(nn.Module):
         return local(self.weight).float()
 
 
-def every_score(weight: Tensor, places: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+def every_score(weight: Tensor, token_index: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
     """The biases of the heads whose scores are computed here, and the places of their tokens: context parallelism has
     all places of some heads."""
-    return weight, places
+    return weight, token_index
 
 
 class RelativeBias(nn.Module):
@@ -208,10 +208,10 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.buckets, config.num_attention_heads, device=device))
         self.scores = every_score  # a seam
 
-    def forward(self, places: Tensor, layout: PassLayout) -> Tensor:
+    def forward(self, token_index: Tensor, layout: PassLayout) -> Tensor:
         """float32 [1, heads here, seq, seq] for the tokens at these places, int64 [seq]."""
-        weight, places = self.scores(local(self.weight), places, layout)
-        distances = places[None] - places[:, None]  # [queries, keys]
+        weight, token_index = self.scores(local(self.weight), token_index, layout)
+        distances = token_index[None] - token_index[:, None]  # [queries, keys]
         buckets = distance_buckets(distances, self.causal, self.buckets, self.farthest)
         return nn.functional.embedding(buckets, weight).permute(2, 0, 1)[None]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.pass_context import Context
 from megalith.models.runnable import Runnable, runnable

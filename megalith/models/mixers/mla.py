@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention, by_head
 from megalith.models.norm import Norm, normed
-from megalith.models.pass_context import Context, own_tokens
+from megalith.models.pass_context import Context
 from megalith.models.rope import rotate
 from megalith.models.runnable import runnable
 
@@ -34,7 +35,7 @@ class LatentAttention(Attention):
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.parts = (config.qk_head_dim, config.qk_pos_emb_head_dim)
         self.latent, self.value_size = config.kv_lora_rank, config.v_head_dim
-        self.gather = own_tokens
+        self.gather = identity
         self.linear_q_proj = self.linear_q_down_proj = None
         if config.q_lora_rank is None:
             self.linear_q_proj = Linear(hidden, heads * config.head_dim, bias=False, device=device)

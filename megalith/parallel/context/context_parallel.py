@@ -48,14 +48,14 @@ def apply_context(
 
     `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
     Raises ConfigError for mixers that are no attention, and for cross-attention but with a2a in a model that reads
-    encoder_places: where its other sequence's tokens stand.
+    encoder_token_index: where its other sequence's tokens stand.
     """
     if axis.size == 1:
         return
     mixers = [mixer for layer in layers_of(model).values() for mixer in layer.mixers]
     crosses = any(isinstance(mixer, CrossAttention) for mixer in mixers)
     others = [m for m in mixers if not isinstance(m, Attention)]
-    if crosses and "encoder_places" not in model.reads:
+    if crosses and "encoder_token_index" not in model.reads:
         others += [m for m in mixers if isinstance(m, CrossAttention)]
     if others:
         raise ConfigError(
@@ -76,11 +76,15 @@ def apply_context(
             plug(stack.relative_attention_bias, "scores", partial(_scores_of_heads, axis))
 
 
-def _scores_of_heads(axis: Axis, weight: Tensor, places: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+def _scores_of_heads(
+    axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
+) -> tuple[Tensor, Tensor]:
     """Relative positions' biases of this rank's share of the heads, and all places of the sequence."""
-    if layout.whole_sequences:
-        return weight, places
-    return weight.chunk(axis.size, 1)[axis.rank], torch.arange(len(places) * axis.size, device=places.device)
+    if layout.full_sequence:
+        return weight, token_index
+    return weight.chunk(axis.size, 1)[axis.rank], torch.arange(
+        len(token_index) * axis.size, device=token_index.device
+    )
 
 
 def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None) -> Callable:
@@ -96,8 +100,8 @@ def _pass_layout(
     token at a time, has whole ones, the same on every rank."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids:
-        return replace(layout, whole_sequences=True)
-    return replace(layout, sequence_parts=parts)
+        return replace(layout, full_sequence=True)
+    return replace(layout, cp_size=parts)
 
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
@@ -105,24 +109,26 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     Of a sequence that an encoder reads the batch has the places. Documents' ends and padding masks stay those of the
     whole sequences.
 
-    The places are those of `Transformer.forward(places=...)`. seq is a multiple of 2 · size (rules.check_context).
+    The places are those of `Transformer.forward(token_index=...)`. seq is a multiple of 2 · size (rules.check_context).
     """
     if axis.size == 1:
         return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    places = _places(batch.input_ids, axis)
-    cut = {name: batch[name][:, places] for name in batch.of_tokens if batch[name] is not None}
+    token_index = _local_token_index(batch.input_ids, axis)
+    cut = {name: batch[name][:, token_index] for name in batch.of_tokens if batch[name] is not None}
     for name in batch.of_encoder_tokens:
-        cut["encoder_places"] = _places(batch[name], axis)
-        cut[name] = batch[name][:, cut["encoder_places"]]
-    return replace(batch, **cut), places
+        cut["encoder_token_index"] = _local_token_index(batch[name], axis)
+        cut[name] = batch[name][:, cut["encoder_token_index"]]
+    return replace(batch, **cut), token_index
 
 
-def _places(tokens: Tensor, axis: Axis) -> Tensor:
+def _local_token_index(tokens: Tensor, axis: Axis) -> Tensor:
     """Of this rank's among tokens [batch, seq]."""
     seq = tokens.shape[1]
     assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
-    places = torch.cat([torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)])
-    return places.to(tokens.device)
+    token_index = torch.cat(
+        [torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)]
+    )
+    return token_index.to(tokens.device)
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:

@@ -45,14 +45,14 @@ def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
     """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
     if axis.size == 1:
         return out
-    if axis.by_copy_engine(out):
+    if axis.uses_copy_engine(out):
         return _TokensFromHeads.apply(out, axis)
     return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
 
 
 def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
     """One exchange for one tensor, or for queries, keys and values, [batch, seq, ·, head_dim] each."""
-    if axis.by_copy_engine(xs[0]):
+    if axis.uses_copy_engine(xs[0]):
         return _HeadsFromTokens.apply(axis, *xs)
     shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
     exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]

@@ -28,8 +28,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
+from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
 from megalith.models.vocabulary import OutputMatrix
 from megalith.ops import kernels
@@ -163,7 +163,7 @@ def _is_replicated(parallel: ParallelConfig) -> bool:
 def _has_untied_head(chunk: nn.Module) -> bool:
     """Return whether the output matrix is an FSDP2 unit of its own. MTP would call it several times per pass."""
     head = getattr(chunk, "output_layer", None)
-    return isinstance(head, OutputMatrix) and not chunk.config.further_layers
+    return isinstance(head, OutputMatrix) and not chunk.config.mtp_layers
 
 
 def _outside_layers(root: FSDPModule) -> list[FSDPModule]:

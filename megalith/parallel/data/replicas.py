@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
+from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug

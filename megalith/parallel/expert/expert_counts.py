@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_gather, all_reduce_no_grad
-from megalith.models.load_balance import TokenShare, move_bias
+from megalith.models.load_balance import LocalTokens, move_bias
 from megalith.models.router import Router
 from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.mesh import Mesh
 
 
-class SplitTokenShare(TokenShare):
+class ShardedTokens(LocalTokens):
     """The tokens here are one of `axis.size` parts of their micro-batch."""
 
     def __init__(self, axis: Axis):
-        self.axis, self.shares = axis, axis.size
+        self.axis, self.shards = axis, axis.size
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return all_reduce_no_grad(x, self.axis)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return all_gather(x, self.axis)
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_slice(self, x: Tensor) -> Tensor:
         return x.chunk(self.axis.size)[self.axis.rank]
 
 

@@ -29,10 +29,10 @@ from megalith.comm.collectives import (
     begin_all_to_all,
     end_all_to_all,
     local_chunk,
-    local_shape_and_offset,
     reduce_scatter,
 )
 from megalith.config import ModelConfig
+from megalith.local_shards import local_shape_and_offset
 from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared, bounded_rows
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Routing
@@ -52,7 +52,7 @@ from megalith.parallel.expert.dispatch_buffer import (
     unpack,
     unpack_replicated,
 )
-from megalith.parallel.expert.expert_counts import SplitTokenShare
+from megalith.parallel.expert.expert_counts import ShardedTokens
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
@@ -80,7 +80,7 @@ def apply_expert(
         if not layer.has_experts:
             continue
         if parts.size > 1:
-            plug(layer.mlp.router, "micro_batch", SplitTokenShare(parts))
+            plug(layer.mlp.router, "local_tokens", ShardedTokens(parts))
         if mesh.experts is not None:
             _cut(layer.mlp.experts, mesh)
         if mesh.ep_etp.size > 1 or tensor is not None:

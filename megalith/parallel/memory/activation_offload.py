@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
-from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
+from megalith.local_shards import local
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
 from megalith.parallel.memory.recompute import unit_size

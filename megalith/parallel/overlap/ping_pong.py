@@ -121,7 +121,7 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         padding=own(context.padding),
         dropout=dropout,
         output_rows=rows,
-        upcoming=own(context.upcoming, stream),
+        mtp_embeddings=own(context.mtp_embeddings, stream),
         encoded=None if context.encoded is None else _encoded_part(context.encoded, number, count),
     )
 

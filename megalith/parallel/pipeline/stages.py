@@ -125,7 +125,7 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
 def _copy(model: Transformer, stage: Stage) -> Transformer:
     """`model` with modules of its own, but for layers that `_keep` takes away."""
-    layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}
+    layers = {*map(str, stage.layers), *(map(str, model.config.mtp_layers) if stage.head else ())}
     others = [
         layer for stack in stacks_of(model) for name, layer in stack.layers.items() if name not in layers
     ]
@@ -140,7 +140,7 @@ def _keep(model: Transformer, stage: Stage) -> Transformer:
         plug(model.embedding, "layernorm", None)
     elif not stage.embedding:
         plug(model, "embedding", None)
-    layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}
+    layers = {*map(str, stage.layers), *(map(str, model.config.mtp_layers) if stage.head else ())}
     for stack in stacks_of(model):
         ends_here = stage.head if stack is model else [*stack.layers][-1] in layers
         for number in set(stack.layers) - layers:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
+from megalith.local_shards import local
 from megalith.models.mixers.attention import RelativeBias
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh

@@ -13,8 +13,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from megalith.comm.collectives import Axis, local
+from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError
+from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout

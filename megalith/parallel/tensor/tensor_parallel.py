@@ -35,12 +35,12 @@ from megalith.comm.collectives import (
     begin_all_gather,
     begin_all_reduce,
     begin_reduce_scatter,
-    local,
     reduce_scatter,
     wait,
 )
 from megalith.errors import ConfigError
-from megalith.models.loss import Objective, ask_logprobs
+from megalith.local_shards import local
+from megalith.models.loss import Objective, compute_logprobs
 from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
@@ -87,11 +87,11 @@ class TensorParallel:
         """The sum of the ranks' x, which each goes on to use for its own heads: gradients are summed as well."""
         return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
-    def shard_tokens(self, x: Tensor, layout: PassLayout) -> Tensor:
+    def shard_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
         """This rank's share of something that every token has: [batch, seq] -> with SP [1, tokens / tp]."""
-        return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
+        return self.to_sp_order(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
-    def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
+    def to_sp_order(self, x: Tensor, layout: PassLayout) -> Tensor:
         """Something that every token has [batch, seq, ...], the ranks' shares of it one after the other: with SP
         [1, tokens, ...]."""
         if not layout.sharded:
@@ -99,12 +99,12 @@ class TensorParallel:
         shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
         return shares.reshape(1, -1, *x.shape[2:])
 
-    def sum_of_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
+    def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
         """The sum of what the ranks made of their shares of the tokens, of which each goes on to compute the same."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
     def from_sp_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
-        """The inverse of `in_shares`: [batch, seq, ...]."""
+        """The inverse of `to_sp_order`: [batch, seq, ...]."""
         if not layout.sharded:
             return shares
         x = shares.reshape(self.axis.size, layout.micro_batches, -1, *shares.shape[2:]).transpose(0, 1)
@@ -239,8 +239,8 @@ def apply_tensor(
     tensor = TensorParallel(axis, sequence_parallel, saves_gathered_inputs)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", tensor.pass_layout)
-        plug(stack, "shard_tokens", tensor.shard_tokens)
-        plug(stack, "sum_of_shares", tensor.sum_of_shares)
+        plug(stack, "shard_sequence", tensor.shard_sequence)
+        plug(stack, "reduce_sequence", tensor.reduce_sequence)
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
@@ -326,7 +326,7 @@ class VocabParallel:
 
     def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
         """The tokens' rows [batch, seq, hidden], with SP [1, tokens / tp, hidden]: a sum, as each rank has its own."""
-        index, here = self._own(self.tensor.in_shares(input_ids, context.layout), weight)
+        index, here = self._own(self.tensor.to_sp_order(input_ids, context.layout), weight)
         return self.tensor.reduce(F.embedding(index, weight) * here[..., None], context)
 
     def loss(
@@ -343,8 +343,14 @@ class VocabParallel:
         bias: Tensor | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
-        labels, loss_mask = (self.tensor.in_shares(x, context.layout) for x in (labels, loss_mask))
-        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias, labelled=context.labelled)
+        labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
+        shard = dict(
+            axis=self.axis,
+            first=self.first,
+            rows=self.rows,
+            bias=bias,
+            max_label_tokens=context.max_label_tokens,
+        )
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
 
@@ -361,11 +367,11 @@ class VocabParallel:
         *,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `megalith.models.loss.ask_logprobs`, the same on every rank, in the sequences' order."""
+        """As `megalith.models.loss.compute_logprobs`, the same on every rank, in the sequences' order."""
         layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
-        tokens = {name: self.tensor.in_shares(x, layout) for name, x in objective.tokens.items()}
-        hidden, targets = self.tensor.gather(hidden, context), self.tensor.in_shares(targets, layout)
-        *found, loss = ask_logprobs(
+        tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
+        hidden, targets = self.tensor.gather(hidden, context), self.tensor.to_sp_order(targets, layout)
+        *found, loss = compute_logprobs(
             objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
         )
         ordered = [None if x is None else self.tensor.from_sp_order(x, layout, context.batch) for x in found]

@@ -1,0 +1,46 @@
+"""From a parameter that may be a DTensor to its shard on this process, without importing torch.distributed first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this process's shard of a DTensor; return a plain tensor as it is.
+
+    The gradient of the shard is assumed to have the parameter's placement. A replicated parameter that a rank uses for
+    some of the tokens or heads has a partial gradient on that rank, which
+    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` sums after the backward pass.
+    """
+    from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
+
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_shape_and_offset(
+    parameter: Tensor, axes: Collection[str] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of the local shard and its offset in the global tensor, per dimension.
+
+    With `axes`, return those of the shard that the mesh axes of these names alone would make.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape, offset = list(parameter.shape), [0] * parameter.ndim
+    if not isinstance(parameter, DTensor):
+        return tuple(shape), tuple(offset)
+    mesh = parameter.device_mesh
+    # FSDP2 shards last what other axes have sharded before, although its mesh dimension comes first: its placements
+    # then have a split_factor. torch's own function orders uneven shards differently.
+    cuts = [
+        (hasattr(p, "split_factor"), i, p.dim)
+        for i, p in enumerate(parameter.placements)
+        if hasattr(p, "dim") and (axes is None or mesh.mesh_dim_names[i] in axes)
+    ]
+    for _, axis, dim in sorted(cuts):
+        part = -(-shape[dim] // mesh.size(axis))
+        begin = min(mesh.get_coordinate()[axis] * part, shape[dim])
+        shape[dim], offset[dim] = min(part, shape[dim] - begin), offset[dim] + begin
+    return tuple(shape), tuple(offset)

@@ -1,0 +1,10 @@
+"""The single-device default of seams that gather, shard or reduce a tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def identity(x: Tensor, *_: object) -> Tensor:
+    """Return x. Parallelism replaces it by a function of x and of the pass (`Context` or `PassLayout`)."""
+    return x
