@@ -19,12 +19,12 @@ from megalith.parallel.tensor.building_blocks import RowParallelLinear as RowPar
 from megalith.parallel.tensor.building_blocks import VocabParallelEmbedding as VocabParallelEmbedding
 from megalith.planner.search import plan as plan
 from megalith.rl.grpo import grpo as grpo
+from megalith.training.custom_loop import Optimizer as Optimizer
+from megalith.training.custom_loop import init_mesh as init_mesh
+from megalith.training.custom_loop import load_checkpoint as load_checkpoint
+from megalith.training.custom_loop import parallelize as parallelize
+from megalith.training.custom_loop import save_checkpoint as save_checkpoint
 from megalith.training.loading import load as load
-from megalith.training.own_loop import Optimizer as Optimizer
-from megalith.training.own_loop import init_mesh as init_mesh
-from megalith.training.own_loop import load_checkpoint as load_checkpoint
-from megalith.training.own_loop import parallelize as parallelize
-from megalith.training.own_loop import save_checkpoint as save_checkpoint
 from megalith.training.trainer import train as train
 
 __version__: str

@@ -26,7 +26,7 @@ from megalith.planner.topology import gather_rank_locations
 from megalith.report.measured_step import StepMeasurement, StepTimes
 from megalith.report.out_of_memory import model_bytes
 from megalith.training.build import prepare
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ def printed_by_run(config: RunConfig) -> str:
     """Trains on every rank by the fastest that it has; returns this rank's standard output."""
     Path(config.train.output_dir).mkdir(exist_ok=True)
     device = pick_device(config.runtime.device, dist.get_rank())
-    config, chosen = with_fastest(config, machine_of(config, device))
+    config, chosen = with_fastest(config, detect_machine(config, device))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         print("\n".join(chosen), end="")
         Trainer(build(config)).train()
@@ -109,7 +109,7 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
     memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of them are
     asked for on FSDP2's stream."""
     device = prepare_process(config, dist.get_rank())
-    config, _ = with_fastest(config, machine_of(config, device))
+    config, _ = with_fastest(config, detect_machine(config, device))
     run, sums, inside, total = build(config), [], 0, 0
 
     def late(collective):

@@ -100,7 +100,7 @@ class Bench:
             begin = time.monotonic()
             saver.save(record, self.model.chunks, self.optimizer)
             stall = time.monotonic() - begin
-            (saved,) = saver.finished(wait=True)
+            (saved,) = saver.completed_saves(wait=True)
             if saved.error is not None:
                 raise saved.error
             figures.append(self._slowest(stall, time.monotonic() - begin))

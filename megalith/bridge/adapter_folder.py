@@ -25,7 +25,7 @@ from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.rewrite import part_bytes
-from megalith.checkpoint.state import MODEL, Model, own_shards
+from megalith.checkpoint.state import MODEL, Model, checkpoint_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
@@ -162,7 +162,7 @@ def _known(base: str | None, source: str | Path) -> str:
 
 @torch.no_grad()
 def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
-    for name, shard in own_shards(model).items():
+    for name, shard in checkpoint_shards(model).items():
         shard.values.copy_(shard.slice_of(read(name)))
 
 

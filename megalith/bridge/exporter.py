@@ -39,7 +39,7 @@ from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, differences, notes_on
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
-from megalith.checkpoint.files import Layout, PlacedTensors, byte_count
+from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
@@ -71,7 +71,7 @@ class FolderWriter:
         self._tensors = dict(tensors)
         self._shards = _cut(self._tensors, shard_bytes)
         self._where = {name: file for file, names in self._shards.items() for name in names}
-        self._files: dict[str, PlacedTensors] = {}  # open, by name
+        self._files: dict[str, RandomAccessWriter] = {}  # open, by name
         if is_there(self.path) and not replace:
             raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
@@ -79,7 +79,7 @@ class FolderWriter:
         try:
             self._place.begin()
             for file, names in self._shards.items():
-                self._files[file] = PlacedTensors(
+                self._files[file] = RandomAccessWriter(
                     self.partial / file, {name: self._tensors[name] for name in names}
                 )
         except OSError as error:

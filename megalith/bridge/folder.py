@@ -21,8 +21,8 @@ from torch import Tensor
 from megalith.bridge.families.multimodal import language_config, language_tensors, wrapper_of
 from megalith.bridge.family import Family
 from megalith.bridge.quantized import PackedExperts, unpacked
-from megalith.checkpoint.files import DTYPE_CODES, Stored, list_safetensors
-from megalith.checkpoint.manifest import not_answering
+from megalith.checkpoint.files import DTYPE_CODES, SafetensorsEntry, list_safetensors
+from megalith.checkpoint.manifest import fetch_error
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import CheckpointError, shorten
 from megalith.remote import StorePath, open_location
@@ -109,7 +109,7 @@ def is_there(path: Path | StorePath) -> bool:
         return path.exists()
     except OSError as error:
         if isinstance(path, StorePath):
-            raise not_answering(path, error) from error
+            raise fetch_error(path, error) from error
         raise
 
 
@@ -141,7 +141,7 @@ def _fetched(folder: StorePath) -> Path:
             if file.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or file.name.endswith(FETCHED_ENDINGS):
                 file.fetch(made / file.name)
     except OSError as error:
-        raise not_answering(folder, error) from error
+        raise fetch_error(folder, error) from error
     return made
 
 
@@ -183,18 +183,18 @@ def _instead_of(folder: Path) -> str:
     return "give a folder of a Hugging Face model"
 
 
-def _list_weights(folder: Path) -> dict[str, Stored | Pickled]:
+def _list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
     found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if found is None:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
     return _list_shards(found) if found.name.endswith(INDEX_SUFFIX) else list_tensors(found)
 
 
-def _list_shards(index: Path) -> dict[str, Stored | Pickled]:
+def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
-    tensors: dict[str, Stored | Pickled] = {}
+    tensors: dict[str, SafetensorsEntry | Pickled] = {}
     for file in sorted(set(where.values())):
         if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:
             raise CheckpointError(
@@ -229,7 +229,7 @@ class Pickled:
         return _load(self.file)[self.key]
 
 
-def list_tensors(file: Path) -> dict[str, Stored | Pickled]:
+def list_tensors(file: Path) -> dict[str, SafetensorsEntry | Pickled]:
     """Every tensor of a file by name. Raises CheckpointError when it is missing, damaged or holds something else."""
     if not file.is_file():
         problem = "is not a file" if file.exists() else "is missing"

@@ -16,7 +16,7 @@ from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
-from megalith.checkpoint.state import MODEL, Model, base_shards, load_base, own_shards
+from megalith.checkpoint.state import MODEL, Model, base_shards, checkpoint_shards, load_base
 from megalith.checkpoint.steps import CHECKPOINTS, list_steps
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
@@ -85,7 +85,7 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     rows = dict.fromkeys(VOCABULARY, model.vocab_size)
     wanted = {
         name: [rows.get(name, shard.shape[0]), *shard.shape[1:]] if shard.shape else []
-        for name, shard in own_shards(built).items()
+        for name, shard in checkpoint_shards(built).items()
     }
     other = [
         f"{name} (listed {table[name].shape if name in table else 'nowhere'}, needed {shape})"

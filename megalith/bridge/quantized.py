@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import LAYER, Group
-from megalith.checkpoint.files import DTYPE_CODES, DTYPES, Layout, Stored
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES, Layout, SafetensorsEntry
 from megalith.errors import CheckpointError, ConfigError
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
@@ -148,8 +148,8 @@ class PackedExperts:
     [experts, out, in / 32, 16], the first of two in the lower half of a byte, and scales uint8 [experts, out, in / 32],
     the power of two plus 127."""
 
-    blocks: Stored
-    scales: Stored
+    blocks: SafetensorsEntry
+    scales: SafetensorsEntry
     dtype: ClassVar[str] = "BF16"
 
     @property
@@ -174,8 +174,8 @@ class PackedExperts:
 class CodedMatrix:
     """A matrix [out, in] in codes of a byte: fp8 with a scale a block, or int8 with one a row."""
 
-    codes: Stored
-    scales: Stored
+    codes: SafetensorsEntry
+    scales: SafetensorsEntry
     block: tuple[int, int]  # rows and columns that share a scale
     dtype: str  # of what is read
 

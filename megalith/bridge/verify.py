@@ -41,7 +41,7 @@ def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> P
 
     Raises CheckpointError when they are not the same model; the certificate then says in what they differ.
     """
-    opened = open_checkpoint(checkpoint, what=("model",))
+    opened = open_checkpoint(checkpoint, parts=("model",))
     fit = open_source(folder, allow=True)
     certificate = {
         "checkpoint": str(opened.folder),

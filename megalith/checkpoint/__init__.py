@@ -1,6 +1,6 @@
 """Checkpoints: what a run is (`state`), saving it from all ranks (`saver`), and the way back (`open`, `read`).
 
-checkpoint = open_checkpoint(folder, what=("model",))     the newest whole step, its files checked
+checkpoint = open_checkpoint(folder, parts=("model",))     the newest whole step, its files checked
 checkpoint.table("model")                                 name -> type and global shape
 checkpoint.read("model", name)                            a whole tensor, or a slice of one
 with StepWriter(folder, record) as writer:                a step out of tensors that come one at a time

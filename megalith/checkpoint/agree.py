@@ -16,10 +16,10 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 
 
-def together(world: Axis, work: Callable[[], Any]) -> list[Any]:
+def collectively(world: Axis, work: Callable[[], Any]) -> list[Any]:
     """Does `work` on every rank and returns what each rank's gave, plain JSON, when all are done.
 
-    When it raised anywhere, every rank raises JointError with the ranks' reasons.
+    When it raised anywhere, every rank raises CollectiveError with the ranks' reasons.
     """
     value, error = None, None
     try:
@@ -29,11 +29,11 @@ def together(world: Axis, work: Callable[[], Any]) -> list[Any]:
     outcomes = gather_json([value, error and _sentence(error)], world)
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason}
     if reasons:
-        raise JointError(reasons, world.size) from error
+        raise CollectiveError(reasons, world.size) from error
     return [value for value, _ in outcomes]
 
 
-class JointError(CheckpointError):
+class CollectiveError(CheckpointError):
     """What failed on some ranks, raised on all."""
 
     def __init__(self, reasons: Mapping[int, str], world_size: int):

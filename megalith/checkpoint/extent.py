@@ -35,7 +35,7 @@ class Extent:
         """How many elements it has."""
         return math.prod(self.shape)
 
-    def meet(self, other: Extent) -> Extent | None:
+    def intersection(self, other: Extent) -> Extent | None:
         """The elements that both have; None when there are none."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset))
         size = tuple(min(a, b) - at for a, b, at in zip(self.end, other.end, start))
@@ -49,7 +49,7 @@ class Extent:
         )
 
 
-def fills(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
+def covers_exactly(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
     """Whether the boxes cover a tensor of this shape, each element once."""
     covered = 0
     for extent in extents:
@@ -73,4 +73,4 @@ def _are_apart(extents: Sequence[Extent]) -> bool:
         spans = sorted(groups)
         if len(spans) > 1 and all(before[1] <= after[0] for before, after in pairwise(spans)):
             return all(_are_apart(group) for group in groups.values())
-    return all(a.meet(b) is None for i, a in enumerate(extents) for b in extents[:i])
+    return all(a.intersection(b) is None for i, a in enumerate(extents) for b in extents[:i])

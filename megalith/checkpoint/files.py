@@ -53,7 +53,7 @@ PIECE = 2**20
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor
 
 
-class Values(Protocol):
+class TensorSource(Protocol):
     """What can be written as a tensor: its type and shape, and its bytes in stretches, asked for once at its turn."""
 
     dtype: torch.dtype
@@ -90,12 +90,12 @@ def stored_bytes(record: TensorRecord) -> int:
     return byte_count(record.shape, DTYPES[record.dtype])
 
 
-def tensor_record(tensor: Tensor | Values) -> TensorRecord:
+def tensor_record(tensor: Tensor | TensorSource) -> TensorRecord:
     """Type and shape, as the manifest and the safetensors header write them."""
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))
 
 
-def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Values]) -> FileRecord:
+def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | TensorSource]) -> FileRecord:
     """Writes named tensors of any device; of a file here it returns once it is synced. Raises OSError."""
     # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -114,7 +114,7 @@ def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Val
     return FileRecord(bytes=count, sha256=digest.hexdigest())
 
 
-class PlacedTensors:
+class RandomAccessWriter:
     """A safetensors file whose tensors come in any order: the header, which has their places, is written first."""
 
     def __init__(self, path: Path, tensors: Layout):
@@ -155,14 +155,14 @@ def _head(tensors: Layout) -> tuple[bytes, dict[str, int]]:
     return head, {name: len(head) + header[name]["data_offsets"][0] for name in tensors}
 
 
-def _chunks(values: Tensor | Values) -> Iterator[memoryview]:
+def _chunks(values: Tensor | TensorSource) -> Iterator[memoryview]:
     for stretch in [byte_view(values)] if isinstance(values, Tensor) else values.byte_chunks():
         for part in stretch.split(CHUNK):
             yield memoryview(part.cpu().numpy())
 
 
 @dataclass(frozen=True)
-class Stored:
+class SafetensorsEntry:
     """A tensor of a safetensors file: its type code, its shape, and its first byte in the file."""
 
     file: Path
@@ -193,7 +193,7 @@ class Stored:
         )
 
 
-def list_safetensors(file: Path, way_out: str) -> dict[str, Stored]:
+def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
     """The tensors of a file by name. Raises CheckpointError, with the way out, when it is no safetensors file."""
     try:
         with safe_open(file, framework="pt") as checked:
@@ -204,7 +204,9 @@ def list_safetensors(file: Path, way_out: str) -> dict[str, Stored]:
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error}; {way_out}") from None
     return {
-        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        name: SafetensorsEntry(
+            file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+        )
         for name in names
         for entry in [header[name]]
     }

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from megalith.checkpoint.extent import Extent, fills
+from megalith.checkpoint.extent import Extent, covers_exactly
 from megalith.errors import CheckpointError, printable
 from megalith.remote import StorePath
 from megalith.small_files import RefusedFile, read_small_file
@@ -101,7 +101,7 @@ class StoredTensor(TensorRecord):
 
     @model_validator(mode="after")
     def _cover_the_tensor(self) -> StoredTensor:
-        if not fills(self.shape, [piece.extent for piece in self.pieces]):
+        if not covers_exactly(self.shape, [piece.extent for piece in self.pieces]):
             raise ValueError(f"its shards do not cover {self} once")
         return self
 
@@ -224,7 +224,7 @@ def read_manifest(folder: Path | StorePath) -> Manifest:
         ) from None
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         if isinstance(path, StorePath) and isinstance(error, OSError) and not isinstance(error, RefusedFile):
-            raise not_answering(path, error) from error
+            raise fetch_error(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise DamagedCheckpointError(f"{path} is damaged ({reason}); use another step") from None
     if checksum != found:
@@ -250,7 +250,7 @@ def manifest_bytes(folder: Path | StorePath) -> bytes:
     return read_small_file(folder / MANIFEST, folder, MOST_MANIFEST)
 
 
-def not_answering(path: StorePath, error: OSError) -> CheckpointError:
+def fetch_error(path: StorePath, error: OSError) -> CheckpointError:
     """What is said where a store does not give what may well be there."""
     told = f"{error.strerror or error}{f' ({error.filename})' if error.filename not in (None, str(path)) else ''}"
     return CheckpointError(

@@ -21,13 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.files import DTYPES
 from megalith.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     Manifest,
-    not_answering,
+    fetch_error,
     read_manifest,
 )
 from megalith.checkpoint.read import Checkpoint, check_file, files_for, is_task_file, is_tokenizer_file
@@ -54,15 +54,15 @@ OTHERS = (
 
 def open_checkpoint(
     path: str | Path | StorePath,
-    what: Collection[str] | None = ("model", "optimizer"),
+    parts: Collection[str] | None = ("model", "optimizer"),
     *,
     world: Axis = ALONE,
     shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
     show_progress: bool = False,
 ) -> Checkpoint | None:
-    """Finds a whole checkpoint and checks its manifest and the files of `what`; its tensors are read later.
+    """Finds a whole checkpoint and checks its manifest and the files of `parts`; its tensors are read later.
 
-    `what` names parts, None all that were saved.
+    `parts` names parts, None all that were saved.
 
     `path` is a run's output folder, its `checkpoints`, or one step folder, or the URL of one. Of several steps the one
     saved last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
@@ -81,16 +81,16 @@ def open_checkpoint(
             return _candidates(path) if world.rank == 0 else None
         except OSError as error:
             if isinstance(path, StorePath):
-                raise not_answering(path, error) from error
+                raise fetch_error(path, error) from error
             raise
 
-    found = together(world, candidates)[0]
+    found = collectively(world, candidates)[0]
     if found is None:
         return None
     refused: list[str] = []
     for candidate in map(open_location, found):
         try:
-            checkpoint = _open_step(candidate, what, world, shards, show_progress)
+            checkpoint = _open_step(candidate, parts, world, shards, show_progress)
         except DamagedCheckpointError as error:
             if candidate == path:
                 raise
@@ -106,10 +106,10 @@ def open_checkpoint(
 
 
 def open_existing(
-    path: str | Path | StorePath, what: Collection[str] | None = ("model",), *, show_progress: bool = False
+    path: str | Path | StorePath, parts: Collection[str] | None = ("model",), *, show_progress: bool = False
 ) -> Checkpoint:
     """`open_checkpoint` for one process, where there has to be one. Raises CheckpointError when there is none."""
-    checkpoint = open_checkpoint(path, what, show_progress=show_progress)
+    checkpoint = open_checkpoint(path, parts, show_progress=show_progress)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}; give a run folder, its checkpoints folder, or one step folder"
@@ -172,7 +172,7 @@ def _candidates(path: Path | StorePath) -> list[str] | None:
 
 def _open_step(
     folder: Path | StorePath,
-    what: Collection[str] | None,
+    parts: Collection[str] | None,
     world: Axis,
     shards: Mapping[str, Mapping[str, LocalShard]] | None,
     show_progress: bool,
@@ -185,7 +185,7 @@ def _open_step(
         except DamagedCheckpointError as error:
             return {"damage": [str(error)]}
         opened.append(manifest)
-        needed = _needed_files(folder, manifest, what, shards)
+        needed = _needed_files(folder, manifest, parts, shards)
         return {
             "damage": [],
             "number": manifest.save_number,
@@ -193,7 +193,7 @@ def _open_step(
             "needed": sorted(needed),
         }
 
-    answers = together(world, read)
+    answers = collectively(world, read)
     _refuse_damage(answers)
     if len({answer["number"] for answer in answers}) > 1:
         raise CheckpointError(
@@ -202,7 +202,7 @@ def _open_step(
     (manifest,) = opened
     mine = _share_of_hashing(answers, manifest, world.rank)
     checkpoint = _with_files(folder, manifest, answers, world)
-    _refuse_damage(together(world, lambda: {"damage": check_files(checkpoint, mine, show_progress)}))
+    _refuse_damage(collectively(world, lambda: {"damage": check_files(checkpoint, mine, show_progress)}))
     return checkpoint
 
 
@@ -214,7 +214,9 @@ def _with_files(
         return Checkpoint(folder, manifest, folder)
     host = answers[world.rank]["host"]
     first = next(rank for rank, answer in enumerate(answers) if answer["host"] == host)
-    made = together(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if world.rank == first else None)[first]
+    made = collectively(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if world.rank == first else None)[
+        first
+    ]
     is_own = world.rank == first
     if not Path(made).is_dir():  # of another container that has the same name
         made, is_own = tempfile.mkdtemp(prefix=FETCHED), True
@@ -244,11 +246,11 @@ def _manifest_of(folder: Path | StorePath) -> Manifest:
 def _needed_files(
     folder: Path | StorePath,
     manifest: Manifest,
-    what: Collection[str] | None,
+    parts: Collection[str] | None,
     shards: Mapping[str, Mapping[str, LocalShard]] | None,
 ) -> set[str]:
     needed = {name for name in manifest.files if is_tokenizer_file(name) or is_task_file(name)}
-    for part in manifest.tensors if what is None else what:
+    for part in manifest.tensors if parts is None else parts:
         if part not in manifest.tensors:
             raise CheckpointError(
                 f"{folder} has no {part}: it was saved without; to start the optimizer afresh, set "
@@ -284,10 +286,10 @@ def _known_steps(folder: Path | StorePath) -> str:
 
 def _refuse_other_weights(folder: Path | StorePath) -> None:
     names = sorted(item.name for item in folder.iterdir())
-    for mark, what, command in OTHERS:
+    for mark, kind, command in OTHERS:
         if any(mark.fullmatch(name) for name in names):
             raise CheckpointError(
-                f"{folder} holds {what}, no steps of a Megalith run; write it as one: megalith {command} {folder} RUN, "
+                f"{folder} holds {kind}, no steps of a Megalith run; write it as one: megalith {command} {folder} RUN, "
                 "and begin from there"
             )
     found = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)

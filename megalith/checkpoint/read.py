@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPES, Stored, file_record, list_safetensors
+from megalith.checkpoint.files import DTYPES, SafetensorsEntry, file_record, list_safetensors
 from megalith.checkpoint.manifest import (
     DamagedCheckpointError,
     FileRecord,
@@ -27,7 +27,7 @@ from megalith.checkpoint.manifest import (
     PieceRecord,
     StoredTensor,
     TensorRecord,
-    not_answering,
+    fetch_error,
     piece_key,
 )
 from megalith.checkpoint.steps import TASK, TOKENIZER
@@ -85,7 +85,7 @@ class Checkpoint:
             stored = self._tensors_in(file)
             for name, piece, shard in wanted:
                 there = _extent(shard)
-                both = piece.extent.meet(there)
+                both = piece.extent.intersection(there)
                 values = stored[piece_key(name, shard.shape, piece.extent)].read()
                 taken = shard.values[both.slices(there)]
                 taken.copy_(values[both.slices(piece.extent)])
@@ -97,7 +97,7 @@ class Checkpoint:
         for file in self._contents if files is None else files:
             self._tensors_in(file)
 
-    def _tensors_in(self, file: str) -> dict[str, Stored]:
+    def _tensors_in(self, file: str) -> dict[str, SafetensorsEntry]:
         """A file's tensors by their keys; it is compared with the manifest the first time."""
         if file not in self._tables:
             if isinstance(self.folder, StorePath):
@@ -122,12 +122,12 @@ class Checkpoint:
         files: dict[str, list[tuple[str, PieceRecord, LocalShard]]] = {}
         for name, shard in shards.items():
             for piece in self.table(part)[name].pieces:
-                if piece.extent.meet(_extent(shard)):
+                if piece.extent.intersection(_extent(shard)):
                     files.setdefault(piece.file, []).append((name, piece, shard))
         return files
 
     @cached_property
-    def _tables(self) -> dict[str, dict[str, Stored]]:
+    def _tables(self) -> dict[str, dict[str, SafetensorsEntry]]:
         """The tensors of the files that hold what the manifest lists."""
         return {}
 
@@ -162,7 +162,7 @@ def files_for(manifest: Manifest, part: str, shards: Mapping[str, LocalShard]) -
         for name, shard in shards.items()
         if name in table and len(table[name].shape) == len(shard.shape)
         for piece in table[name].pieces
-        if piece.extent.meet(_extent(shard))
+        if piece.extent.intersection(_extent(shard))
     }
 
 
@@ -200,7 +200,7 @@ def check_file(folder: Path | StorePath, files: Path, name: str, wanted: FileRec
         raise DamagedCheckpointError(f"{path} is missing, its manifest lists it; use another step") from None
     except OSError as error:
         if is_remote:
-            raise not_answering(path, error) from error
+            raise fetch_error(path, error) from error
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}; use another step") from error
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.agree import JointError, together
+from megalith.checkpoint.agree import CollectiveError, collectively
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.plan import Plan, StateShards, make_plan
@@ -107,7 +107,7 @@ class Saver:
         more: Mapping[str, Mapping[str, LocalShard]] | None = None,
         task_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Saves a run at this moment into `step_NNNNNNNN`; how it went, `finished` tells.
+        """Saves a run at this moment into `step_NNNNNNNN`; how it went, `completed_saves` tells.
 
         `more` are shards of further parts, by part and name; `task_files`, the first rank's, contents by file name.
         In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
@@ -135,7 +135,7 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
 
-    def finished(self, wait: bool = False) -> list[Saved]:
+    def completed_saves(self, wait: bool = False) -> list[Saved]:
         """The saves that have ended since the last call, on this rank; with `wait`, after the one in flight has."""
         if wait or (self._thread is not None and not self._thread.is_alive()):
             self._join()
@@ -221,7 +221,7 @@ def save_checkpoint(
         keep_every=keep_every,
     )
     saver.save(record, model, optimizer, more)
-    (saved,) = saver.finished()
+    (saved,) = saver.completed_saves()
     if saved.error is not None:
         raise saved.error
     return saved.folder
@@ -249,15 +249,15 @@ def write_step(
             own.append(shards.finish())
 
     try:
-        step.join(together(world, lambda: step.begin() if is_first else None)[0])
-        together(world, write_share)
+        step.join(collectively(world, lambda: step.begin() if is_first else None)[0])
+        collectively(world, write_share)
         written = gather_json(own[0], world, to_first=True)
         more = write_tokenizer, task_files
-        together(world, lambda: step.commit(record, plan.table, written, *more) if is_first else None)
+        collectively(world, lambda: step.commit(record, plan.table, written, *more) if is_first else None)
     except BaseException as error:
         if is_first:
             step.abandon()
-        if isinstance(error, JointError):
+        if isinstance(error, CollectiveError):
             raise not_saved(step, str(error), plan.total_bytes) from error
         raise
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES, file_record
 from megalith.checkpoint.manifest import MANIFEST, PieceRecord, RunRecord, manifest_text, piece_key
@@ -65,7 +65,7 @@ def save_shard_files(
     `rows` are those of vocabulary_rows. Raises CheckpointError, the same on every rank, where the disk refuses.
     """
     mesh, chunks = model.mesh, model.chunks
-    together(mesh.world, lambda: _clear(folder) if mesh.world.rank == 0 else None)
+    collectively(mesh.world, lambda: _clear(folder) if mesh.world.rank == 0 else None)
     stored = {part: {name: shard.shape for name, shard in shards.items()}
               for part, shards in state_shards(chunks, optimizer, rows).items()}  # fmt: skip
     extents, written = _file_extents(model), []
@@ -84,14 +84,16 @@ def save_shard_files(
         own = {part: {name: _piece(shard, extents.get(name), stored[part][name]) for name, shard in shards.items()}
                for part, shards in parts.items()}  # fmt: skip
     shares = gather_json([own, written], mesh.world)
-    together(mesh.world, lambda: _write_manifest(folder, record, shares) if mesh.world.rank == 0 else None)
+    collectively(
+        mesh.world, lambda: _write_manifest(folder, record, shares) if mesh.world.rank == 0 else None
+    )
 
 
-def open_shard_files(folder: str | Path, what: Sequence[str], world: Axis = ALONE) -> Checkpoint | None:
-    """The checkpoint that these files are, its parts `what` compared with their checksums; None where there is none."""
+def open_shard_files(folder: str | Path, parts: Sequence[str], world: Axis = ALONE) -> Checkpoint | None:
+    """Open the files as a checkpoint and verify the checksums of `parts`. None if there is none."""
     if not (Path(folder) / MANIFEST).exists():
         return None
-    opened = open_checkpoint(folder, what, world=world)
+    opened = open_checkpoint(folder, parts, world=world)
     return _ShardFiles(opened.folder, opened.manifest, opened.files)
 
 
@@ -171,7 +173,7 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
 def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> list:
     """What of a stored tensor of this shape, without padding, a file has: its type, shape, and where it lies."""
     whole = Extent.whole(shape)
-    found = (extent or whole).meet(whole)
+    found = (extent or whole).intersection(whole)
     place = None if found is None else [list(found.offset), list(found.shape)]
     return [DTYPE_CODES[shard.values.dtype], list(shape), place]
 
@@ -184,7 +186,7 @@ def _write_part(
     empty = {name: (targets[name].shape, shard.values.dtype) for name, shard in shards.items()}
     with _mapped(file, empty if writes else {}, mesh.world) as found:
         _exchange(shards, targets, found, mesh)
-        return together(mesh.world, lambda: _write(file, found) if writes else None)[mesh.world.rank]
+        return collectively(mesh.world, lambda: _write(file, found) if writes else None)[mesh.world.rank]
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
@@ -231,7 +233,7 @@ def _mapped(file: Path, kinds: Mapping[str, tuple], world: Axis) -> Iterator[dic
             )
 
     made: dict[str, Tensor] = {}
-    together(world, make)
+    collectively(world, make)
     yield made
 
 
@@ -253,7 +255,7 @@ def _exchange(
             target, taken = Extent(tuple(offset), tuple(shape)), set()
             for rank in (writer, *stage):
                 held = Extent(tuple(everyone[rank][name][0]), tuple(everyone[rank][name][1]))
-                both = held.meet(target)
+                both = held.intersection(target)
                 if both is None or held in taken:
                     continue
                 taken.add(held)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.files import DTYPE_CODES, byte_count
 from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
@@ -60,7 +60,7 @@ def base_shards(model: Model) -> dict[str, LocalShard]:
     return {name: shard for name, shard in model_shards(model).items() if ADAPTER not in name}
 
 
-def own_shards(model: Model) -> dict[str, LocalShard]:
+def checkpoint_shards(model: Model) -> dict[str, LocalShard]:
     """Those of `model_shards` that the run's checkpoints hold: all, or of a model with adapters these alone."""
     shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
@@ -98,7 +98,7 @@ def state_shards(
 ) -> dict[str, dict[str, LocalShard]]:
     """What of this rank's state is stored, by part and name; without `optimizer` the weights alone."""
     rows = unpadded_rows or {}
-    shards = {MODEL: _cut(own_shards(model), rows)}
+    shards = {MODEL: _cut(checkpoint_shards(model), rows)}
     if optimizer is not None:
         shards[OPTIMIZER] = _cut(optimizer_shards(optimizer, model), _state_rows(rows))
     return shards
@@ -116,12 +116,12 @@ def load_model(
     Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, MODEL, own_shards(model), unpadded_rows or {}, world, show_progress)
+    _fill(checkpoint, MODEL, checkpoint_shards(model), unpadded_rows or {}, world, show_progress)
 
 
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
     """Raises the CheckpointError that load_model would, of a model that one process has, on the meta device too."""
-    _check_fit(checkpoint, MODEL, _cut(own_shards(model), unpadded_rows), ALONE)
+    _check_fit(checkpoint, MODEL, _cut(checkpoint_shards(model), unpadded_rows), ALONE)
 
 
 def load_base(
@@ -188,7 +188,7 @@ def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = A
             f"{checkpoint.folder} has FP8 scales of another shape: {shorten(others)}; start from its weights alone, by "
             "model.init_from"
         )
-    together(world, lambda: checkpoint.check_contents(checkpoint.manifest.files_of(AMAXES)))
+    collectively(world, lambda: checkpoint.check_contents(checkpoint.manifest.files_of(AMAXES)))
     table.load_state(stored, partial(checkpoint.read, AMAXES))
 
 
@@ -215,10 +215,10 @@ def _fill(
 ) -> None:
     stored = _cut(shards, unpadded_rows)
     _check_fit(checkpoint, part, stored, world)
-    together(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
+    collectively(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
     total = sum(byte_count(shard.values.shape, shard.values.dtype) for shard in stored.values())
     with Progress(f"load {part}", total, show=show_progress) as progress:
-        together(world, lambda: _fill_shards(checkpoint, part, shards, stored, progress))
+        collectively(world, lambda: _fill_shards(checkpoint, part, shards, stored, progress))
 
 
 def _fill_shards(

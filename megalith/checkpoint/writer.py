@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import Values, byte_count, tensor_record, write_safetensors
+from megalith.checkpoint.files import TensorSource, byte_count, tensor_record, write_safetensors
 from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, piece_key
 from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.errors import CheckpointError
@@ -38,7 +38,7 @@ class WriteItem:
 
     part: str
     name: str
-    values: Tensor | Values
+    values: Tensor | TensorSource
     extent: Extent
     shape: tuple[int, ...]  # of the global tensor
 
@@ -148,7 +148,7 @@ class StepWriter:
         self,
         part: str,
         name: str,
-        values: Tensor | Values,
+        values: Tensor | TensorSource,
         offset: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:

@@ -423,7 +423,7 @@ def _parts(checkpoint: Checkpoint, part: str | None) -> list[str]:
 
 def _steps(path: str) -> list[Path | StorePath]:
     """The step folders under a path, in order. Raises CheckpointError when there are none."""
-    from megalith.checkpoint.manifest import not_answering
+    from megalith.checkpoint.manifest import fetch_error
     from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps
     from megalith.remote import open_location
 
@@ -434,7 +434,7 @@ def _steps(path: str) -> list[Path | StorePath]:
         folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
         steps = list(list_steps(folder).values()) if folder.is_dir() else []
     except OSError as error:
-        raise not_answering(folder, error) from error
+        raise fetch_error(folder, error) from error
     if not steps:
         raise CheckpointError(f"there is no step in {folder}; give a {GIVEN}")
     return steps

@@ -277,7 +277,7 @@ def _config(args: Arguments, gpus: int):
 
         config = with_init_from(config)
     if config.model.vocab_size is None or config.model.max_position_embeddings is None:
-        from megalith.training.build import build_run_tokenizer, complete
+        from megalith.training.build import build_run_tokenizer, resolve_config
 
         try:
             tokenizer = build_run_tokenizer(config)
@@ -285,7 +285,7 @@ def _config(args: Arguments, gpus: int):
             if config.model.vocab_size is None:
                 raise DataError(f"{error}, or give --model.vocab_size N to plan without it") from None
             tokenizer = None
-        config = complete(config, tokenizer)
+        config = resolve_config(config, tokenizer)
     check_model(config.model)
     return with_batch(config, seq, batch)
 

@@ -318,7 +318,7 @@ def run_tasks(args: Arguments) -> int:
     size = RunConfig.from_tree(tree).train.micro_batch_size
     tree["train"]["global_batch_size"] = size * process.world_size
     try:
-        from megalith.training.task_harness import TaskRequest, evaluate_tasks
+        from megalith.training.task_harness import TaskRequest, run_harness_tasks
     except ImportError as error:
         raise ConfigError(
             f"--tasks needs lm-evaluation-harness, which is not installed ({error}); run: {install_line('evaluate')}"
@@ -326,7 +326,7 @@ def run_tasks(args: Arguments) -> int:
     asked = TaskRequest(
         args.tasks.split(","), args.num_fewshot, args.limit, args.include_path, args.apply_chat_template
     )
-    found = evaluate_tasks(RunConfig.from_tree(tree), tokenizer, asked)
+    found = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, asked)
     if process.is_first:
         from lm_eval.utils import make_table
 

@@ -57,11 +57,11 @@ class BlendedDataset:
     def epochs(self) -> dict[str, int]:
         return {prefix: count for dataset in self.datasets for prefix, count in dataset.epochs().items()}
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         if permuted and num_samples != len(self):
             return False
         shares = [samples_of_share(weight, num_samples) for weight in self._weights.tolist()]
-        return all(dataset.in_order_of(share) for dataset, share in zip(self.datasets, shares))
+        return all(dataset.preserves_order(share) for dataset, share in zip(self.datasets, shares))
 
 
 def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:

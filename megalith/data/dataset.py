@@ -40,7 +40,7 @@ class SampleDataset(Protocol):
     def epochs(self) -> dict[str, int]:
         """How often the samples go over the documents of each dataset."""
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         """Whether a dataset made for so many samples has the same ones at the positions that both have; if they are
         `permuted` all together, it has to be as long too."""
 
@@ -120,7 +120,7 @@ class GPTDataset:
         """How often the samples go over the documents, by the data's prefix."""
         return {self.indexed.prefix: self._plan[0]}
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         # Of the same plan it is as long.
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
@@ -219,7 +219,7 @@ class MockDataset:
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         return not permuted or num_samples == len(self)
 
     def _document(self, rng: np.random.Generator, length: int) -> np.ndarray:

@@ -153,7 +153,7 @@ class SentenceSamples(ABC):
         """How often the samples go over the documents, by the data's prefix."""
         return {self.indexed.prefix: len(self._epochs)}
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         # All samples are shuffled together: another number of epochs is another order.
         before_last = [0, *self._epochs][-2]
         return before_last < num_samples <= len(self)
@@ -222,7 +222,7 @@ class MockMaskedDataset:
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         return not permuted or num_samples == len(self)
 
 

@@ -205,5 +205,5 @@ class MockPairs:
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         return not permuted or num_samples == len(self)

@@ -30,7 +30,7 @@ from megalith.parallel.shards import LocalShard
 from megalith.planner.layout import with_auto
 from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.process import detect_machine, prepare_process
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run, Task
 
@@ -61,7 +61,7 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     # What `auto` chooses for a model of full size.
-    machine = replace(machine_of(config, device), least_work=0.0)
+    machine = replace(detect_machine(config, device), least_work=0.0)
     config, _ = with_auto(config, process.world_size, machine)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None

@@ -44,8 +44,8 @@ from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
 from megalith.rl.reference import StepData
 from megalith.rl.summed_loss import SummedLoss
-from megalith.training.build import Data, build_model, complete, prepare, vocabulary_rows
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.build import Data, build_model, prepare, resolve_config, vocabulary_rows
+from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -87,7 +87,7 @@ def store_logits(config: RunConfig) -> None:
     device = prepare_process(config, process.local_rank)
     init_distributed(device)
     try:
-        config, _ = with_auto(config, process.world_size, machine_of(config, device))
+        config, _ = with_auto(config, process.world_size, detect_machine(config, device))
         experts = config.model.num_experts is not None
         mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
         write_logits(config, tokenizer, mesh, device)
@@ -260,7 +260,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
         "runtime": {"compile": config.runtime.compile, "device": config.runtime.device},
     }
     try:
-        found = complete(with_init_from(RunConfig.from_tree(tree)), None)
+        found = resolve_config(with_init_from(RunConfig.from_tree(tree)), None)
     except (ConfigError, DataError) as error:
         raise ConfigError(f"distill.teacher {path}: {error}") from error
     model, student = found.model, config.model

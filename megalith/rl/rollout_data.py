@@ -165,7 +165,7 @@ class RolloutData:
         lengths = [one.tokens for row in self.step(consumed_samples // self._size).rows for one in row]
         return Work(sum(lengths), sum(length * length for length in lengths))
 
-    def in_order_of(self, num_samples: int) -> bool:
+    def preserves_order(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""
         return True
 

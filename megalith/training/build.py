@@ -69,7 +69,7 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     )
     config = _with_tokenizer_of_weights(with_init_from(config))
     tokenizer = build_run_tokenizer(config)
-    config = _with_epochs(with_lora_load(complete(config, tokenizer)), tokenizer)
+    config = _with_epochs(with_lora_load(resolve_config(config, tokenizer)), tokenizer)
     warnings = check_layout(config, world_size)
     check_optimizer(config.optim)
     _boundary_rules(config, tokenizer)
@@ -156,7 +156,7 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     """`config` with what it left to the tokenizer and the data: the vocabulary and the longest sequence.
 
     Raises ConfigError for a tokenizer with more entries than the model has.
@@ -211,7 +211,7 @@ def open_datasets(
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
-    masking = masking_of(config)
+    masking = build_masking(config)
     if data.mock and model.encoder_layers:
         lengths = data.seq_length, data.decoder_length
         train, valid, test = (
@@ -249,14 +249,14 @@ def open_datasets(
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        make=_sentence_samples(config, tokenizer, masking or masking_of(config))
+        make=_sentence_samples(config, tokenizer, masking or build_masking(config))
         if not model.causal
         else None,
         show_progress=show_progress,
     )
 
 
-def masking_of(config: RunConfig) -> Masking | None:
+def build_masking(config: RunConfig) -> Masking | None:
     """How the samples of an encoder are masked; None where there is none."""
     data, model = config.data, config.model
     if model.causal:
@@ -381,9 +381,9 @@ class Data:
             return {"chat data": self.train.identity()}
         return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
 
-    def in_order_of(self, num_samples: int) -> bool:
+    def preserves_order(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""
-        return self.train.in_order_of(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
+        return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
         """The same eval_iters global batches at every evaluation, from the dataset's beginning."""

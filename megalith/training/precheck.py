@@ -44,7 +44,7 @@ from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of
 from megalith.report.layout_text import layout_text, memory_unit, wrap_paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
-from megalith.training.resume import fitting
+from megalith.training.resume import check_resumable
 
 MOST_INDEX_BYTES = (
     2**27
@@ -81,7 +81,7 @@ def check_job(
         _check_checkpoint(prepared, tokenizer)
 
 
-def opened(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+def check_opens(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
     """The prepared configuration of a run on `world_size` processes, and its notes, once data and checkpoint are open:
     what a dry run asks. Raises the MegalithError with which every rank would refuse it."""
     check_base(config)
@@ -123,7 +123,7 @@ def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks warn of steps that are damaged
         found = open_checkpoint(config.checkpoint.load, ())
-    checkpoint = fitting(found, config, tokenizer)
+    checkpoint = check_resumable(found, config, tokenizer)
     if checkpoint is not None:
         check_model_fits(checkpoint, build_meta_model(config), vocabulary_rows(config))
 
@@ -152,7 +152,7 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     """What a run of `world_size` processes would begin with, as text; `rates`: of the GPUs by whose memory and links an
     `auto` is chosen. Raises the MegalithError that it would end with, a ConfigError where the job is not expected to
     fit these GPUs, and a TrainingError where a rank has other weights than the planner counts."""
-    config, notes = opened(config, world_size)
+    config, notes = check_opens(config, world_size)
     machine = Machine(min(gpus_per_node, world_size), ranks=world_size)
     if rates is not None:
         check_precision(config, rates)
@@ -195,7 +195,7 @@ def build_ranks(layout: Layout) -> list[BuiltRank]:
 
 def _build(layout: Layout, rank: int) -> BuiltRank:
     config, meta = layout.config, torch.device("meta")
-    with alone_among(layout.world_size, rank):
+    with fake_process_group(layout.world_size, rank):
         mesh = build_mesh(
             config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
         )
@@ -220,7 +220,7 @@ def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Paramete
 
 
 @contextmanager
-def alone_among(world_size: int, rank: int) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is one and no other is there."""
     if world_size == 1:
         yield

@@ -31,7 +31,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     """The device of process `local_rank` of this machine, as pick_device gives it, ready for the run: deterministic
     kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
     if config.parallel.symmetric_memory_groups == "auto" or config.parallel.direct_axes:
-        widen_queues()
+        raise_cuda_connections()
     device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -53,7 +53,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     return device
 
 
-def widen_queues() -> None:
+def raise_cuda_connections() -> None:
     """A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
     own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -87,7 +87,7 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
         )
 
 
-def machine_of(config: RunConfig, device: torch.device) -> Machine:
+def detect_machine(config: RunConfig, device: torch.device) -> Machine:
     """What the job's ranks have between them, alike on all of them. A collective call, where there are several."""
     compiled = device.type == "cuda" and compiles(config, device)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -20,7 +20,7 @@ from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import HealthMonitor, HealthStatus, ReadStep
 from megalith.report.report import Report
-from megalith.training.resume import open_until, restore
+from megalith.training.resume import open_newest_before, restore
 from megalith.training.run_state import Run
 
 NAMED = 3  # parameters in a message
@@ -134,7 +134,7 @@ class FaultHandler:
         run, spike, before = self._run, status.spike, status.step_before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
         run.log_saves(wait=True)
-        checkpoint = open_until(run, before.step - 1)
+        checkpoint = open_newest_before(run, before.step - 1)
         if checkpoint is None:
             self._report.event(
                 f"{spiked}; there is no checkpoint from before it, so the run continues",

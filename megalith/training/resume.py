@@ -18,7 +18,7 @@ from megalith.checkpoint import (
     open_checkpoint,
     state_shards,
 )
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import base_fingerprint, load_amaxes
 from megalith.checkpoint.steps import next_save_number, save_order
@@ -41,7 +41,7 @@ def load_run(run: Run) -> Path | StorePath | None:
     of `lora.load`. Raises CheckpointError, on all ranks, where it is damaged or does not fit.
     """
     checkpoint, config, world = _first_checkpoint(run), run.config, run.mesh.world
-    found = together(world, lambda: {} if world.rank else run.data.files())[0]
+    found = collectively(world, lambda: {} if world.rank else run.data.files())[0]
     run.data_files = {prefix: DataRecord(**files) for prefix, files in found.items()}
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
     if config.model.init_from is not None and (frozen or checkpoint is None):
@@ -119,7 +119,7 @@ def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Ite
     sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
     was = sizes.samples_for_iterations(sizes.iterations(before.train))
     now = run.batch_sizes.samples_for_iterations(run.total_steps)
-    if was != now and not run.data.in_order_of(was):
+    if was != now and not run.data.preserves_order(was):
         yield (
             f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset "
             "are shuffled for the length, so from here on samples come in another order, some of them again and "
@@ -136,17 +136,19 @@ def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None and run.mesh.world.rank == 0:
             check_base(checkpoint, run.base, run.config.model.init_from)
 
-    together(run.mesh.world, check)
+    collectively(run.mesh.world, check)
 
 
 def _first_checkpoint(run: Run) -> Checkpoint | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    return fitting(_open(run, open_location(settings.load), settings.load_optim), run.config, run.tokenizer)
+    return check_resumable(
+        _open(run, open_location(settings.load), settings.load_optim), run.config, run.tokenizer
+    )
 
 
-def fitting(
+def check_resumable(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
     """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
@@ -159,7 +161,7 @@ def fitting(
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)
-    check_same_function(checkpoint.folder, config_of(checkpoint), config)
+    check_same_model(checkpoint.folder, config_of(checkpoint), config)
     return checkpoint
 
 
@@ -188,11 +190,11 @@ def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
     if not is_inside(checkpoint.folder, folder):
         return []
     after = checkpoint.manifest.save_number + 1
-    end = together(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
+    end = collectively(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
     return checkpoint.manifest.abandoned + ([[after, end]] if after < end else [])
 
 
-def open_until(run: Run, last_step: int) -> Checkpoint | None:
+def open_newest_before(run: Run, last_step: int) -> Checkpoint | None:
     """The newest whole checkpoint of the run's own past that was saved after `last_step` or an earlier step.
 
     The same on every rank, all of which call it; what is damaged is noted and passed over.
@@ -210,7 +212,7 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
         past = [at for at in steps if at <= last_step and is_past(steps[at])]
         return [str(steps[at]) for at in sorted(past, reverse=True)]
 
-    for path in together(run.mesh.world, candidates)[0] or []:
+    for path in collectively(run.mesh.world, candidates)[0] or []:
         try:
             return _open(run, open_location(path), with_optimizer=True)
         except CheckpointError as error:
@@ -236,7 +238,7 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
         )
 
 
-def check_same_function(folder: Path, trained: RunConfig, config: RunConfig) -> None:
+def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> None:
     """Refuses the weights in `folder` which were `trained` to be used in another way, whether or not they would fit."""
     for name in LoraConfig.deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)

@@ -28,7 +28,7 @@ from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
-from megalith.training.own_loop import Optimizer
+from megalith.training.custom_loop import Optimizer
 from megalith.training.replica_check import ReplicaCheck
 from megalith.training.skipped_steps import SkippedSteps
 
@@ -262,7 +262,7 @@ class Run:
 
     def log_saves(self, wait: bool = False) -> None:
         """Logs how the saves went that have ended; with `wait`, also the one in flight."""
-        for saved in self.saver.finished(wait):
+        for saved in self.saver.completed_saves(wait):
             self.log(str(saved))
             if self.config.checkpoint.megatron_tracker and self.mesh.world.rank == 0 and saved.error is None:
                 self._write_tracker(saved.moment[0])

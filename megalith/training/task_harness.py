@@ -39,7 +39,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.layout import with_auto
 from megalith.training.build import build_model, prepare, vocabulary_rows
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.process import detect_machine, prepare_process
 
 SHARP = 1e-4  # a temperature at which the likeliest token has nearly all of the probability
 ROWS = 64  # completions of a replica at a time
@@ -60,7 +60,7 @@ class TaskRequest:
     apply_chat_template: bool = False
 
 
-def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) -> dict[str, Any]:
+def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) -> dict[str, Any]:
     """The harness's results, the same on every rank of `config`'s layout; its model begins from `model.init_from`.
     ConfigError: an unknown task."""
     manager = _tasks_of(asked)
@@ -81,7 +81,7 @@ def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) 
     try:
         # requests of ranks differ in length
         config = config.with_settings({"parallel.moe_static_dispatch": False})
-        config, _ = with_auto(config, process.world_size, machine_of(config, device))
+        config, _ = with_auto(config, process.world_size, detect_machine(config, device))
         experts = config.model.num_experts is not None
         mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
         model = build_model(config, mesh, device)
@@ -97,7 +97,7 @@ def evaluate_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskRequest) 
         end_distributed()
 
 
-class ReadTasks(TaskManager):
+class TaskCatalog(TaskManager):
     """The harness's tasks. DataError: a task's file or its data is not what the harness takes."""
 
     def load(self, task_list: list[str]) -> dict[str, Any]:
@@ -111,18 +111,18 @@ class ReadTasks(TaskManager):
             ) from error
 
 
-def _tasks_of(asked: TaskRequest) -> ReadTasks:
+def _tasks_of(asked: TaskRequest) -> TaskCatalog:
     """The user's own where they are all that is asked for: reading all others takes the harness ten seconds."""
     if asked.include_path is not None:
         if not Path(asked.include_path).is_dir():
             raise ConfigError(f"--include-path {asked.include_path} is no folder; check the path")
-        own = ReadTasks(include_path=asked.include_path, include_defaults=False)
+        own = TaskCatalog(include_path=asked.include_path, include_defaults=False)
         if not _unknown(asked, own):
             return own
-    return ReadTasks(include_path=asked.include_path)
+    return TaskCatalog(include_path=asked.include_path)
 
 
-def _unknown(asked: TaskRequest, manager: ReadTasks) -> list[str]:
+def _unknown(asked: TaskRequest, manager: TaskCatalog) -> list[str]:
     return [task for task in asked.tasks if not manager.match_tasks([task]) and not Path(task).is_file()]
 
 

@@ -39,7 +39,7 @@ from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import Report, open_report
 from megalith.report.streams import guard_standard_streams
 from megalith.training.build import prepare
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.process import detect_machine, prepare_process
 from megalith.training.recovery import FaultHandler
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run, Task
@@ -88,7 +88,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     ):
         with signals.during_rendezvous() if process.world_size > 1 else nullcontext():
             init_distributed(device, collective_timeout(timeout))
-        machine = machine_of(config, device)
+        machine = detect_machine(config, device)
         if process.is_first and task is None:
             notes += micro_batch_notes(config, process.world_size, machine)
         config, chosen = with_auto(config, process.world_size, machine)

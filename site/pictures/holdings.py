@@ -27,7 +27,7 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 from megalith.planner.layout import build_layout
 from megalith.planner.traffic import Transfer
 from megalith.training.build import build_meta_model
-from megalith.training.precheck import alone_among
+from megalith.training.precheck import fake_process_group
 from pictures.svg import COLOURS, RANKS, Picture
 
 WORLD = 4
@@ -56,7 +56,7 @@ def holdings(parallel: dict[str, Any], **model: Any) -> list[dict[str, LocalShar
     )
     found = []
     for rank in range(WORLD):
-        with alone_among(WORLD, rank):
+        with fake_process_group(WORLD, rank):
             mesh = build_mesh(config.parallel, WORLD, "cpu", has_experts=config.model.num_experts is not None)
             chunks = apply(build_meta_model(config), config, mesh, torch.device("meta"))
             found.append(model_shards(chunks))
@@ -282,7 +282,7 @@ def ranks() -> str:
     ).parallel
     groups: dict[str, list[tuple[int, ...]]] = {label: [] for label in AXES}
     for rank in range(16):
-        with alone_among(16, rank):
+        with fake_process_group(16, rank):
             mesh = build_mesh(parallel, 16, "cpu", has_experts=True)
             for label, axis in AXES.items():
                 members = tuple(get_process_group_ranks(getattr(mesh, axis).group))

@@ -22,7 +22,7 @@ from megalith.ops.gemm import Gemm, Operand
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.seams import plug
 from megalith.training.build import build_model
-from megalith.training.precheck import alone_among
+from megalith.training.precheck import fake_process_group
 from pictures.holdings import LLAMA, WORLD
 from pictures.svg import Picture
 
@@ -86,7 +86,7 @@ def passes(parallel: dict[str, Any]) -> tuple[list[str], list[str]]:
         }
     )
     noted: list[str] = []
-    with alone_among(WORLD, 0):
+    with fake_process_group(WORLD, 0):
         mesh = build_mesh(config.parallel, WORLD, "cpu")
         model = build_model(config, mesh, torch.device("cpu"))
         for layer in layers_of(model.chunks[0]).values():

@@ -40,7 +40,7 @@ def test_weights_that_change_after_the_call_are_saved_as_they_were(tiny_run, tmp
     for tensor in run.tensors().values():
         tensor.fill_(torch.nan)
     held.set()
-    (saved,) = saving.finished(wait=True)
+    (saved,) = saving.completed_saves(wait=True)
     assert saved.error is None and saved.stalled < saved.seconds
     assert "training waited" in str(saved)
     assert tiny_run(seed=4).load(open_checkpoint(tmp_path)).equals(tiny_run().train(2))
@@ -79,11 +79,11 @@ def test_nothing_points_to_a_step_that_is_not_on_the_disk(tiny_run, tmp_path, he
     run.train(1)
     saving = background(run, tmp_path, keep_last=1)
     saving.save(run.record(), run.model, run.optimizer)
-    assert saving.finished() == [] and saving.last is None
+    assert saving.completed_saves() == [] and saving.last is None
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000001\n"
     assert open_checkpoint(tmp_path).manifest.step == 1
     held.set()
-    assert [saved.folder.name for saved in saving.finished(wait=True)] == ["step_00000002"]
+    assert [saved.folder.name for saved in saving.completed_saves(wait=True)] == ["step_00000002"]
     assert saving.last.moment == (2, 6)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002"]
 
@@ -96,7 +96,7 @@ def test_the_next_save_waits_for_the_one_in_flight(tiny_run, tmp_path, held):
     threading.Timer(0.05, held.set).start()
     saving.save(run.record(), run.model, run.optimizer)
     assert held.is_set() and saving.last.folder.name == "step_00000001"
-    folders = [saved.folder.name for saved in saving.finished(wait=True)]
+    folders = [saved.folder.name for saved in saving.completed_saves(wait=True)]
     assert folders == ["step_00000001", "step_00000002"]
     assert tiny_run(seed=4).load(open_checkpoint(tmp_path)).equals(run)
 
@@ -106,12 +106,12 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(tiny_run, tmp_path)
     (tmp_path / "checkpoints").write_text("in the way")
     saving = background(run, tmp_path)
     saving.save(run.record(), run.model, run.optimizer)
-    (failed,) = saving.finished(wait=True)
+    (failed,) = saving.completed_saves(wait=True)
     assert isinstance(failed.error, CheckpointError)
     assert "step_00000001 could not be saved" in str(failed) and saving.last is failed
     (tmp_path / "checkpoints").unlink()
     saving.save(run.record(), run.model, run.optimizer)
-    (saved,) = saving.finished(wait=True)
+    (saved,) = saving.completed_saves(wait=True)
     assert saved.error is None and open_checkpoint(tmp_path).folder == saved.folder
 
 
@@ -142,7 +142,7 @@ def test_no_memory_for_the_copy_is_a_save_that_failed(tiny_run, tmp_path, monkey
     saving = background(run, tmp_path)
     monkeypatch.setattr(Staging, "copy", no_memory)
     saving.save(run.record(), run.model, run.optimizer)
-    (failed,) = saving.finished(wait=True)
+    (failed,) = saving.completed_saves(wait=True)
     assert "MemoryError: cannot allocate 96 GB" in str(failed.error)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -156,7 +156,7 @@ def test_what_is_no_fault_of_the_disk_is_raised_where_training_is(tiny_run, tmp_
     monkeypatch.setattr(saver, "write_step", broken)
     saving.save(run.record(), run.model, run.optimizer)
     with pytest.raises(ConnectionAbortedError, match="rank 1 is lost"):
-        saving.finished(wait=True)
+        saving.completed_saves(wait=True)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])

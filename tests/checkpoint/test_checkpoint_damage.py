@@ -89,7 +89,7 @@ def test_when_no_step_is_whole_nothing_is_started_afresh(tiny_run, tmp_path):
 def test_damage_to_what_is_not_asked_for_does_not_matter(tiny_run, tmp_path):
     folder = tiny_run().train(1).save(tmp_path)
     delete(folder / "optimizer-00000-000.safetensors")
-    assert open_checkpoint(tmp_path, what=["model"]).folder == folder
+    assert open_checkpoint(tmp_path, parts=["model"]).folder == folder
 
 
 def rewrite_manifest(folder, change):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megalith.checkpoint.extent import Extent, fills
+from megalith.checkpoint.extent import Extent, covers_exactly
 
 
 def random_extent(rng: random.Random, shape: tuple[int, ...]) -> Extent:
@@ -48,7 +48,7 @@ def test_what_two_boxes_have_in_common_is_what_both_mark(shape):
     for _ in range(200):
         a, b = random_extent(rng, shape), random_extent(rng, shape)
         both = marks(shape, [a, b]) == 2
-        met = a.meet(b)
+        met = a.intersection(b)
         assert torch.equal(both, marks(shape, [met] if met else []) == 1)
         if met:
             inside = torch.zeros(a.shape)
@@ -61,7 +61,7 @@ def test_only_boxes_that_have_each_element_once_fill_a_tensor(shape):
     rng = random.Random(10 + len(shape))
     for _ in range(200):
         parts = cut(rng, Extent.whole(shape), rng.randint(0, 12))
-        assert fills(shape, parts)
+        assert covers_exactly(shape, parts)
         spoilt = list(parts)
         match rng.randrange(3):
             case 0:
@@ -70,16 +70,17 @@ def test_only_boxes_that_have_each_element_once_fill_a_tensor(shape):
                 spoilt.append(rng.choice(parts))
             case 2:
                 spoilt[0] = random_extent(rng, shape)
-        assert fills(shape, spoilt) == bool((marks(shape, spoilt) == 1).all())
+        assert covers_exactly(shape, spoilt) == bool((marks(shape, spoilt) == 1).all())
 
 
 def test_boxes_outside_the_tensor_or_of_another_rank_do_not_fill_it():
-    assert not fills((4,), [Extent((0,), (5,))])
-    assert not fills((4,), [Extent((-1,), (4,))])
-    assert not fills((4,), [Extent((0, 0), (4, 1))])
-    assert not fills((4,), [Extent((0,), (4,)), Extent((0,), (0,))])
+    assert not covers_exactly((4,), [Extent((0,), (5,))])
+    assert not covers_exactly((4,), [Extent((-1,), (4,))])
+    assert not covers_exactly((4,), [Extent((0, 0), (4, 1))])
+    assert not covers_exactly((4,), [Extent((0,), (4,)), Extent((0,), (0,))])
 
 
 def test_scalars_and_empty_tensors():
-    assert fills((), [Extent((), ())]) and not fills((), []) and not fills((), [Extent((), ())] * 2)
-    assert fills((0, 4), []) and not fills((0, 4), [Extent((0, 0), (0, 4))])
+    assert covers_exactly((), [Extent((), ())])
+    assert not covers_exactly((), []) and not covers_exactly((), [Extent((), ())] * 2)
+    assert covers_exactly((0, 4), []) and not covers_exactly((0, 4), [Extent((0, 0), (0, 4))])

@@ -123,7 +123,7 @@ def test_weights_can_be_loaded_without_the_optimizer(tiny_run, tmp_path):
     folder = run.save(tmp_path, with_optimizer=False)
     assert not (folder / "optimizer-00000-000.safetensors").exists()
     other = tiny_run(seed=5)
-    load_model(open_checkpoint(tmp_path, what=["model"]), other.model, other.rows)
+    load_model(open_checkpoint(tmp_path, parts=["model"]), other.model, other.rows)
     assert torch.equal(other.model.embedding.weight, run.model.embedding.weight)
     with pytest.raises(CheckpointError, match=r"has no optimizer.*set checkpoint\.load_optim to false"):
         open_checkpoint(tmp_path)

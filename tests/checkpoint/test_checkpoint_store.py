@@ -130,7 +130,7 @@ def test_a_save_that_ends_at_any_moment_leaves_what_was_whole_and_no_load_takes_
                     store / "checkpoints", unpadded_rows=new.rows, keep_last=1, background=background
                 ) as saver:
                     saver.save(new.record(), new.model, new.optimizer)
-                    (saved,) = saver.finished(wait=True)
+                    (saved,) = saver.completed_saves(wait=True)
                 monkeypatch.undo()
             found = tiny_run(seed=9).load(open_checkpoint(store))
             assert found.equals(old if "write manifest.json" not in done[:number] else new), (number, done)

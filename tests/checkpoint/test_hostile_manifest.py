@@ -52,7 +52,7 @@ def test_every_value_of_a_manifest(step):
         next_save_number(folder.parent)
         for problem in step_problems(folder):
             raise CheckpointError(problem)
-        open_checkpoint(folder, what=None)
+        open_checkpoint(folder, parts=None)
 
     names = ("a\0b", "a\ud800", "a\nb", "/x", "..", "a/../b", "\x1b[2J", "a" * 5000)
     files = ({name: {"bytes": 1, "sha256": "a"}} for name in names)

@@ -193,5 +193,5 @@ def test_a_blend_keeps_its_order_while_no_part_takes_more_epochs(tmp_path):
     blends = {count: build_datasets(path, "1", 16, (count, 0, 0), seed=1)[0] for count in (20, 40, 60, 200)}
     for count, blend in blends.items():
         alike = all(blend[i].tolist() == blends[40][i].tolist() for i in range(min(count, 40)))
-        assert blends[40].in_order_of(count) == alike == (count < 200)
-        assert blends[40].in_order_of(count, permuted=True) == (count == 40)
+        assert blends[40].preserves_order(count) == alike == (count < 200)
+        assert blends[40].preserves_order(count, permuted=True) == (count == 40)

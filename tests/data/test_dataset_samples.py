@@ -176,7 +176,7 @@ def test_a_dataset_knows_for_which_other_lengths_it_would_have_the_same_order(tm
         for count, other in zip(counts, made):
             both = min(len(one), len(other))
             alike = all(one[i].tolist() == other[i].tolist() for i in range(both))
-            assert one.in_order_of(count) == alike
+            assert one.preserves_order(count) == alike
             known.add(alike)
     assert known == {True, False}
 

@@ -16,7 +16,7 @@ from megalith.data.sentence_index import mersenne_twister_64
 from megalith.data.tokenizers.huggingface import BertWordPieceLowerCase
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.training.build import masking_of
+from megalith.training.build import build_masking
 
 GOLDEN = json.loads((Path(__file__).parent / "masked_lm_golden.json").read_text())
 
@@ -64,7 +64,7 @@ def test_two_segments_need_two_types_of_tokens_or_none() -> None:
             contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="num_tokentypes is 1, but")
         )
         with how:
-            assert masking_of(RunConfig.from_tree({"model": model})).classification_head == order
+            assert build_masking(RunConfig.from_tree({"model": model})).classification_head == order
 
 
 def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(
@@ -72,8 +72,12 @@ def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(
 ) -> None:
     once, twice = ours(indexed, "pieces, often short"), ours(indexed, "order")
     assert [dataset.epochs()[indexed.prefix] for dataset in (once, twice)] == [1, 2]
-    assert once.in_order_of(1) and once.in_order_of(len(once)) and not once.in_order_of(len(once) + 1)
-    assert twice.in_order_of(len(twice)) and not twice.in_order_of(len(twice) // 3)
+    assert (
+        once.preserves_order(1)
+        and once.preserves_order(len(once))
+        and not once.preserves_order(len(once) + 1)
+    )
+    assert twice.preserves_order(len(twice)) and not twice.preserves_order(len(twice) // 3)
 
 
 def test_what_begins_a_word_is_the_tokenizers_word() -> None:

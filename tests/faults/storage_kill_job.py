@@ -59,13 +59,13 @@ def save_as_rank(folder: Path, meeting: Path, rank: int, background: bool, kill)
     world = Axis(2, rank, dist.group.WORLD)
     saver = Saver(folder / "checkpoints", world, keep_last=1, background=background)
     saver.save(record(1), model(1), None)
-    saver.finished(wait=True)
+    saver.completed_saves(wait=True)
     if kill is not None:
         kill()
     saver.save(record(2), model(2), None)
     if kill is die:
         die()
-    saver.finished(wait=True)
+    saver.completed_saves(wait=True)
     assert saver.last.error is None
 
 

@@ -13,7 +13,7 @@ from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.model_types import make_model
 from megalith.parallel.mesh import build_mesh
-from megalith.training.own_loop import parallelize
+from megalith.training.custom_loop import parallelize
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3]]
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.3, seed=3, top_p=0.97)

@@ -70,7 +70,7 @@ def saved(config: RunConfig) -> dict[str, torch.Tensor]:
     job = start(config)
     train(job, 1)
     job.save()
-    assert job.saver.finished(wait=True)[0].error is None
+    assert job.saver.completed_saves(wait=True)[0].error is None
     assert any(
         isinstance(value, Moment) for state in job.optimizer.state.values() for value in state.values()
     )

@@ -95,14 +95,14 @@ def test_a_process_refuses_and_warns_before_it_makes_the_model(run_file, capsys,
     config = RunConfig.load(run_file(SMALL), ["--runtime.device", "cpu", "--train.global_batch_size", "1"])
     most = fullest_stage(build_layout(precheck.prepare(config, 1).config, 1))
     machine = Machine(memory=most.weights + most.optimizer - 1)
-    monkeypatch.setattr(trainer, "machine_of", lambda *_: machine)
+    monkeypatch.setattr(trainer, "detect_machine", lambda *_: machine)
     with (
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match="weights and optimizer state alone"),
     ):
         patch.setattr(trainer, "Run", None)
         megalith.train(config)
-    monkeypatch.setattr(trainer, "machine_of", lambda *_: replace(machine, memory=machine.memory + 1))
+    monkeypatch.setattr(trainer, "detect_machine", lambda *_: replace(machine, memory=machine.memory + 1))
     megalith.train(config)
     assert "warning: " in text(capsys)
 

@@ -16,7 +16,7 @@ from megalith.errors import CheckpointError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
 from megalith.training.build import prepare
-from megalith.training.resume import check_same_function, load_run
+from megalith.training.resume import check_same_model, load_run
 from megalith.training.run_state import Run
 
 CASES = {
@@ -266,10 +266,10 @@ def test_every_setting_of_the_model_is_known_to_decide_the_function_or_not():
 def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_out(name):
     value, model = OTHER_FUNCTIONS[name]
     before = RunConfig.from_tree({"model": model})
-    check_same_function(Path("run/step"), before, before)
+    check_same_model(Path("run/step"), before, before)
     now = RunConfig.from_tree({"model": {**model, name: value}})
     with pytest.raises(CheckpointError) as refused:
-        check_same_function(Path("run/step"), before, now)
+        check_same_model(Path("run/step"), before, now)
     said = {
         "window_attn_skip_freq": "window_size was [8, 8, 8, 8] and is [8, None, 8, None]",
         "swiglu": "activation was 'gelu_tanh' and is 'silu'; model.gated_linear_unit was False and is True",
@@ -319,10 +319,10 @@ def test_settings_of_training_and_those_that_the_model_does_not_read_are_no_othe
         "kv_lora_rank": 64, "mtp_loss_scaling_factor": 0.5, "kv_channels": 16,
     }  # fmt: skip
     before = RunConfig.from_tree({"model": WHOLE})
-    check_same_function(Path("run/step"), before, RunConfig.from_tree({"model": {**WHOLE, **changes}}))
+    check_same_model(Path("run/step"), before, RunConfig.from_tree({"model": {**WHOLE, **changes}}))
     before = RunConfig.from_tree({"model": LEARNED})
     changes = {"moe_router_topk": 4, "moe_router_pre_softmax": True, "rotary_base": 5e5}
-    check_same_function(Path("run/step"), before, RunConfig.from_tree({"model": {**LEARNED, **changes}}))
+    check_same_model(Path("run/step"), before, RunConfig.from_tree({"model": {**LEARNED, **changes}}))
 
 
 def goes_on(name, run, capsys, folder, **sections) -> str:

@@ -37,7 +37,7 @@ from megalith.bridge.megatron.megatron_names import (
 )
 from megalith.bridge.megatron.table import BERT, GPT
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
-from megalith.checkpoint.extent import Extent, fills
+from megalith.checkpoint.extent import Extent, covers_exactly
 from megalith.checkpoint.files import DTYPE_CODES
 from megalith.checkpoint.steps import CHECKPOINTS, list_steps
 from megalith.config.rules.model_rules import check_model
@@ -211,7 +211,7 @@ class Distributed:
         wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
         out: Tensor | None = None
         for shard in self.shards:
-            both = shard.extent.meet(wanted)
+            both = shard.extent.intersection(wanted)
             if both is not None:
                 values = shard.read()
                 out = torch.empty(wanted.shape, dtype=values.dtype) if out is None else out
@@ -294,7 +294,7 @@ def _check_stored(shard: StoredShard, name: str) -> None:
 def _check_shards(folder: Path, name: str, tensor: Distributed) -> None:
     for shard in tensor.shards:
         _check_stored(shard, name)
-    if not fills(tensor.whole, [shard.extent for shard in tensor.shards]):
+    if not covers_exactly(tensor.whole, [shard.extent for shard in tensor.shards]):
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 

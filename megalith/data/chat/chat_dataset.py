@@ -131,7 +131,7 @@ class ChatDataset:
     def epochs(self) -> dict[str, int]:
         return {}
 
-    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         return True  # rows do not depend on the length of the run
 
     def identity(self) -> dict[str, int | str]:

@@ -42,7 +42,7 @@ from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
 from megalith.launch.launcher import TIMEOUT
 from megalith.small_files import read_optional_file
-from megalith.training.process import widen_queues
+from megalith.training.process import raise_cuda_connections
 
 SCHEDULERS = "schedulers.json"
 ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
@@ -63,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
                 "megatron_lm_plugin is Accelerate's own class; import MegatronLMPlugin from megalith.accelerate, or "
                 "run the script by `megalith accelerate launch`"
             )
-        widen_queues()  # the layout is known, and asks for them, when CUDA has started
+        raise_cuda_connections()  # the layout is known, and asks for them, when CUDA has started
         cpu = cpu or not torch.cuda.is_available()
         handlers = options.get("kwargs_handlers") or ()
         group = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), None)

@@ -65,8 +65,8 @@ from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.planner.layout import with_auto
-from megalith.training.build import build_model, complete, vocabulary_rows
-from megalith.training.process import machine_of, prepare_process
+from megalith.training.build import build_model, resolve_config, vocabulary_rows
+from megalith.training.process import detect_machine, prepare_process
 
 STATE = "megalith"  # the folder of our checkpoint in that of save_state
 GROUPS = "optimizer_groups.json"
@@ -119,9 +119,9 @@ class MegatronEngine(nn.Module):
         given, self.notes = run_config(
             plugin, family, theirs, precision, processes, device.type, checkpoints, scaler
         )
-        given = complete(given, None)
+        given = resolve_config(given, None)
         prepare_process(given, device.index or 0)
-        machine = machine_of(given, device)
+        machine = detect_machine(given, device)
         given = given.with_settings(
             {"parallel.moe_static_dispatch": False}
         )  # a script's batches differ in size

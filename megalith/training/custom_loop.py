@@ -33,7 +33,7 @@ from megalith.parallel.model_spec import ModelSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.tied_parameters import copies, shared_parameters
 from megalith.remote import StorePath
-from megalith.training.build import build_model, complete, vocabulary_rows
+from megalith.training.build import build_model, resolve_config, vocabulary_rows
 
 
 def init_mesh(
@@ -61,7 +61,7 @@ def parallelize(
     that the model cannot be in.
     """
     if isinstance(spec, RunConfig):
-        return build_model(complete(spec, None), mesh, device)
+        return build_model(resolve_config(spec, None), mesh, device)
     if not isinstance(spec, ModelSpec):
         require_run_config(spec, "megalith.parallelize (without a ModelSpec)")
     return ParallelModel(spec, parallel or ParallelConfig(), mesh, device)
