@@ -1,11 +1,11 @@
-"""Sharded layers for a model of one's own: column- and row-parallel linears, and a vocabulary-parallel embedding.
+"""Sharded layers for a user's own model: column- and row-parallel linears, and a vocabulary-parallel embedding.
 
-A pair of matmuls has one all-reduce, as in tensor_parallel.py, whose collectives these are:
+A pair of linears needs one all-reduce, by the collectives of tensor_parallel.py:
 
     x ── ColumnParallelLinear ── activation or attention of this rank's units ── RowParallelLinear ── all-reduced
 
-Each is made on the meta device, out of global sizes, with parameters that are DTensors over `axis`. On an axis of one
-they are plain layers.
+Each layer is built on the meta device from global sizes, and its parameters are DTensors over `axis`. On an axis of
+size 1 it is a plain layer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megalith.models.linear import Linear
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.parallel.seams import plug, replace_parameter
-from megalith.parallel.tensor.roles import COLUMNS, ROWS, WHOLE, Role
-from megalith.parallel.tensor.tensor_parallel import TensorParallel, VocabParallel, place
+from megalith.parallel.tensor.roles import COLUMNS, REPLICATED, ROWS, Role
+from megalith.parallel.tensor.tensor_parallel import TensorParallel, VocabParallel, distribute_parameters
 
 
 class _ShardedLinear(Linear):
@@ -30,10 +30,17 @@ class _ShardedLinear(Linear):
 
 
 class ColumnParallelLinear(_ShardedLinear):
-    """[..., in_features], whole on every rank → [..., out_features / tp]: this rank's run of the outputs.
+    """A linear whose outputs are sharded: [..., in_features], replicated -> [..., out_features / tp].
 
-    Weight [out_features, in_features] and bias [out_features] are sharded along dimension 0. Raises ConfigError where
-    the axis's size does not divide out_features.
+    Args:
+        in_features: global input size.
+        out_features: global output size. Weight [out_features, in_features] and bias [out_features] are sharded along
+            dimension 0.
+        axis: the tensor axis.
+        bias: add a bias.
+
+    Raises:
+        ConfigError: the size of the axis does not divide out_features.
     """
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True):
@@ -43,20 +50,32 @@ class ColumnParallelLinear(_ShardedLinear):
 
 
 class RowParallelLinear(_ShardedLinear):
-    """[..., in_features / tp], this rank's → [..., out_features]: the all-reduced sum, to which the bias is added.
+    """A linear whose inputs are sharded: [..., in_features / tp] -> [..., out_features], all-reduced.
 
-    Weight [out_features, in_features] is sharded along dimension 1, bias [out_features] replicated. Raises ConfigError
-    where the axis's size does not divide in_features.
+    Args:
+        in_features: global input size. Weight [out_features, in_features] is sharded along dimension 1.
+        out_features: global output size.
+        axis: the tensor axis.
+        bias: add a bias [out_features], which is replicated and added after the sum.
+
+    Raises:
+        ConfigError: the size of the axis does not divide in_features.
     """
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
-        _shard(self, Role(COLUMNS, WHOLE, "row"), axis, in_features, "in_features")
+        _shard(self, Role(COLUMNS, REPLICATED, "row"), axis, in_features, "in_features")
 
 
 class VocabParallelEmbedding(nn.Module):
-    """int64 [batch, seq] → float32 [batch, seq, embedding_dim]; weight [num_embeddings, embedding_dim], sharded along
-    dimension 0, the last ranks having fewer rows where that does not come out even."""
+    """An embedding with a sharded vocabulary: int64 [batch, seq] -> float32 [batch, seq, embedding_dim].
+
+    Args:
+        num_embeddings: global vocabulary size. Weight [num_embeddings, embedding_dim] is sharded along dimension 0; the
+            last ranks have fewer rows if the axis does not divide it.
+        embedding_dim: size of an embedding.
+        axis: the tensor axis.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, axis: Axis):
         super().__init__()
@@ -65,23 +84,23 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = embedding.weight
         self._vocabulary = vocab_parallel_of(self, axis)[0]
         if axis.size > 1:
-            place(self, Role(ROWS), axis)
+            distribute_parameters(self, Role(ROWS), axis)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self._vocabulary.lookup(input_ids, local(self.weight), Context(len(input_ids), PassLayout()))
 
 
 def vocab_parallel_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int]:
-    """The loss and the logits over the rows of an output matrix, and how many rows it has on all ranks."""
+    """Return the vocabulary-parallel loss and logits of an output matrix, and its global number of rows."""
     size = output.num_embeddings if isinstance(output, VocabParallelEmbedding) else output.out_features
     return VocabParallel(TensorParallel(axis, sequence_parallel=False), size), size
 
 
 def replicate_plain_parameters(model: Model, axis: Axis, fully_sharded: bool) -> None:
-    """Says, in place, of the parameters that no sharded layer has taken that they stand alike on the axis's ranks.
+    """Mark the parameters outside of sharded layers as replicated over the axis, in place.
 
-    They become replicated DTensors. Not where FSDP2 will shard them: it would give a model's own modules DTensors to
-    compute with; there they stay plain, and `model.copied` tells of them.
+    They become replicated DTensors. If FSDP2 will shard them, they stay plain and are listed in `model.copied`, because
+    otherwise the user's modules would compute with DTensors.
     """
     if axis.size == 1:
         return
@@ -92,18 +111,18 @@ def replicate_plain_parameters(model: Model, axis: Axis, fully_sharded: bool) ->
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(prefix, recurse=False)):
             if name in plain:
-                whole = distribute_tensor(parameter, axis.mesh, [Replicate()], src_data_rank=None)
-                own = nn.Parameter(whole, parameter.requires_grad)
-                replace_parameter(module, name.rpartition(".")[2], own)
+                dtensor = distribute_tensor(parameter, axis.mesh, [Replicate()], src_data_rank=None)
+                replicated = nn.Parameter(dtensor, parameter.requires_grad)
+                replace_parameter(module, name.rpartition(".")[2], replicated)
 
 
-def _shard(module: Linear, role: Role, axis: Axis, size: int, what: str) -> None:
+def _shard(module: Linear, role: Role, axis: Axis, size: int, name: str) -> None:
     if axis.size == 1:
         return
     if size % axis.size:
         raise ConfigError(
-            f"a {type(module).__name__} has {what} {size}, which the {axis.size} tensor-parallel ranks do not divide; "
+            f"a {type(module).__name__} has {name} {size}, which the {axis.size} tensor-parallel ranks do not divide; "
             "choose a multiple"
         )
-    place(module, role, axis)
+    distribute_parameters(module, role, axis)
     plug(module, "style", getattr(TensorParallel(axis, sequence_parallel=False), role.style))

@@ -1,4 +1,4 @@
-"""LoRA adapters over the tensor axis: A and B are sharded like their linear.
+"""LoRA adapters under tensor parallelism: A and B are sharded like their linear.
 
 At a column-parallel linear A is replicated and B has the rows of the rank's heads or columns. x · Aᵀ is computed on the
 rank's tokens; with SP its few columns, and not x, are all-gathered for B. At a row-parallel linear A has the columns of
@@ -25,7 +25,7 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 class SharedKVRows:
-    """B of the keys or values of a rank that shares its KV group: it reads the rows of that one head."""
+    """Rows of B that a rank uses for the keys or values of a shared KV group."""
 
     def __init__(self, group: int, head_dim: int):
         self.first, self.count = group * head_dim, head_dim
@@ -35,8 +35,7 @@ class SharedKVRows:
 
 
 def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
-    """Gives the adapters of `model`, or of a stage of it, their collectives, in place, after apply_tensor has placed
-    their matrices."""
+    """Give the adapters of `model` their collectives, in place. Call it after apply_tensor."""
     groups, axis = model.config.query_groups, tensor.axis
     for name, adapter in adapters(model):
         column = ROLES[name.rpartition(".")[2]].style == "column"

@@ -1,5 +1,8 @@
-"""The table of tensor parallelism: of each module of a model, which dimension of its parameters is sharded, which style
-its linear has, and when a rank's gradient is a part of a sum."""
+"""The sharding table of tensor parallelism.
+
+For each module of a model: the sharded dimension of its parameters, the style of its linear, and whether the gradient
+on a rank is partial, so that it must be summed over the axis.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,16 @@ from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
 from megalith.models.norm import HeadNorms, HeadsNorm
 
-ROWS, COLUMNS, WHOLE = 0, 1, None  # placements: the dimension of [out, in] that is sharded, or replicated
+ROWS, COLUMNS, REPLICATED = 0, 1, None  # the sharded dimension of a weight [out, in]
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 
 @dataclass(frozen=True)
 class Role:
-    """How a module's parameters stand over the axis, its linear's style, and when a rank's gradient is a part of a
-    sum."""
+    """Sharding of a module's parameters, style of its linear, and conditions for partial gradients."""
 
     weight: int | None
-    bias: int | None = WHOLE
+    bias: int | None = REPLICATED
     style: str | None = None
     partial_weight: str = NEVER
     partial_bias: str = NEVER
@@ -29,74 +31,82 @@ class Role:
 
 ROLES = {
     # module: weight, bias, style, partial gradients of weight and bias
-    "word_embeddings": Role(ROWS),  # lookup of a rank's rows, summed
-    "position_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
-    "tokentype_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
-    "layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # of the embedding, and of BERT's head
-    "relative_attention_bias": Role(COLUMNS),  # each rank its heads
-    "embedding_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "hidden_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "linear_join": Role(WHOLE, WHOLE, None, UNDER_SP),
-    "input_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "word_embeddings": Role(ROWS),  # lookup in the local rows, summed over ranks
+    "position_embeddings": Role(REPLICATED, partial_weight=UNDER_SP),
+    "tokentype_embeddings": Role(REPLICATED, partial_weight=UNDER_SP),
+    "layernorm": Role(
+        REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP
+    ),  # of the embedding and of BERT's head
+    "relative_attention_bias": Role(COLUMNS),  # local heads
+    "embedding_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "hidden_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "linear_join": Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    "input_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
     "linear_qkv": Role(ROWS, ROWS, "column"),
-    "linear_q_proj": Role(ROWS, WHOLE, "column"),
-    "linear_q_down_proj": Role(WHOLE, WHOLE, None, UNDER_SP),  # narrow: each rank its tokens' latents
-    "q_down_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "linear_q_up_proj": Role(ROWS, WHOLE, "column"),
-    "linear_kv_down_proj": Role(WHOLE, WHOLE, None, UNDER_SP),
-    "kv_down_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "linear_kv_up_proj": Role(ROWS, WHOLE, "column"),
-    "linear_q": Role(ROWS, ROWS, "column"),  # of cross-attention
+    "linear_q_proj": Role(ROWS, REPLICATED, "column"),
+    "linear_q_down_proj": Role(REPLICATED, REPLICATED, None, UNDER_SP),  # latents of local tokens
+    "q_down_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "linear_q_up_proj": Role(ROWS, REPLICATED, "column"),
+    "linear_kv_down_proj": Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    "kv_down_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "linear_kv_up_proj": Role(ROWS, REPLICATED, "column"),
+    "linear_q": Role(ROWS, ROWS, "column"),  # cross-attention
     "linear_kv": Role(ROWS, ROWS, "column"),
-    "q_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),  # each rank sees its own heads
-    "k_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
-    "softmax_offset": Role(ROWS),  # each rank its heads
-    "linear_proj": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),  # the bias is added after the sum
-    "linear_in": Role(ROWS, ROWS, "column"),  # of a gated delta net, each rank its heads
+    "q_layernorm": Role(REPLICATED, REPLICATED, None, ALWAYS, ALWAYS),  # each rank applies it to its heads
+    "k_layernorm": Role(REPLICATED, REPLICATED, None, ALWAYS, ALWAYS),
+    "softmax_offset": Role(ROWS),  # local heads
+    "linear_proj": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),  # the bias is added after the reduction
+    "linear_in": Role(ROWS, ROWS, "column"),  # gated delta net: local heads
     "linear_gates": Role(ROWS, ROWS, "column"),
     "conv": Role(ROWS, ROWS),
     "decay": Role(ROWS, ROWS),
-    "out_norm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
-    "linear_out": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),
-    "post_attention_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "pre_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "post_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "pre_mlp_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "out_norm": Role(REPLICATED, REPLICATED, None, ALWAYS, ALWAYS),
+    "linear_out": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),
+    "post_attention_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "pre_cross_attn_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "post_cross_attn_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "pre_mlp_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
     "linear_fc1": Role(ROWS, ROWS, "column"),
-    "linear_fc2": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),
-    "post_mlp_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_fc2": Role(COLUMNS, REPLICATED, "row", NEVER, UNDER_SP),
+    "post_mlp_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
     "router": Role(
-        WHOLE, WHOLE, None, UNDER_SP, UNDER_SP
-    ),  # experts themselves are cut in expert_parallel.py
-    "shared_expert_gate": Role(WHOLE, WHOLE, None, UNDER_SP),
-    "final_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "output_layer": Role(ROWS),  # logits of a rank's rows: see tensor_parallel.py
-    "dense": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # BERT's head: each rank its tokens
-    "vocabulary": Role(ROWS, ROWS),  # the bias behind a rank's rows
-    "pooler": Role(WHOLE),  # of whole sequences, alike on every rank
-    "binary_head": Role(WHOLE),
-    "units": Role(ROWS, ROWS),  # what each unit behind a column-parallel matrix has for itself
+        REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP
+    ),  # experts are sharded by expert_parallel.py
+    "shared_expert_gate": Role(REPLICATED, REPLICATED, None, UNDER_SP),
+    "final_layernorm": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),
+    "output_layer": Role(ROWS),  # logits of the local rows
+    "dense": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),  # BERT's head: applied to local tokens
+    "vocabulary": Role(ROWS, ROWS),  # the output bias
+    "pooler": Role(REPLICATED),  # applied to full sequences on every rank
+    "binary_head": Role(REPLICATED),
+    "units": Role(ROWS, ROWS),  # one value per output of a column-parallel linear
 }
-# Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
-# value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
-SHARED_QKV = Role(WHOLE, WHOLE, "column", ALWAYS, ALWAYS)
-# A norm with weights for each head: a rank has those of its own. Over all together the sum of squares is made whole.
+# With fewer KV groups than ranks, several ranks share a group: each has some of its query heads, and its key and value.
+# No sharding of the rows gives that, so every rank holds the full matrix and uses the rows it needs.
+SHARED_QKV = Role(REPLICATED, REPLICATED, "column", ALWAYS, ALWAYS)
+# A norm with weights per head: each rank has those of its heads. The sum of squares is reduced over the ranks.
 HEADS_NORM = Role(ROWS)
-# An adapter's matrices, by the style of the linear that they stand beside: see lora_shards.py.
+# The matrices of an adapter, by the style of its linear (lora_shards.py).
 ADAPTER_ROLES = {
-    ("column", "lora_A"): Role(WHOLE, WHOLE, None, UNDER_SP),  # of a rank's tokens
+    ("column", "lora_A"): Role(REPLICATED, REPLICATED, None, UNDER_SP),  # applied to local tokens
     ("column", "lora_B"): Role(ROWS),
     ("row", "lora_A"): Role(COLUMNS),
-    ("row", "lora_B"): Role(WHOLE, WHOLE, None, UNDER_SP),
+    ("row", "lora_B"): Role(REPLICATED, REPLICATED, None, UNDER_SP),
 }
-SHARED_B = Role(WHOLE, WHOLE, None, ALWAYS)  # of the keys or values of a shared group
+SHARED_B = Role(REPLICATED, REPLICATED, None, ALWAYS)  # keys or values of a shared group
 
 
 def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module | None = None) -> Role:
-    """The role of the module of this name in a model; experts have none (CUTS in expert_parallel.py).
+    """Return the role of a module by its name. Experts have none (EXPERT_SHARDING in expert_parallel.py).
 
-    `shares_groups`: there are fewer KV groups than tensor-parallel ranks. Of an `owner` whose class has `roles`, a
-    linear has the one named there. Raises ConfigError for a module without a role.
+    Args:
+        name: qualified name of the module.
+        module: the module.
+        shares_groups: there are fewer KV groups than tensor-parallel ranks.
+        owner: the parent module. If its class has `roles`, the role named there is used.
+
+    Raises:
+        ConfigError: the module has no role.
     """
     linear, _, matrix = name.partition(ADAPTER)
     linear = linear.rpartition(".")[2]
@@ -113,7 +123,7 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
         return HEADS_NORM
     if linear not in ROLES:
         raise ConfigError(
-            f"tensor parallelism knows no role for {name}: give {type(owner).__name__} a class attribute "
+            f"tensor parallelism has no role for {name}: give {type(owner).__name__} a class attribute "
             f'roles = {{"{linear}": ...}} with one of {", ".join(ROLES)}'
         )
     return SHARED_QKV if shared else ROLES[linear]

@@ -9,12 +9,13 @@ reduce-scatter, and an all-gather comes before the next pair: the same bytes, an
     without SP   x ──(dgrad all-reduced)─ column ── row ──all-reduce──────────────── + bias
     with SP      x ──all-gather───────── column ── row ──reduce-scatter──────────── + bias
 
-Parameters are DTensors over the axis, placed by the table ROLES (roles.py). A replicated parameter that a rank uses on
-its own tokens or heads only has a partial gradient there; one all-reduce after the backward pass completes those.
+Parameters are DTensors over the axis, sharded by the table ROLES (roles.py). A replicated parameter that a rank uses
+only on its own tokens or heads has a partial gradient there; one all-reduce after the backward pass sums those.
 
 Vocabulary: each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix, the last ranks
-fewer where that is uneven. The padding is the model's own and never depends on the axis. A token's row comes from one
-rank, the others add zeros. In the loss no rank has a whole row of logits (ops/cross_entropy.py).
+fewer where that is uneven. The padding is the model's own and never depends on the axis. A token's
+embedding comes from one rank, and the others add zeros. In the loss no rank has a full row of logits
+(ops/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.roles import ALWAYS, UNDER_SP, Role, role_of
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
 
 
 class TensorParallel:
-    """The collectives around the matmuls, and the styles of the linears that stand between them."""
+    """The collectives around a layer's matmuls, and the styles of its linears.
+
+    Args:
+        axis: the tensor-parallel axis.
+        sequence_parallel: shard the residual stream by tokens.
+        saves_gathered_inputs: compiled column-parallel linears may save their gathered input for the backward pass.
+    """
 
     def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered_inputs: bool = True):
         self.axis = axis
@@ -64,75 +71,76 @@ class TensorParallel:
         self.saves_gathered_inputs = saves_gathered_inputs
 
     def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
-        """Generation feeds a token at a time, which cannot be sharded; training always is."""
+        """Shard the tokens under SP. Generation feeds one token at a time, which cannot be sharded."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():
             raise ConfigError(
-                f"parallel.sequence_parallel cannot cut {tokens} tokens over {self.axis.size} tensor-parallel ranks; "
+                f"parallel.sequence_parallel cannot shard {tokens} tokens over {self.axis.size} tensor-parallel ranks; "
                 "choose a sequence length that tensor_model_parallel_size divides"
             )
         return PassLayout(sharded=self.sequence_parallel and divides)
 
     def gather(self, x: Tensor, context: Context) -> Tensor:
-        """All tokens of the residual stream, with SP [1, tokens / tp, h] -> [1, tokens, h]; gradients are summed."""
+        """All-gather the residual stream under SP: [1, tokens / tp, h] -> [1, tokens, h]. Gradients are summed."""
         return all_gather(x, self.axis, 1) if context.layout.sharded else all_reduce_gradient(x, self.axis)
 
     def reduce(self, x: Tensor, context: Context) -> Tensor:
-        """The sum of the ranks' parts [batch, seq, h] for the residual stream: with SP [1, tokens / tp, h]."""
+        """Sum partial outputs [batch, seq, h] for the residual stream, which is [1, tokens / tp, h] under SP."""
         if not context.layout.sharded:
             return all_reduce(x, self.axis)
         return reduce_scatter(x.reshape(1, -1, x.shape[-1]), self.axis, 1)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' x, which each goes on to use for its own heads: gradients are summed as well."""
+        """Sum x over the ranks, for use on each rank's own heads. Gradients are summed too."""
         return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
     def shard_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """This rank's share of something that every token has: [batch, seq] -> with SP [1, tokens / tp]."""
+        """Return this rank's slice of a per-token tensor: [batch, seq] -> under SP [1, tokens / tp]."""
         return self.to_sp_order(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def to_sp_order(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has [batch, seq, ...], the ranks' shares of it one after the other: with SP
-        [1, tokens, ...]."""
+        """Order a per-token tensor by rank under SP: [batch, seq, ...] -> [1, tokens, ...]."""
         if not layout.sharded:
             return x
-        shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
-        return shares.reshape(1, -1, *x.shape[2:])
+        by_rank = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
+        return by_rank.reshape(1, -1, *x.shape[2:])
 
     def reduce_sequence(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """The sum of what the ranks made of their shares of the tokens, of which each goes on to compute the same."""
+        """Sum results of each rank's tokens over the ranks, all of which then compute the same."""
         return all_reduce(x, self.axis) if layout.sharded else x
 
-    def from_sp_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
-        """The inverse of `to_sp_order`: [batch, seq, ...]."""
+    def from_sp_order(self, x: Tensor, layout: PassLayout, batch: int) -> Tensor:
+        """Invert `to_sp_order`: [1, tokens, ...] -> [batch, seq, ...]."""
         if not layout.sharded:
-            return shares
-        x = shares.reshape(self.axis.size, layout.micro_batches, -1, *shares.shape[2:]).transpose(0, 1)
-        return x.reshape(batch, -1, *shares.shape[2:])
+            return x
+        by_sequence = x.reshape(self.axis.size, layout.micro_batches, -1, *x.shape[2:]).transpose(0, 1)
+        return by_sequence.reshape(batch, -1, *x.shape[2:])
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
-        """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
+        """Column-parallel: weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], SP [1, tokens, out /
+        tp]."""
         sharded, edge = context.layout.sharded, gemm.edge(weight)
         saves, trains = has_wgrad(weight), torch.is_grad_enabled()
-        again = sharded and not self.saves_gathered_inputs
+        regather = sharded and not self.saves_gathered_inputs
         y = _ColumnLinear.apply(
-            x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded, again
+            x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded, regather
         )
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
-        """x [batch, seq, in / tp], weight [h, in / tp], bias [h] -> the residual stream's tokens [..., h]"""
+        """Row-parallel: x [batch, seq, in / tp], weight [h, in / tp], bias [h] -> residual stream [..., h]."""
         x = self.reduce(linear(x, weight, None, gemm), context)
         return x if bias is None else x + bias
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x · weightᵀ + bias of all tokens. Saves only this rank's tokens for the backward pass, and gathers them again;
-    but torch compiles two gathers of the same tokens as one, and saves what that gives, unless the second one depends
-    on the gradient (`again`).
+    """x · weightᵀ + bias of all tokens.
 
-    In the backward pass the gather runs beside dgrad, and the sum of its result beside wgrad. Where wgrad is put off,
-    so is the gather.
+    Only this rank's tokens are saved for the backward pass, which gathers them again. torch.compile would merge the two
+    gathers and save the result, unless the second one depends on the gradient (`regather`).
+
+    In the backward pass, the gather overlaps dgrad, and the reduction of dgrad overlaps wgrad. If wgrad is deferred, so
+    is the gather.
     """
 
     @staticmethod
@@ -147,57 +155,58 @@ class _ColumnLinear(torch.autograd.Function):
         trains: bool,
         axis: Axis,
         sharded: bool,
-        again: bool,
+        regather: bool,
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
         operand, saved = gemm.inputs(x, saves, sharded)
         weight, saved_weight = gemm.weights(weight, trains)
         ctx.save_for_backward(*saved_weight, *saved)
-        ctx.gemm, ctx.edge, ctx.axis, ctx.sharded, ctx.parts = gemm, edge, axis, sharded, len(saved_weight)
-        ctx.again = again
+        ctx.gemm, ctx.edge, ctx.axis, ctx.sharded = gemm, edge, axis, sharded
+        ctx.weight_tensors = len(saved_weight)
+        ctx.regather = regather
         if sharded:
             operand = end_gather(begin_gather(operand, axis), operand)
         return gemm.forward(operand, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
-        weight, x = saved[: ctx.parts], saved[ctx.parts :]
+        saved = ctx.saved_tensors  # read once, because a recomputed layer returns them only once
+        weight, x = saved[: ctx.weight_tensors], saved[ctx.weight_tensors :]
         gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
-        of_sum = grad
-        of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
+        grad_output = grad
+        grad_by_row, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
-        if ctx.again and torch.compiler.is_compiling():
-            x = [_in_backward(each, of_sum) if each.dim() else each for each in x]
+        if ctx.regather and torch.compiler.is_compiling():
+            x = [_depend_on(each, grad_output) if each.dim() else each for each in x]
         gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
-        summing = begin(gemm.dgrad(of_rows, weight), axis)
+        reducing = begin(gemm.dgrad(grad_by_row, weight), axis)
         if gathering is not None:
             x = end_gather(gathering, x)
         if ctx.edge is not None:
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return wait(summing), grad_weight, None, None, None, None, None, None, None, None
+        return wait(reducing), grad_weight, None, None, None, None, None, None, None, None
 
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
     return gemm.wgrad(grad, end_gather(begin_gather(x, axis), x) if sharded else x)
 
 
-def _in_backward(x: Tensor, grad: Tensor) -> Tensor:
-    """The bits of x, as the result of a computation with `grad`: torch compiles what is made of it into the backward
-    pass."""
-    nothing = grad.flatten()[0].view(INTEGERS[grad.itemsize]) & 0
-    return (x.view(INTEGERS[x.itemsize]) + nothing.to(INTEGERS[x.itemsize])).view(x.dtype)
+def _depend_on(x: Tensor, grad: Tensor) -> Tensor:
+    """Return x as the result of a computation with `grad`, so that torch compiles its uses into the backward pass."""
+    zero = grad.flatten()[0].view(INT_DTYPES[grad.itemsize]) & 0
+    return (x.view(INT_DTYPES[x.itemsize]) + zero.to(INT_DTYPES[x.itemsize])).view(x.dtype)
 
 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
-    """What `end_gather` turns into the operand of all ranks' tokens. Codes travel as bytes: gloo knows no FP8."""
+    """Start the all-gather of an operand, which `end_gather` returns. Codes are sent as bytes, as gloo has no FP8."""
     return [begin_all_gather(_as_bytes(each), axis) if each.dim() else each for each in operand]
 
 
-def end_gather(begun: list[Tensor], operand: Operand) -> list[Tensor]:
-    return [wait(each).view(own.dtype) if own.dim() else each for each, own in zip(begun, operand)]
+def end_gather(gathering: list[Tensor], operand: Operand) -> list[Tensor]:
+    """Return the operand of all ranks' tokens."""
+    return [wait(each).view(local.dtype) if local.dim() else each for each, local in zip(gathering, operand)]
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -205,33 +214,41 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 class SharedKVGroup:
-    """The rows of linear_qkv, or of linear_kv, that a rank uses which shares its KV group with others: of linear_qkv
-    its query heads, the group's key and value of both."""
+    """Rows of linear_qkv (or linear_kv) that this rank uses if several ranks share a KV group.
+
+    These are its own query heads (of linear_qkv), and the group's key and value.
+    """
 
     def __init__(self, axis: Axis, attention: SelfAttention | CrossAttention, groups: int):
-        sharing = axis.size // groups  # ranks of a group
-        group, place = divmod(axis.rank, sharing)
+        ranks = axis.size // groups  # per group
+        group, rank = divmod(axis.rank, ranks)
         size, heads = attention.head_dim, attention.heads.in_group
         if isinstance(attention, CrossAttention):
             self.spans = [(group * 2 * size, 2 * size)]  # first row, rows
             return
         first = group * (heads + 2) * size
-        queries = (first + place * (heads // sharing) * size, heads // sharing * size)
+        queries = (first + rank * (heads // ranks) * size, heads // ranks * size)
         self.spans = [queries, (first + heads * size, 2 * size)]
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """[(query heads here + 2) · head_dim, ...], of linear_kv [2 · head_dim, ...]"""
+        """Return [(local query heads + 2) · head_dim, ...], or of linear_kv [2 · head_dim, ...]."""
         return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
 def apply_tensor(
     model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered_inputs: bool = True
 ) -> TensorParallel | None:
-    """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
+    """Shard a model's parameters, heads and vocabulary over the tensor axis, in place.
 
-    The sizes divide as `megalith.config.rules.parallel_rules.check_tensor` demands. `model.partial_gradients` gets the
-    names of the parameters for `reduce_partial_gradients`. Returns the collectives; an axis of one changes nothing
-    and has none.
+    Args:
+        model: the model or a stage of it, on the meta device. Its sizes have passed `parallel_rules.check_tensor`.
+        axis: the tensor axis. Size 1 changes nothing.
+        sequence_parallel: shard the residual stream by tokens.
+        saves_gathered_inputs: see TensorParallel.
+
+    Returns:
+        The collectives, or None for an axis of size 1. `model.partial_gradients` has the names of the parameters that
+        `reduce_partial_gradients` sums.
     """
     plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
@@ -244,14 +261,14 @@ def apply_tensor(
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear):  # cut by expert_parallel.py
+        if isinstance(module, GroupedLinear):  # sharded by expert_parallel.py
             continue
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         role = role_of(name, module, groups < axis.size, model.get_submodule(name.rpartition(".")[0]))
         if isinstance(module, HeadsNorm):
             plug(module, "total", tensor.sum_over_ranks)
-        place(module, role, axis)
+        distribute_parameters(module, role, axis)
         if role.style is not None:
             plug(module, "style", getattr(tensor, role.style))
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
@@ -260,7 +277,7 @@ def apply_tensor(
     for layer in layers_of(model).values():
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
-                _cut_heads(mixer, tensor, groups)
+                _shard_heads(mixer, tensor, groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
     plug(model, "logprobs", vocabulary.logprobs)
@@ -272,15 +289,15 @@ def apply_tensor(
 
 
 def partial_parameters(model: Transformer) -> list[nn.Parameter]:
-    """The parameters of which a rank's gradient is a part of the sum over the tensor axis, in the model's order."""
+    """Return the parameters whose gradients must be summed over the tensor axis, in the model's order."""
     return [parameter for name, parameter in model.named_parameters() if name in model.partial_gradients]
 
 
 @torch.no_grad()
 def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
-    """After the backward pass, before the norm: sums the gradients of `partial_parameters` over the tensor axis.
+    """Sum the gradients of `partial_parameters` over the tensor axis, in one fp32 all-reduce.
 
-    One all-reduce in fp32 over them all. A gradient may be a plain tensor or a DTensor, whole or sharded by FSDP2.
+    Call it after the backward pass and before the gradient norm. Gradients may be plain tensors or DTensors.
     """
     if axis.size == 1:
         return
@@ -292,19 +309,19 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, sums)])
 
 
-def place(module: nn.Module, role: Role, axis: Axis) -> None:
-    """Makes the module's parameters DTensors over the axis."""
+def distribute_parameters(module: nn.Module, role: Role, axis: Axis) -> None:
+    """Replace the module's own parameters by DTensors over the axis."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # see `local`
 
     for kind, parameter in list(module.named_parameters(recurse=False)):
         dim = getattr(role, kind)
         placement = Replicate() if dim is None else Shard(dim)
-        placed = distribute_tensor(parameter, axis.mesh, [placement], src_data_rank=None)
-        replace_parameter(module, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        dtensor = distribute_tensor(parameter, axis.mesh, [placement], src_data_rank=None)
+        replace_parameter(module, kind, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
 
 
-def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """A rank's query heads stand one after the other in the order of all heads, with or without shared groups."""
+def _shard_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
+    """Give attention this rank's heads, a contiguous range of query heads, also if ranks share KV groups."""
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
@@ -317,16 +334,16 @@ def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> Non
 
 
 class VocabParallel:
-    """The seams of Embedding and Transformer over the vocabulary, for one rank of the axis."""
+    """Lookup, loss and logits over a vocabulary that is sharded over the tensor axis."""
 
     def __init__(self, tensor: TensorParallel, padded_vocab: int):
         self.tensor, self.axis = tensor, tensor.axis
-        self.rows = -(-padded_vocab // self.axis.size)  # of a full rank
+        self.rows = -(-padded_vocab // self.axis.size)  # per rank; the last ranks may have fewer
         self.first = self.axis.rank * self.rows
 
     def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
-        """The tokens' rows [batch, seq, hidden], with SP [1, tokens / tp, hidden]: a sum, as each rank has its own."""
-        index, here = self._own(self.tensor.to_sp_order(input_ids, context.layout), weight)
+        """Return the embeddings [batch, seq, hidden], under SP [1, tokens / tp, hidden], summed over the ranks."""
+        index, here = self._local_rows(self.tensor.to_sp_order(input_ids, context.layout), weight)
         return self.tensor.reduce(F.embedding(index, weight) * here[..., None], context)
 
     def loss(
@@ -342,7 +359,7 @@ class VocabParallel:
         *,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
+        """Return `ops.cross_entropy.linear_cross_entropy`, the same on every rank. weight [local rows, hidden]."""
         labels, loss_mask = (self.tensor.to_sp_order(x, context.layout) for x in (labels, loss_mask))
         shard = dict(
             axis=self.axis,
@@ -367,14 +384,16 @@ class VocabParallel:
         *,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `megalith.models.loss.compute_logprobs`, the same on every rank, in the sequences' order."""
+        """Return `models.loss.compute_logprobs`, the same on every rank, as [batch, seq]."""
         layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
         tokens = {name: self.tensor.to_sp_order(x, layout) for name, x in objective.tokens.items()}
         hidden, targets = self.tensor.gather(hidden, context), self.tensor.to_sp_order(targets, layout)
-        *found, loss = compute_logprobs(
+        *outputs, loss = compute_logprobs(
             objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
         )
-        ordered = [None if x is None else self.tensor.from_sp_order(x, layout, context.batch) for x in found]
+        ordered = [
+            None if x is None else self.tensor.from_sp_order(x, layout, context.batch) for x in outputs
+        ]
         return ordered[0], ordered[1], loss
 
     def logits(
@@ -387,14 +406,14 @@ class VocabParallel:
         *,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
-        part = linear_logits(self.tensor.gather(x, context), weight, bias=bias)  # [..., rows here]
-        part = F.pad(part, (0, self.rows - part.shape[-1]))
-        logits = all_gather_replicated(part, self.axis, -1)[..., :vocab_size]
+        """Return logits [batch, seq, vocab] on every rank, without the vocabulary's padding."""
+        shard = linear_logits(self.tensor.gather(x, context), weight, bias=bias)  # [..., local rows]
+        shard = F.pad(shard, (0, self.rows - shard.shape[-1]))
+        logits = all_gather_replicated(shard, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
 
-    def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the tokens in this rank's shard, 0 for those held elsewhere, and which ones are here."""
+    def _local_rows(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens' rows in this rank's shard, 0 for rows of other ranks, and a mask of the local ones."""
         index = tokens - self.first
         here = (index >= 0) & (index < weight.shape[0])
         return torch.where(here, index, 0), here
