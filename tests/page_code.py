@@ -147,7 +147,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
                        ("n_embd=1024", "n_embd=32"), ('mixed_precision="bf16", ', "")), is_quick=False),
         Block(OTHERS, (("tp_degree=2, sequence_parallelism=True", "tp_degree=1"),), is_quick=False),
     ),
-    "docs/adding_a_family.md": (Block("from megalith.bridge.rows import qkv, same"),),
+    "docs/adding_a_family.md": (Block(), Block("from megalith.bridge.rows import qkv, same")),
     "docs/architecture.md": (SHOWN, SHOWN, SHOWN),
     "docs/checkpoints.md": (
         Block('import torch\nsmall_run("runs/gpt2")\ntensor, part = torch.ones(4, 4), torch.ones(512, 64)',
@@ -166,6 +166,6 @@ PYTHON: dict[str, tuple[Block, ...]] = {
         Block('small_run("runs/quickstart", model={"vocab_size": None, "max_position_embeddings": 256},'
               ' data={"tokenizer_type": "ByteTokenizer"})', (("max_new_tokens=100", "max_new_tokens=4"),)),
     ),
-    "docs/models.md": (Block(ENCODER), Block(ENCODER_DECODER)),
+    "docs/models.md": (Block(ENCODER), Block(ENCODER_DECODER), Block()),
     "docs/own_model.md": (Block(POLICY), Block('small_run_file("run.yaml")')),
 }  # fmt: skip

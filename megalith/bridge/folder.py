@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.families.multimodal import language_config, language_tensors, wrapper_of
 from megalith.bridge.family import Family
+from megalith.bridge.multimodal import language_config, language_tensors, wrapper_of
 from megalith.bridge.quantized import PackedExperts, unpacked
 from megalith.checkpoint.files import DTYPE_CODES, SafetensorsEntry, list_safetensors
 from megalith.checkpoint.manifest import fetch_error

@@ -1,115 +1,60 @@
-"""Every family that can be read and written. To add one: its tables in a file here, and a line below.
+"""The model families of transformers that Megalith reads and writes.
 
-Where no family is asked for, an export takes the first that can say the model.
+Each file in this folder lists its families in `FAMILIES`; a new file needs no other registration.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalith.bridge.families.encoders import (
-    BERT,
-    BERT_MASKED_LM,
-    BERT_MODEL,
-    MEGATRON_BERT,
-    MEGATRON_BERT_MASKED_LM,
-    MEGATRON_BERT_MODEL,
-    T5,
-)
-from megalith.bridge.families.experts import (
-    DEEPSEEK_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
-from megalith.bridge.families.gpt_oss import GPT_OSS
-from megalith.bridge.families.hybrids import QWEN3_NEXT
-from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
-from megalith.bridge.families.llama import (
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    LLAMA,
-    MISTRAL,
-    OLMO2,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SMOLLM3,
-)
-from megalith.bridge.families.scaled import COHERE, COHERE2, GRANITE, GRANITE_MOE
-from megalith.bridge.families.separate_qkv import GPT_J, OPT, PHI, STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
-FAMILIES: dict[str, Family] = {
-    family.architecture: family
-    for family in (
-        GPT2,
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        OLMO2,
-        PHI3,
-        GPT_NEOX,
-        FALCON,
-        SMOLLM3,
-        STARCODER2,
-        STABLELM,
-        PHI,
-        GPT_J,
-        OPT,
-        GRANITE,
-        COHERE,
-        COHERE2,
-        MIXTRAL,
-        GRANITE_MOE,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        QWEN3_NEXT,
-        GPT_OSS,
-        OLMOE,
-        DEEPSEEK_MOE,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        BLOOM,
-        BERT,
-        BERT_MASKED_LM,
-        BERT_MODEL,
-        MEGATRON_BERT,
-        MEGATRON_BERT_MASKED_LM,
-        MEGATRON_BERT_MODEL,
-        T5,
-    )
-}
+# An export without an origin takes the first family that can express the model. These files come first, in this order,
+# then all others by name.
+PREFERRED = ("layernorm_decoders", "llama", "experts")
+
+
+def _families() -> Iterator[Family]:
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    for name in (*PREFERRED, *(name for name in names if name not in PREFERRED)):
+        yield from importlib.import_module(f"{__name__}.{name}").FAMILIES
+
+
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _families()}
+NEAREST = 3
+"""Number of families that an error names if none can express a model."""
 
 
 def family_of(theirs: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json, by its `architectures`, else its `model_type`. Raises ConfigError."""
+    """Return the family of a config.json, by its `architectures`, else by its `model_type`.
+
+    Args:
+        theirs: contents of config.json.
+        where: the source of the file; errors begin with it.
+
+    Raises:
+        ConfigError: no family has this name.
+    """
     check_kinds({key: theirs.get(key) for key in ("architectures", "model_type")}, f"{where}'s config.json")
     names = theirs.get("architectures") or [
         family.architecture for family in FAMILIES.values() if family.model_type == theirs.get("model_type")
     ]
     name = names[0] if names else str(theirs.get("model_type"))
     if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
-        raise ConfigError(  # no suggestion: a name that is spelled nearly alike is another model
-            f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(FAMILIES)}"
+        raise ConfigError(  # no suggestion: a similar name is a different model
+            f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(sorted(FAMILIES))}"
         )
     return family_named(name, where)
 
 
 def family_named(name: str, where: str) -> Family:
-    """The family with this architecture or model type. `where` names, in the error, what asked for it."""
+    """Return the family with this architecture or model type; `where` is the source of the name, for errors."""
     for family in FAMILIES.values():
         if name in (family.architecture, family.model_type):
             return family
@@ -118,11 +63,8 @@ def family_named(name: str, where: str) -> Family:
     )
 
 
-NEAREST = 3  # families that a refusal names
-
-
 def family_for(model: ModelConfig) -> Family:
-    """The first family that can say this model. Raises ConfigError where none can, with what the nearest lack."""
+    """Return the first family that can express a model. Raises ConfigError, with the nearest families, if none can."""
     reasons = []
     for family in FAMILIES.values():
         try:

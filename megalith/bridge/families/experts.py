@@ -367,3 +367,6 @@ DEEPSEEK_V3 = Family(
     ignored=(*IGNORED, r"layers\.61\."),  # the published model's module that predicts a second token
 )
 # fmt: on
+
+
+FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3)

@@ -82,3 +82,6 @@ GPT_OSS = Family(
     ignored=IGNORED,
 )
 # fmt: on
+
+
+FAMILIES = (GPT_OSS,)

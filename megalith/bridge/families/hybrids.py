@@ -117,3 +117,6 @@ QWEN3_NEXT = Family(
     ignored=(*IGNORED, r"mtp\."),
 )
 # fmt: on
+
+
+FAMILIES = (QWEN3_NEXT,)

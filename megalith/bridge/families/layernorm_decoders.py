@@ -362,3 +362,6 @@ FALCON = FalconFamily(
     prefix="transformer.",
 )
 # fmt: on
+
+
+FAMILIES = (GPT2, GPT_NEOX, FALCON, BLOOM)

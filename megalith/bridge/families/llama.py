@@ -328,3 +328,6 @@ QWEN3 = Family(
     tied="lm_head.weight",
     ignored=IGNORED,
 )
+
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, PHI3, SMOLLM3)

@@ -136,3 +136,6 @@ COHERE2 = Family(
     ignored=IGNORED,
 )
 # fmt: on
+
+
+FAMILIES = (GRANITE, COHERE, COHERE2, GRANITE_MOE)

@@ -306,3 +306,6 @@ OPT = Family(
     tied="lm_head.weight",
 )
 # fmt: on
+
+
+FAMILIES = (STARCODER2, STABLELM, PHI, GPT_J, OPT)
