@@ -121,6 +121,11 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True),
         dict(OURS, add_qkv_bias=True, add_proj_bias=True),
     ),
+    "seed-oss": (
+        lambda: transformers.SeedOssConfig(**LLAMA, head_dim=24, attention_out_bias=True, mlp_bias=True,
+                                           residual_dropout=0.2, pad_token_id=None),
+        dict(OURS, kv_channels=24, add_qkv_bias=True, add_proj_bias=True, add_mlp_bias=True, hidden_dropout=0.2),
+    ),
     "mistral, window": (
         lambda: transformers.MistralConfig(**LLAMA, sliding_window=11),
         dict(OURS, window_size=[10, 0]),
