@@ -112,7 +112,7 @@ def test_what_a_run_writes_into_its_folder_goes_through_the_helpers_that_follow_
         "stops.py",
         "pool.py",
     }  # they write where the launcher has said
-    for path in files("launch", "report", "training", "planner", "parallel"):
+    for path in files("launch", "report", "doctor", "training", "planner", "parallel"):
         if path.name in apart:
             continue
         for node in ast.walk(parsed(path)):

@@ -19,8 +19,8 @@ from megalith.io import atomic_file
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
+    from megalith.doctor.checks import Check
     from megalith.launch.cluster.cluster_job import ClusterJob
-    from megalith.report.doctor import Check
 
 
 def add_cluster_commands(commands: argparse._SubParsersAction) -> None:
@@ -40,11 +40,13 @@ def add_cluster_commands(commands: argparse._SubParsersAction) -> None:
 def doctor(args: Arguments) -> int:
     import torch
 
-    from megalith.report import doctor as checks
-    from megalith.report.gpu_health import check_devices
+    from megalith.doctor import checks
+    from megalith.doctor.devices import check_devices
+    from megalith.doctor.disk import check_disk
+    from megalith.doctor.network import check_network, check_reachable, parse_endpoint
 
     for endpoint in args.reach:
-        checks.parse_endpoint(endpoint)  # before anything is measured
+        parse_endpoint(endpoint)  # before anything is measured
     found: list[Check] = []
     gpus = torch.cuda.device_count()
 
@@ -57,10 +59,10 @@ def doctor(args: Arguments) -> int:
     take(checks.check_software())
     take(check_devices(measured=not args.quick))
     take([checks.check_shared_memory(gpus)])
-    take(checks.check_disk(Path(args.output), measured=not args.quick))
+    take(check_disk(Path(args.output), measured=not args.quick))
     take(checks.check_packages(gpus > 0))
-    take(checks.check_network(os.environ))
-    take(checks.check_reachable(endpoint) for endpoint in args.reach)
+    take(check_network(os.environ))
+    take(check_reachable(endpoint) for endpoint in args.reach)
     worst = checks.worst_status(found)
     if args.json:
         print(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
+from megalith.doctor.gpus import GpuMonitor
 from megalith.errors import printable
 from megalith.hardware import local_device_info
 from megalith.io import replace_file
@@ -26,7 +27,6 @@ from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_rank_locations, topology_notes
 from megalith.report.clock import PhaseTimers, StartupTimer, StepTimer, format_timers
 from megalith.report.console import TrainingConsole, open_console
-from megalith.report.gpu_health import GpuMonitor
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, wrap_paragraph
 from megalith.report.metrics import (

@@ -10,8 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalith import RunConfig, train
 from megalith.comm.collectives import Axis
-from megalith.report import gpu_health, report
-from megalith.report.gpu_health import GpuMonitor, GpuState, gpu_metrics, read_gpu
+from megalith.doctor import gpus
+from megalith.doctor.gpus import GpuMonitor, GpuState, gpu_metrics, read_gpu
+from megalith.report import report
 
 
 class NVMLError(Exception):
@@ -83,21 +84,21 @@ def test_without_the_package_or_an_answer_nothing_is_known(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "text"),
     [
         (dict(slowed=0x40, temperature=91, clock=345, max_clock=1980), "for heat by hardware, at 91 °C and 345 of"),
         (dict(ecc_errors=3), "3 memory errors that ECC could not correct: reset it, and replace"),
         (dict(rows_failed=True, rows_pending=True), "could not be replaced: replace the GPU"),
         (dict(rows_pending=True), "waits to be replaced: reset it"),
-        (dict(alloc_retries=3), "waited 3 times while PyTorch gave back what it kept free and asked anew: recompute"),
+        (dict(alloc_retries=3), "waited 3 times while PyTorch freed its cache and retried: recompute"),
     ],
 )  # fmt: skip
-def test_a_fault_says_what_to_do(state, said):
+def test_a_fault_says_what_to_do(state, text):
     (fault,) = GpuState("NVIDIA H200", **state).faults()
-    assert said in fault
+    assert text in fault
 
 
-def test_the_worst_gpu_of_all_stands_in_the_log():
+def test_the_log_shows_the_worst_gpu():
     cool, hot = (
         GpuState("x", 50, 99, clock=1980, ecc_errors=0),
         GpuState("x", 90, 12, clock=700, ecc_errors=2),
@@ -107,36 +108,40 @@ def test_the_worst_gpu_of_all_stands_in_the_log():
     }  # fmt: skip
 
 
-def test_memory_that_is_asked_for_again_is_told_but_of_the_first_step(monkeypatch):
-    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
-    monkeypatch.setattr(gpu_health, "read_gpu", lambda uuid: GpuState("NVIDIA H200"))
+def test_allocation_retries_are_reported_except_in_the_first_step(monkeypatch):
+    monkeypatch.setattr(gpus, "gpu_uuid", lambda device: "GPU-a")
+    monkeypatch.setattr(gpus, "read_gpu", lambda uuid: GpuState("NVIDIA H200"))
     counted = iter([7, 7, 9, 12])
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(counted)})
-    told = []
-    watch = GpuMonitor(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
+    events = []
+    watch = GpuMonitor(
+        torch.device("cuda", 0), Axis(), lambda text, **figures: events.append((figures, text))
+    )
     watch.begin()
     assert [watch.read(step)["gpu_alloc_retries"] for step in (10, 20, 30)] == [0, 2, 3]
-    [(figures, text)] = [each for each in told if each[0]["event"] == "gpu"]
+    [(figures, text)] = [each for each in events if each[0]["event"] == "gpu"]
     assert figures["step"] == 20 and "its memory is full or in pieces" in text
 
 
-def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch):
-    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
+def test_a_fault_is_reported_when_it_begins_and_when_it_returns(monkeypatch):
+    monkeypatch.setattr(gpus, "gpu_uuid", lambda device: "GPU-a")
     heat = iter([60, 60, 91, 93, 60, 91])  # the first is asked for at the start
     monkeypatch.setattr(
-        gpu_health,
+        gpus,
         "read_gpu",
         lambda uuid: GpuState("NVIDIA H200", (t := next(heat)), slowed=0x40 * (t > 90)),
     )
-    told = []
-    watch = GpuMonitor(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
+    events = []
+    watch = GpuMonitor(
+        torch.device("cuda", 0), Axis(), lambda text, **figures: events.append((figures, text))
+    )
     figures = [watch.read(step) for step in (10, 20, 30, 40, 50)]
     assert [each["gpu_temperature"] for each in figures] == [60, 91, 93, 60, 91]
-    assert [figures["step"] for figures, _ in told if figures["event"] == "gpu"] == [20, 50]
-    assert told[1][1].startswith("warning: the GPU of rank 0 on ") and "look at its cooling" in told[1][1]
+    assert [figures["step"] for figures, _ in events if figures["event"] == "gpu"] == [20, 50]
+    assert events[1][1].startswith("warning: the GPU of rank 0 on ") and "look at its cooling" in events[1][1]
 
 
-def test_no_driver_is_asked_of_a_cpu():
+def test_a_cpu_needs_no_driver():
     watch = GpuMonitor(torch.device("cpu"), Axis(), print)
     assert not watch.enabled and watch.read(10) == {}
 
@@ -144,7 +149,7 @@ def test_no_driver_is_asked_of_a_cpu():
 def test_a_run_logs_its_gpu_and_names_one_that_is_slowed(tmp_path, monkeypatch, capsys):
     """On a CPU, with a driver that answers for its GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlDeviceGetCurrentClocksEventReasons=0x40))
-    monkeypatch.setattr(gpu_health, "gpu_uuid", lambda device: "GPU-a")
+    monkeypatch.setattr(gpus, "gpu_uuid", lambda device: "GPU-a")
     monkeypatch.setattr(
         report, "GpuMonitor", lambda device, world, tell: GpuMonitor(torch.device("cuda", 0), world, tell)
     )
@@ -165,8 +170,8 @@ def test_a_run_logs_its_gpu_and_names_one_that_is_slowed(tmp_path, monkeypatch, 
         gpu_temperature=60, gpu_utilization=100, gpu_power_w=612.4, gpu_clock_mhz=1755, gpu_ecc_errors=0
     )
     assert steps[2] | figures == steps[2] and steps[4] | figures == steps[4] and "gpu_power_w" not in steps[3]
-    told = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    (named,) = [event for event in told if event["event"] == "gpu"]
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    (named,) = [event for event in events if event["event"] == "gpu"]
     assert (named["step"], named["rank"], "for heat by hardware" in named["text"]) == (2, 0, True)
     assert named["text"] in " ".join(capsys.readouterr().out.split())
     board = EventAccumulator(str(tensorboard)).Reload()

@@ -1,0 +1,1 @@
+"""`megalith doctor`: checks of a machine's software, disk, network and GPUs."""
