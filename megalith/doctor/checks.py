@@ -141,7 +141,7 @@ def check_shared_memory(gpus: int, folder: str = "/dev/shm") -> Check:
     except OSError as error:
         return Check(name, WARN, error.strerror or str(error), "mount a tmpfs there")
     finding = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
-        "give the container more: docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir of medium Memory"
+    advice = "give the container more: docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir in memory"
     return make_check(name, finding, usage.free >= SHARED_MEMORY, advice, BAD if gpus > 1 else WARN)
 
 
