@@ -36,7 +36,7 @@ from megalith.bridge.quantized import (
     with_scales,
 )
 from megalith.bridge.quantized import quantize as quantized
-from megalith.bridge.settings import Tree, differences, notes_on
+from megalith.bridge.settings import Tree, conversion_notes, differences
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
@@ -214,12 +214,12 @@ def export_hf(
         )
     origin = _origin(opened, config.model)
     chosen, notes = export_family(config.model, origin, family)
-    notes += notes_on(config.model)
+    notes += conversion_notes(config.model)
     groups = chosen.groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
-    codes = quantized_names(groups, quantize, chosen.whole_in_fp8) if quantize else set()
+    codes = quantized_names(groups, quantize, chosen.not_in_fp8) if quantize else set()
     notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
@@ -229,7 +229,7 @@ def export_hf(
     ):
         ours, scratch = Scratch(), Scratch()
         for group in groups:
-            for offset, shape in group.units():
+            for offset, shape in group.boxes():
                 tensor = ours.empty(shape, torch.float32)
                 opened.fill("model", {group.name: LocalShard(tensor, offset, group.shape, owned=True)})
                 whole = dtypes | dict.fromkeys(codes, torch.float32)

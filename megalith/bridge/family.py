@@ -1,6 +1,7 @@
-"""A family of published models: its name there, its tensors and its configuration, as two literal tables.
+"""A model family of transformers: its name, its tensors and its configuration, as two literal tables.
 
-What each key of a config.json may hold: checked before any of it is reckoned with, for the file is a stranger's.
+The tables of kinds below are checked before anything is computed from a config.json, because the file may be damaged or
+hostile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ NUMBERS = (
 )
 FROM_ZERO = ("mscale", "mscale_all_dim")
 NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn")
-OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
+OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # checked recursively
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float,
@@ -58,26 +59,26 @@ LISTS = {
 # fmt: on
 
 
-def check_kinds(theirs: Mapping[str, Any], where: str = "config.json") -> None:
-    """Raises ConfigError for a key of the tables above whose value is of another kind; null says nothing anywhere."""
-    for key, value in theirs.items():
+def check_types(hf_config: Mapping[str, Any], where: str = "config.json") -> None:
+    """Raise ConfigError if the value of a key in the tables above has another type. Null is allowed everywhere."""
+    for key, value in hf_config.items():
         if value is not None and (rule := _broken_rule(key, value)):
             raise ConfigError(
                 f"{where} has {key} {_short(value)}, which is not {rule}; correct it, or fetch it again"
             )
         if key in OBJECTS and value:
-            check_kinds(value, f"{where}'s {key}")
+            check_types(value, f"{where}'s {key}")
 
 
-# Keys that transformers reads for models of every family, with the values at which they change nothing.
+# Keys that transformers reads in every family, with the values that have no effect.
 EVERY_FAMILY = {"per_layer_config": (None, {}), "is_causal": (None, True)}
 
 
-def _check_every_family(theirs: Mapping[str, Any]) -> None:
+def _check_every_family(hf_config: Mapping[str, Any]) -> None:
     for key, harmless in EVERY_FAMILY.items():
-        if theirs.get(key) not in harmless:
+        if hf_config.get(key) not in harmless:
             raise ConfigError(
-                f"config.json has {key} {_short(theirs[key])}, which changes what the model computes and cannot be "
+                f"config.json has {key} {_short(hf_config[key])}, which changes what the model computes and cannot be "
                 "here; take a model without it"
             )
 
@@ -117,7 +118,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-# a row an entry of the vocabulary, padded in memory
+# One row per vocabulary entry, padded in memory.
 VOCABULARY = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
@@ -129,57 +130,57 @@ LAYER = re.compile(r"^((?:encoder\.)?layers)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture of transformers and ours say the same."""
+    """An architecture of transformers, with the tables that map it to Megalith's model."""
 
     architecture: str
-    """The class in transformers, as config.json's `architectures` names it."""
+    """Name of the class in transformers, as in config.json's `architectures`."""
 
     model_type: str
     """config.json's `model_type`."""
 
     tensors: Mapping[str, Rule]
-    """Our names, with {layer}, and what each is made of. Rows of parameters that a model lacks do not apply."""
+    """Megalith's parameter names, with {layer}, and the rule for each. Rows for parameters that a model lacks are
+    unused."""
 
     settings: tuple[ConfigRow, ...]
-    """The configuration, row by row."""
+    """Rows that map the configuration."""
 
     tied: str
-    """Their name of the output matrix, which files may hold although it is the embedding's."""
+    """Hugging Face name of the output matrix. Files may contain it even if it is tied to the embedding."""
 
     ignored: tuple[str, ...] = ()
-    """Patterns of names whose tensors say nothing: masks and frequencies that older versions stored."""
+    """Patterns of tensor names to ignore: masks and frequencies stored by older versions."""
 
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    """What keys mean where config.json leaves them out, of those whose row says something else."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that config.json omits, if they differ from the default in the key's row."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of keys, which transformers reads too, and the names that the rows have."""
+    """Other spellings of keys that transformers accepts → the name in the rows."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Ends of names that older files have, and what they are now."""
+    """Suffixes of tensor names in older files → current suffixes."""
 
-    unties: bool = False
-    """Whether an output matrix in the files that is not the embedding's is the model's own, whatever config.json says
-    of it."""
+    trusts_stored_head: bool = False
+    """Untie the output matrix if the files contain one that differs from the embedding, whatever config.json says."""
 
-    whole_in_fp8: str = ""
-    """What the names of matrices end with that transformers reads no FP8 codes of: they are exported as they are."""
+    not_in_fp8: str = ""
+    """Suffix of matrices that transformers cannot read in FP8. They are exported unquantized."""
 
     prefix: str = "model."
-    """What stands before every name but the output matrix's; files of the bare model lack it."""
+    """Prefix of every name except the output matrix's. Files of the bare model lack it."""
 
-    def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
-        """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
-        check_kinds(theirs)
-        _check_every_family(theirs)
-        fields, theirs = {}, {**self.absent, **self._without_aliases(theirs)}
+    def read_config(self, hf_config: Mapping[str, Any]) -> ModelConfig:
+        """Return the model configuration of a config.json. Raises ConfigError for unsupported values."""
+        check_types(hf_config)
+        _check_every_family(hf_config)
+        fields, hf_config = {}, {**self.defaults, **self._without_aliases(hf_config)}
         for setting in self.settings:
-            for name, value in setting.read(theirs).items():
+            for name, value in setting.read(hf_config).items():
                 if fields.setdefault(name, value) == value:
                     continue
                 if name in ModelConfig.deciding(Decides.FUNCTION):
                     raise ConfigError(
-                        f"config.json says of model.{name} both {fields[name]!r} and {value!r}, which cannot be here"
+                        f"config.json gives model.{name} both {fields[name]!r} and {value!r}, which is not supported"
                     )
                 warnings.warn(
                     f"config.json gives model.{name} both {fields[name]!r} and {value!r}; {fields[name]!r} is used "
@@ -191,36 +192,37 @@ class Family:
         except ValidationError as error:
             raise as_config_error(error) from None
 
-    def _without_aliases(self, theirs: Mapping[str, Any]) -> Tree:
-        """The keys of a config.json under the names of the rows. Raises ConfigError for two that differ."""
-        named = {key: value for key, value in theirs.items() if key not in self.aliases}
+    def _without_aliases(self, hf_config: Mapping[str, Any]) -> Tree:
+        """Return a config.json with aliases replaced by the rows' names. Raises ConfigError if two spellings differ."""
+        named = {key: value for key, value in hf_config.items() if key not in self.aliases}
         for alias, key in self.aliases.items():
-            if theirs.get(alias) is None:
+            if hf_config.get(alias) is None:
                 continue
-            if named.setdefault(key, theirs[alias]) != theirs[alias]:
+            if named.setdefault(key, hf_config[alias]) != hf_config[alias]:
                 raise ConfigError(
-                    f"config.json has {key} {named[key]!r} and {alias} {theirs[alias]!r}, which mean the same; leave "
-                    "one out"
+                    f"config.json has {key} {named[key]!r} and {alias} {hf_config[alias]!r}, which mean the same; "
+                    "remove one"
                 )
         return named
 
     def write_config(self, model: ModelConfig) -> Tree:
-        """The config.json of a model. Raises ConfigError, with the fields, where this family cannot say it."""
-        theirs: Tree = {"architectures": [self.architecture], "model_type": self.model_type}
+        """Return the config.json of a model. Raises ConfigError, with the settings, if this family cannot express
+        it."""
+        hf_config: Tree = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
-            theirs |= setting.write(model)
-        if found := differences(model, self.read_config(theirs)):
-            raise ConfigError(f"it has {'; '.join(found)}")
-        return theirs
+            hf_config |= setting.write(model)
+        if changed := differences(model, self.read_config(hf_config)):
+            raise ConfigError(f"it has {'; '.join(changed)}")
+        return hf_config
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
-        """The tensors of this model: a family whose names depend on its configuration has more than one table."""
+        """Return the tensor table of a model. Overridden by families whose names depend on the configuration."""
         return self.tensors
 
     def groups(self, model: ModelConfig) -> list[Group]:
-        """Each tensor of the model with the tensors of theirs that it is made of, in the model's order."""
+        """Return the model's tensors, in its order, each with the Hugging Face tensors that it is made of."""
         groups, table = [], self.table(model)
-        for name, tensor in without_memory(model).state_dict().items():
+        for name, tensor in build_on_meta(model).state_dict().items():
             layer = LAYER.match(name)
             row = name if name in table else LAYER.sub(r"\1.{layer}.", name)
             if row not in table:
@@ -232,8 +234,8 @@ class Family:
         return groups
 
 
-def without_memory(model: ModelConfig, lora: LoraConfig | None = None) -> Transformer:
-    """The model on the meta device, with adapters where `lora` has a rank. Raises ConfigError where it cannot be."""
+def build_on_meta(model: ModelConfig, lora: LoraConfig | None = None) -> Transformer:
+    """Return the model on the meta device, with adapters if `lora` has a rank. Raises ConfigError for invalid sizes."""
     try:
         built = make_model(model, device="meta")
         if lora is not None and lora.rank is not None:
@@ -246,7 +248,7 @@ def without_memory(model: ModelConfig, lora: LoraConfig | None = None) -> Transf
 
 @dataclass(frozen=True)
 class Group:
-    """One tensor of ours, without the vocabulary's padding, and the tensors of theirs that it is made of."""
+    """One Megalith tensor, without vocabulary padding, and the Hugging Face tensors that it is made of."""
 
     name: str
     shape: tuple[int, ...]
@@ -256,27 +258,27 @@ class Group:
 
     @property
     def experts(self) -> int | None:
-        """The size of the first dimension where it counts experts, which are tensors of their own there."""
+        """Return the number of experts if Hugging Face has one tensor per expert, else None."""
         return self.shape[0] if "{expert}" in self.rule.names[0] else None
 
-    def units(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offset and shape of the boxes that are whole tensors of theirs: all of it, or an expert at a time."""
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield offset and shape of the boxes that are whole Hugging Face tensors: everything, or one expert each."""
         rows = self.shape[0] if self.experts is None else 1
         for first in range(0, self.shape[0], rows):
             yield (first, *(0,) * (len(self.shape) - 1)), (rows, *self.shape[1:])
 
     @cached_property
-    def of_one(self) -> tuple[int, ...]:
-        """The shape, of one expert where there are experts."""
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor, or of one expert's part."""
         return self.shape if self.experts is None and not self.rule.stacked else self.shape[1:]
 
     @cached_property
     def runs(self) -> list[RowRun]:
-        """Where the rows stand; of one expert where there are experts."""
-        return self.rule.runs(self.model, self.of_one[0])
+        """Runs of rows of the tensor, or of one expert's part."""
+        return self.rule.runs(self.model, self.matrix_shape[0])
 
     def names(self, expert: int | None = None) -> list[str]:
-        """Their names, in the rule's order; of one expert where there are experts."""
+        """Return the Hugging Face names in the rule's order; with separate experts, those of `expert`."""
         numbers = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
         if self.layer is not None:
             numbers["before"] = int(self.layer) - 1
@@ -285,8 +287,8 @@ class Group:
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of theirs with its shape."""
-        columns, stack = self.of_one[1:], self.shape[:1] if self.rule.stacked else ()
+        """Hugging Face tensors and their shapes."""
+        columns, stack = self.matrix_shape[1:], self.shape[:1] if self.rule.stacked else ()
         shapes = []
         for source in range(len(self.rule.names)):
             rows = sum(run.count for run in self.runs if run.source == source)

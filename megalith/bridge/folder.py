@@ -206,10 +206,10 @@ def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
                 f"{index} names the file {file!r}, which is outside its folder; the index is not to be trusted"
             )
         held = list_tensors(index.parent / file)
-        absent = [name for name, at in where.items() if at == file and name not in held]
-        if absent:
+        missing = [name for name, at in where.items() if at == file and name not in held]
+        if missing:
             raise CheckpointError(
-                f"{index.parent / file} lacks tensors of its index: {shorten(absent)}; fetch it again"
+                f"{index.parent / file} lacks tensors of its index: {shorten(missing)}; fetch it again"
             )
         tensors |= held
     return tensors

@@ -21,7 +21,7 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder, is_there
 from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
-from megalith.bridge.settings import notes_on
+from megalith.bridge.settings import conversion_notes
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig, TrainConfig
@@ -143,7 +143,7 @@ def open_source(source: str | Path, allow: bool = False) -> Match:
         check_model(model)
     except ConfigError as error:
         raise error.within(folder.path) from None
-    for note in (*folder.notes, *notes_on(model)):
+    for note in (*folder.notes, *conversion_notes(model)):
         warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     return match(folder, family, model, allow)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.bridge.family import VOCABULARY, without_memory
+from megalith.bridge.family import VOCABULARY, build_on_meta
 from megalith.bridge.folder import find_folder, is_model_folder, is_there
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
@@ -79,7 +79,7 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
             "another step"
         )
     try:
-        built = without_memory(model, config.lora)
+        built = build_on_meta(model, config.lora)
     except ConfigError as error:
         raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
     rows = dict.fromkeys(VOCABULARY, model.vocab_size)
@@ -175,7 +175,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
     free = ModelConfig.deciding(Decides.REACH)
     free += ["max_position_embeddings"] if found.position_embedding_type != "learned_absolute" else []
-    if others := differences(model, found, leave_out=free):
+    if others := differences(model, found, ignore=free):
         raise ConfigError(
             f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "
             "the weights decide"

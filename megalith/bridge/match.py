@@ -69,7 +69,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     """
     source.complete_names(family)
     _check_counts(source, model)
-    if family.unties and not model.untie_embeddings_and_output_weights:
+    if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)
     groups = family.groups(model)
     wanted = {name: shape for group in groups for name, shape in group.sources.items()}

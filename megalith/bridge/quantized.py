@@ -38,8 +38,8 @@ SUFFIX = {"fp8": "_scale_inv", "int8": "_scale"}
 LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
 
 
-def quantized_names(groups: Iterable[Group], form: Form, whole_in_fp8: str = "") -> set[str]:
-    """Their tensors that become codes, but in fp8 for names that end in `whole_in_fp8`. Raises ConfigError where a
+def quantized_names(groups: Iterable[Group], form: Form, not_in_fp8: str = "") -> set[str]:
+    """Their tensors that become codes, but in fp8 for names that end in `not_in_fp8`. Raises ConfigError where a
     family stores them in a form that has none, and for experts in int8, which transformers could not read."""
     found = set()
     for group in groups:
@@ -57,8 +57,8 @@ def quantized_names(groups: Iterable[Group], form: Form, whole_in_fp8: str = "")
                 "compressed-tensors' form; choose --quantize fp8"
             )
         found |= group.sources.keys()
-    if form == "fp8" and whole_in_fp8:
-        return {name for name in found if not name.endswith(whole_in_fp8)}
+    if form == "fp8" and not_in_fp8:
+        return {name for name in found if not name.endswith(not_in_fp8)}
     return found
 
 

@@ -1,13 +1,11 @@
-"""A `config.json` as a ModelConfig and back: each family lists what says what, in rows that read both ways.
+"""Rows that map a `config.json` to a ModelConfig and back.
 
-A row's `read` takes the config.json and gives fields of ours, `write` takes a model and gives keys of theirs. Both
-raise ConfigError for a value that the other side cannot say. A family is right for a model when writing its
-configuration and reading it again gives the same model (`differences`): a field that a family knows nothing of shows
-itself there.
+A row's `read` takes the config.json and returns settings; `write` takes a model and returns keys. Both raise
+ConfigError for a value that the other side cannot express. A family can express a model if writing its config.json and
+reading it again gives the same model (`differences`), so a setting without a row is detected.
 
-Rotary frequencies in a config.json: `rope_theta` with `rope_scaling`, or both in `rope_parameters` (transformers 5).
-
-Both spellings are read. The older one is written, which every version of transformers and other loaders understand.
+RoPE is read in both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` (transformers 5). The older one
+is written, because every version of transformers and other loaders read it.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from megalith.config.base import Decides
 from megalith.config.dense import RopeScaling
 from megalith.errors import ConfigError
 
-MSCALES = ("mscale", "mscale_all_dim")  # of yarn: DeepSeek's alone have them
-# What each kind of scaling is made of, by the names that RopeScaling and config.json share.
+MSCALES = ("mscale", "mscale_all_dim")  # YaRN of DeepSeek only
+# Parameters of each kind of scaling, by the names that RopeScaling and config.json share.
 PARTS = {
     kind: [
         name
@@ -37,20 +35,20 @@ PLAIN = ("default", None)
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-def rope_settings(theirs: Mapping[str, Any]) -> Tree:
+def rope_settings(hf_config: Mapping[str, Any]) -> Tree:
     """Return the rotary settings under either of their keys.
 
-    Raises ConfigError where both keys are there and differ: transformers takes `rope_scaling` alone then, without the
-    rope_theta of the other, and other loaders take `rope_parameters`.
+    Raises ConfigError if both keys are present and differ: transformers then uses `rope_scaling` alone, without the
+    other's rope_theta, and other loaders use `rope_parameters`.
     """
-    new, old = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
+    new, old = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
     if new and old:
-        base = old.get("rope_theta") or theirs.get("rope_theta")
+        base = old.get("rope_theta") or hf_config.get("rope_theta")
         one, other = (_plainly({"rope_theta": base, **settings}) for settings in (new, old))
         if differing := [key for key in {**one, **other} if one.get(key) != other.get(key)]:
             raise ConfigError(
                 f"config.json has rope_parameters and rope_scaling, which differ in {', '.join(differing)}, and "
-                "loaders disagree on which of them counts; keep one: put all that is meant, with rope_theta, into "
+                "loaders disagree on which of them counts; keep one: put everything, with rope_theta, into "
                 "rope_parameters"
             )
     return dict(new or old)
@@ -62,20 +60,20 @@ def _plainly(settings: Tree) -> Tree:
 
 
 class Rope:
-    """The row of a family's table for rotary_base and rope_scaling."""
+    """Row for rotary_base and rope_scaling."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = rope_settings(theirs)
-        if kinds := [kind for kind in LAYER_KINDS if kind in given]:
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        rope = rope_settings(hf_config)
+        if kinds := [kind for kind in LAYER_KINDS if kind in rope]:
             raise ConfigError(
                 f"config.json has rotary settings for each kind of layer ({', '.join(kinds)}), but models of this "
-                "family are built here with the same for all layers; give rope_type and the rest without them"
+                "family have the same settings in all layers here; give rope_type and the rest without them"
             )
         fields: Tree = {"position_embedding_type": "rope"}
-        fields["rotary_base"] = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
-        kind = given.get("rope_type", given.get("type"))
+        fields["rotary_base"] = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
+        kind = rope.get("rope_type", rope.get("type"))
         if kind not in PLAIN:
-            fields["rope_scaling"] = _scaling(kind, given, theirs)
+            fields["rope_scaling"] = _scaling(kind, rope, hf_config)
         return fields
 
     def write(self, model: ModelConfig) -> Tree:
@@ -87,28 +85,28 @@ class Rope:
 
 
 class RopeByLayer:
-    """As Rope, with a base of its own, never scaled, for layers with a window (Gemma 3)."""
+    """Row for RoPE with a separate, unscaled base in sliding-window layers (Gemma 3)."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling") or {}
-        if others := sorted(set(given) - set(LAYER_KINDS)):
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        rope, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
+        if others := sorted(set(rope) - set(LAYER_KINDS)):
             raise ConfigError(
-                f"config.json has rope_parameters with {', '.join(others)}, which have to be under the kind of layer "
-                f"that they are of in this family: {' or '.join(LAYER_KINDS)}"
+                f"config.json has rope_parameters with {', '.join(others)}, which this family needs under a kind of "
+                f"layer: {' or '.join(LAYER_KINDS)}"
             )
-        whole = rope_settings({"rope_parameters": given.get("full_attention"), "rope_scaling": scaling})
-        local = given.get("sliding_attention") or {}
+        full = rope_settings({"rope_parameters": rope.get("full_attention"), "rope_scaling": scaling})
+        local = rope.get("sliding_attention") or {}
         if local.get("rope_type") not in PLAIN:
             raise ConfigError(
-                f"config.json scales the rotary positions of layers with a window ({local['rope_type']}), which "
-                "cannot be here"
+                f"config.json scales the rotary positions of sliding-window layers ({local['rope_type']}), which "
+                "is not supported"
             )
-        base = whole.get("rope_theta") or theirs.get("rope_theta") or 1e6
-        fields = Rope().read(_with_rope(theirs, {**whole, "rope_theta": base}))
-        kinds = theirs.get("layer_types") or ["sliding_attention"]
-        if theirs.get("sliding_window") and "sliding_attention" in kinds:
+        base = full.get("rope_theta") or hf_config.get("rope_theta") or 1e6
+        fields = Rope().read(_with_rope(hf_config, {**full, "rope_theta": base}))
+        kinds = hf_config.get("layer_types") or ["sliding_attention"]
+        if hf_config.get("sliding_window") and "sliding_attention" in kinds:
             fields["rotary_base_local"] = (
-                local.get("rope_theta") or theirs.get("rope_local_base_freq") or 10000.0
+                local.get("rope_theta") or hf_config.get("rope_local_base_freq") or 10000.0
             )
         return fields
 
@@ -118,17 +116,17 @@ class RopeByLayer:
 
 @dataclass(frozen=True)
 class PartialRope:
-    """As Rope, of a share of each head's dimensions; `share` and `base` are its keys and that of rotary_base."""
+    """Row for RoPE on a fraction of each head's dimensions; `share` and `base` are the keys of fraction and base."""
 
-    default: float  # the share where config.json leaves it out
+    default: float  # fraction if config.json omits it
     share: str = "partial_rotary_factor"
     base: str = "rope_theta"
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = rope_settings(theirs)
-        percent = given.pop("partial_rotary_factor", None) or theirs.get(self.share) or self.default
-        given.setdefault("rope_theta", theirs.get(self.base))
-        return Rope().read(_with_rope(theirs, given)) | {"rotary_percent": percent}
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        rope = rope_settings(hf_config)
+        percent = rope.pop("partial_rotary_factor", None) or hf_config.get(self.share) or self.default
+        rope.setdefault("rope_theta", hf_config.get(self.base))
+        return Rope().read(_with_rope(hf_config, rope)) | {"rotary_percent": percent}
 
     def write(self, model: ModelConfig) -> Tree:
         tree = Rope().write(model)
@@ -136,15 +134,15 @@ class PartialRope:
 
 
 class LongRope:
-    """As PartialRope, with LongRoPE as Phi-3 spells it."""
+    """Row for PartialRope with LongRoPE in Phi-3's spelling."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = rope_settings(theirs)
-        if given.pop("type", given.get("rope_type")) not in PLAIN:
-            given["rope_type"] = "longrope"  # which has had other names there
-            if original := theirs.get("original_max_position_embeddings"):
-                given["original_max_position_embeddings"] = original  # which wins there
-        return PartialRope(1.0).read(_with_rope(theirs, given))
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        rope = rope_settings(hf_config)
+        if rope.pop("type", rope.get("rope_type")) not in PLAIN:
+            rope["rope_type"] = "longrope"  # older versions use other names
+            if original := hf_config.get("original_max_position_embeddings"):
+                rope["original_max_position_embeddings"] = original  # has priority in transformers
+        return PartialRope(1.0).read(_with_rope(hf_config, rope))
 
     def write(self, model: ModelConfig) -> Tree:
         scaling, tree = model.rope_scaling, PartialRope(1.0).write(model)
@@ -154,41 +152,41 @@ class LongRope:
                 "original_max_position_embeddings"
             )
             if scaling.factor == model.max_position_embeddings / original:
-                del parts["factor"]  # what it is by itself
+                del parts["factor"]  # the default
             tree["rope_scaling"] = {"type": "longrope", **parts}
         return tree
 
 
-def _with_rope(theirs: Mapping[str, Any], settings: Tree) -> Tree:
-    return {**theirs, "rope_parameters": settings, "rope_scaling": None}
+def _with_rope(hf_config: Mapping[str, Any], settings: Tree) -> Tree:
+    return {**hf_config, "rope_parameters": settings, "rope_scaling": None}
 
 
-def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> Tree:
+def _scaling(kind: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Tree:
     if kind not in PARTS:
         raise ConfigError(f"config.json has rotary scaling of type {kind!r}; known here: {', '.join(PARTS)}")
     parts = PARTS[kind]
-    strange = set(given) - {"rope_theta", "rope_type", "type", *parts}
-    strange = {key for key in strange if given[key] is not None and (key, given[key]) not in HARMLESS}
-    if strange:
+    unknown = set(rope) - {"rope_theta", "rope_type", "type", *parts}
+    unknown = {key for key in unknown if rope[key] is not None and (key, rope[key]) not in HARMLESS}
+    if unknown:
         raise ConfigError(
-            f"config.json has rotary scaling {kind} with {', '.join(sorted(strange))}, which is not known here"
+            f"config.json has rotary scaling {kind} with {', '.join(sorted(unknown))}, which is not known here"
         )
-    fields = {key: given[key] for key in parts if given.get(key) is not None}
-    longest = theirs.get("max_position_embeddings")
+    fields = {key: rope[key] for key in parts if rope.get(key) is not None}
+    max_length = hf_config.get("max_position_embeddings")
     if "original_max_position_embeddings" in parts:
-        original = fields.setdefault("original_max_position_embeddings", longest)
-        if theirs.get("original_max_position_embeddings") not in (None, original):
+        original = fields.setdefault("original_max_position_embeddings", max_length)
+        if hf_config.get("original_max_position_embeddings") not in (None, original):
             raise ConfigError(
-                f"config.json has original_max_position_embeddings {theirs['original_max_position_embeddings']}, but "
-                f"its rotary scaling has {original}; put the one that is meant there, and leave the other out"
+                f"config.json has original_max_position_embeddings {hf_config['original_max_position_embeddings']}, "
+                f"but its rotary scaling has {original}; keep the right one and remove the other"
             )
-    if kind == "longrope" and "factor" not in fields:  # there it follows from the two lengths
-        if not longest or not fields["original_max_position_embeddings"]:
+    if kind == "longrope" and "factor" not in fields:  # transformers derives it from the two lengths
+        if not max_length or not fields["original_max_position_embeddings"]:
             raise ConfigError(
                 "config.json has longrope without max_position_embeddings and original_max_position_embeddings, from "
                 "which its factor follows; add them"
             )
-        fields.setdefault("factor", longest / fields["original_max_position_embeddings"])
+        fields.setdefault("factor", max_length / fields["original_max_position_embeddings"])
     return {"type": kind, **fields}
 
 
@@ -205,87 +203,89 @@ REQUIRED = object()
 
 
 class ConfigRow(Protocol):
-    """A row of a family's table."""
+    """Row of a family's configuration table."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        """Fields of ModelConfig from a config.json."""
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        """Return settings of ModelConfig from a config.json."""
 
     def write(self, model: ModelConfig) -> Tree:
-        """Keys of a config.json for a model."""
+        """Return keys of a config.json for a model."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of ours under its key there; `values` translates, theirs → ours, what is spelled differently."""
+    """Row for one setting and its key; `values` maps the key's values to the setting's."""
 
-    ours: str
-    theirs: str
-    default: Any = REQUIRED  # of theirs, where config.json leaves it out
+    setting: str
+    key: str
+    default: Any = REQUIRED  # the key's value if config.json omits it
     values: Mapping[Any, Any] | None = None
-    other: str | None = None  # a further name that the key has in some files
+    alias: str | None = None  # another spelling of the key
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        value = theirs.get(self.theirs, theirs.get(self.other, self.default))
-        if self.other in theirs and theirs[self.other] != value:
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        value = hf_config.get(self.key, hf_config.get(self.alias, self.default))
+        if self.alias in hf_config and hf_config[self.alias] != value:
             raise ConfigError(
-                f"config.json has {self.theirs} {value!r} and {self.other} {theirs[self.other]!r}, which mean the "
-                "same; leave one out"
+                f"config.json has {self.key} {value!r} and {self.alias} {hf_config[self.alias]!r}, which mean the "
+                "same; remove one"
             )
         if value is REQUIRED:
-            raise ConfigError(f"config.json has no {self.theirs}, which gives model.{self.ours}; add it")
+            raise ConfigError(f"config.json has no {self.key}, which gives model.{self.setting}; add it")
         if value is None:
             if self.default is REQUIRED:
                 raise ConfigError(
-                    f"config.json has no {self.theirs} but null; give model.{self.ours} a value"
+                    f"config.json has no {self.key} but null; give model.{self.setting} a value"
                 )
             return {}
         if self.values is not None:
             if isinstance(value, list | dict) or value not in self.values:
                 raise ConfigError(
-                    f"config.json has {self.theirs} {value!r}, which has no equal here; known: "
+                    f"config.json has {self.key} {value!r}, which has no equal here; known: "
                     f"{', '.join(map(repr, self.values))}"
                 )
             value = self.values[value]
-        return {self.ours: value}
+        return {self.setting: value}
 
     def write(self, model: ModelConfig) -> Tree:
-        [(_, value)] = model.resolved([self.ours])
+        [(_, value)] = model.resolved([self.setting])
         if self.values is not None:
-            spellings = [theirs for theirs, ours in self.values.items() if ours == value]
+            spellings = [
+                key_value for key_value, setting_value in self.values.items() if setting_value == value
+            ]
             if not spellings:
-                raise ConfigError(f"{self.ours} {value!r} has no equal under {self.theirs}")
+                raise ConfigError(f"{self.setting} {value!r} has no equal under {self.key}")
             value = spellings[0]
-        return {self.theirs: value}
+        return {self.key: value}
 
 
-class Ours:
-    """What every model of the family is, and its config.json need not say: Ours(swiglu=True)."""
+class FixedSettings:
+    """Row for settings that all models of the family share and config.json omits: FixedSettings(swiglu=True)."""
 
     def __init__(self, **fields: Any):
         self._fields = fields
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return dict(self._fields)
 
     def write(self, model: ModelConfig) -> Tree:
         return {}
 
 
-class Theirs:
-    """Keys of theirs that have only this value here: Theirs(hidden_act="silu").
+class RequiredKeys:
+    """Row for keys that must have one value: RequiredKeys(hidden_act="silu").
 
-    `absent` gives what a key means where config.json leaves it out and that is something else.
+    `defaults` gives the value of a key that config.json omits, if it differs from the required one.
     """
 
-    def __init__(self, absent: Mapping[str, Any] | None = None, **keys: Any):
-        self._keys, self._absent = keys, absent or {}
+    def __init__(self, defaults: Mapping[str, Any] | None = None, **keys: Any):
+        self._keys, self._defaults = keys, defaults or {}
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
         for key, only in self._keys.items():
-            value = theirs.get(key, self._absent.get(key, only))
+            value = hf_config.get(key, self._defaults.get(key, only))
             if value != only:
                 raise ConfigError(
-                    f"config.json has {key} {value!r}, but models of this family are built here with {only!r} alone"
+                    f"config.json has {key} {value!r}, but models of this family are built here with {only!r} only"
                 )
         return {}
 
@@ -293,13 +293,13 @@ class Theirs:
         return dict(self._keys)
 
 
-class Writes:
-    """Keys of theirs that say nothing of the model, written because their default is that of a published one."""
+class WrittenKeys:
+    """Row for keys that do not affect the model, written because their default fits only a published model."""
 
     def __init__(self, **keys: Any):
         self._keys = keys
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -307,62 +307,62 @@ class Writes:
 
 
 @dataclass(frozen=True)
-class EveryLayer:
-    """A list of theirs with one value for each layer, which has to be the same for all."""
+class SameInAllLayers:
+    """Row for a list with one value per layer, which must be the same for all layers."""
 
-    theirs: str
+    key: str
     value: Any
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        others = [value for value in theirs.get(self.theirs) or () if value != self.value]
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        others = [value for value in hf_config.get(self.key) or () if value != self.value]
         if others:
             raise ConfigError(
-                f"config.json has {self.theirs} with {others[0]!r}, but models of this family are built here with "
-                f"{self.value!r} alone"
+                f"config.json has {self.key} with {others[0]!r}, but models of this family are built here with "
+                f"{self.value!r} only"
             )
         return {}
 
     def write(self, model: ModelConfig) -> Tree:
-        return {self.theirs: [self.value] * model.num_layers}
+        return {self.key: [self.value] * model.num_layers}
 
 
 @dataclass(frozen=True)
 class Window:
-    """`sliding_window`, the keys that a query sees with its own: `window_size` for every layer."""
+    """Row for `sliding_window`, the number of keys that a query attends to including its own, in every layer."""
 
-    default: int | None  # where config.json leaves it out
+    default: int | None  # window if config.json omits it
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        window = theirs.get("sliding_window", self.default)
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        window = hf_config.get("sliding_window", self.default)
         return {} if window is None else {"window_size": [window - 1, 0]}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"sliding_window": model.windows[0]}
 
 
-def check_layer_types(kinds: Collection[str] | None, known: Collection[str]) -> None:
-    """Raises ConfigError for a kind of layer that the family does not have here."""
-    if strange := [kind for kind in kinds or () if kind not in known]:
+def check_layer_types(kinds: Collection[str] | None, supported: Collection[str]) -> None:
+    """Raise ConfigError for a kind of layer that the family does not support."""
+    if unknown := [kind for kind in kinds or () if kind not in supported]:
         raise ConfigError(
-            f"config.json has layer_types with {strange[0]!r}, but models of this family are built here with "
-            f"{' and '.join(known)} alone"
+            f"config.json has layer_types with {unknown[0]!r}, but models of this family are built here with "
+            f"{' and '.join(supported)} only"
         )
 
 
 @dataclass(frozen=True)
 class WindowsByLayer:
-    """As Window, for the layers that `layer_types` calls sliding_attention; or for all but every N-th."""
+    """Row for windows in the layers that `layer_types` calls sliding_attention, or in all but every N-th layer."""
 
-    every: int  # N, where config.json says neither
+    every: int  # N if config.json has neither key
     default: int = 4096
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        window = theirs.get("sliding_window", self.default)
-        kinds = theirs.get("layer_types")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        window = hf_config.get("sliding_window", self.default)
+        kinds = hf_config.get("layer_types")
         check_layer_types(kinds, LAYER_KINDS)
         if window is None or (kinds and "sliding_attention" not in kinds):
             return {}
-        every = theirs.get("sliding_window_pattern", self.every)
+        every = hf_config.get("sliding_window_pattern", self.every)
         skip = [int(kind == "sliding_attention") for kind in kinds] if kinds else every
         return {"window_size": [window - 1, 0], "window_attn_skip_freq": skip}
 
@@ -371,11 +371,11 @@ class WindowsByLayer:
         return {"sliding_window": max(filter(None, model.windows), default=None), "layer_types": kinds}
 
 
-LATENT_EPSILON = 1e-6  # transformers' of the norms of latents, whatever rms_norm_eps says
+LATENT_EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps is
 
 
-def notes_on(model: ModelConfig) -> list[str]:
-    """What transformers computes otherwise although its config.json says the same."""
+def conversion_notes(model: ModelConfig) -> list[str]:
+    """Return notes on differences between Megalith's and transformers' computation that config.json cannot express."""
     if not model.multi_latent_attention or model.layernorm_epsilon == LATENT_EPSILON:
         return []
     return [
@@ -384,8 +384,8 @@ def notes_on(model: ModelConfig) -> list[str]:
     ]
 
 
-def meaning(model: ModelConfig) -> Tree:
-    """What decides which function the weights are: every field of it that this model reads, resolved."""
+def function_settings(model: ModelConfig) -> Tree:
+    """Return the resolved settings that this model reads and that affect the function it computes."""
     unread = model.unread(RunConfig(model=model))
     decides = model.deciding(Decides.FUNCTION, Decides.REACH)
     fields = dict(model.resolved(name for name in decides if name not in unread))
@@ -395,28 +395,28 @@ def meaning(model: ModelConfig) -> Tree:
 
 
 def _with_magnitude(scaling: RopeScaling) -> RopeScaling:
-    """YaRN's attention_factor as a number, explicit or not, without the rounding of Megatron's mscale."""
+    """Return YaRN scaling with an explicit attention_factor, without the rounding error of Megatron's mscale."""
     if scaling.type != "yarn" or (scaling.mscale and scaling.mscale_all_dim):
         return scaling
     factor = round(scaling.attention_factor or scaling.magnitude(), 12)
     return scaling.model_copy(update={"attention_factor": factor})
 
 
-def differences(model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()) -> list[str]:
-    """The fields in which two models compute different things, as text: `swiglu True, not False`."""
-    return [f"{name} {ours!r}, not {theirs!r}" for name, ours, theirs in changed(model, other, leave_out)]
+def differences(model: ModelConfig, other: ModelConfig, ignore: Collection[str] = ()) -> list[str]:
+    """Return the settings in which two models differ in function, as text: `swiglu True, not False`."""
+    return [f"{name} {one!r}, not {two!r}" for name, one, two in changed_settings(model, other, ignore)]
 
 
-def changed(
-    model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()
+def changed_settings(
+    model: ModelConfig, other: ModelConfig, ignore: Collection[str] = ()
 ) -> list[tuple[str, Any, Any]]:
-    """The fields in which two models compute different things, with the value of each.
+    """Return the settings in which two models differ in function, with both values.
 
-    Fields that one of them does not read, for example of experts that it has not, are left to the one that says so.
+    Settings that one of them does not read (such as expert sizes of a dense model) are ignored.
     """
-    one, two = meaning(model), meaning(other)
+    one, two = function_settings(model), function_settings(other)
     return [
         (name, one[name], two[name])
         for name in one
-        if name in two and one[name] != two[name] and name not in leave_out
+        if name in two and one[name] != two[name] and name not in ignore
     ]

@@ -81,7 +81,7 @@ def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
     with Progress("verify", sum(map(fit.bytes, compared))) as progress:
         for group in compared:
             kinds = {dtypes[name] for name in group.sources}
-            for offset, shape in group.units():
+            for offset, shape in group.boxes():
                 ours = checkpoint.read("model", group.name, Extent(offset, shape))
                 for name, value in to_theirs(group, ours, dtypes, first_expert=offset[0]):
                     count, size = count + 1, size + value.nbytes

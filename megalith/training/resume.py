@@ -8,7 +8,7 @@ from typing import Any
 
 from megalith.bridge.adapter_folder import begin_from_peft
 from megalith.bridge.load import begin_from, check_base, config_of
-from megalith.bridge.settings import changed
+from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import (
     Checkpoint,
     DataRecord,
@@ -248,7 +248,9 @@ def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> Non
                 "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
             )
     learned = config.model.learns_positions
-    others = changed(trained.model, config.model, leave_out=() if learned else ("max_position_embeddings",))
+    others = changed_settings(
+        trained.model, config.model, ignore=() if learned else ("max_position_embeddings",)
+    )
     if others:
         raise CheckpointError(
             f"{folder} is of another model: "

@@ -22,7 +22,7 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder
 from megalith.bridge.load import load_source
 from megalith.bridge.match import match
-from megalith.bridge.settings import notes_on
+from megalith.bridge.settings import conversion_notes
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import ConfigError, MegalithError
 from megalith.models.model_types import make_model
@@ -165,7 +165,7 @@ class Fuzzed:
             family = family_of(tree, "the test")
             config = family.read_config(copy.deepcopy(tree))
             check_model(config)
-        if notes := notes_on(config):
+        if notes := conversion_notes(config):
             raise ConfigError(*notes)
         text = repr(vars(config))
         if text not in self._logits:

@@ -52,7 +52,7 @@ def test_a_written_config_json_means_the_same_to_transformers(name: str) -> None
 def test_runs_cover_each_row_of_both_sides_once(name: str) -> None:
     for group in family_named_by(name).groups(model_of(name)):
         ours = [run.ours + i * run.step for run in group.runs for i in range(run.count)]
-        assert sorted(ours) == list(range(group.of_one[0])), group.name
+        assert sorted(ours) == list(range(group.matrix_shape[0])), group.name
         for source, shape in enumerate(list(group.sources.values())[: len(group.rule.names)]):
             rows = shape[-1] if group.rule.transposed else shape[group.rule.stacked]
             theirs = [run.theirs + i for run in group.runs if run.source == source for i in range(run.count)]

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalith.bridge.family import Family, check_kinds
+from megalith.bridge.family import Family, check_types
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
@@ -31,7 +31,7 @@ NEAREST = 3
 """Number of families that an error names if none can express a model."""
 
 
-def family_of(theirs: Mapping[str, Any], where: str) -> Family:
+def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """Return the family of a config.json, by its `architectures`, else by its `model_type`.
 
     Args:
@@ -41,11 +41,15 @@ def family_of(theirs: Mapping[str, Any], where: str) -> Family:
     Raises:
         ConfigError: no family has this name.
     """
-    check_kinds({key: theirs.get(key) for key in ("architectures", "model_type")}, f"{where}'s config.json")
-    names = theirs.get("architectures") or [
-        family.architecture for family in FAMILIES.values() if family.model_type == theirs.get("model_type")
+    check_types(
+        {key: hf_config.get(key) for key in ("architectures", "model_type")}, f"{where}'s config.json"
+    )
+    names = hf_config.get("architectures") or [
+        family.architecture
+        for family in FAMILIES.values()
+        if family.model_type == hf_config.get("model_type")
     ]
-    name = names[0] if names else str(theirs.get("model_type"))
+    name = names[0] if names else str(hf_config.get("model_type"))
     if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
         raise ConfigError(  # no suggestion: a similar name is a different model
             f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(sorted(FAMILIES))}"

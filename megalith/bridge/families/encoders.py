@@ -20,7 +20,7 @@ from megalith.bridge.families.layernorm_decoders import activation
 from megalith.bridge.families.llama import TIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, gate_up, keys_values, qkv, same
-from megalith.bridge.settings import Field, Ours, Theirs, Tree, Writes
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree, WrittenKeys
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -111,8 +111,8 @@ PRE_NORMS = {
 class Tokentypes:
     """`type_vocab_size`: transformers has no model without."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {"num_tokentypes": theirs.get("type_vocab_size", 2)}
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
 
     def write(self, model: ModelConfig) -> Tree:
         if not model.tokentypes:
@@ -135,14 +135,14 @@ SETTINGS = (
     Field("init_method_std", "initializer_range", default=0.02),
     TIED,
     Tokentypes(),
-    Theirs(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute"),
+    RequiredKeys(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute"),
 )
 # fmt: on
-POST = Ours(model_type="bert", apply_residual_connection_post_layernorm=True)
-PRE = Ours(model_type="bert")
-FOR_PRE_TRAINING = Ours(add_lm_head=True, bert_binary_head=True, add_pooler=True)
-MASKED_LM = Ours(add_lm_head=True, bert_binary_head=False, add_pooler=False)
-BARE = Ours(add_lm_head=False, bert_binary_head=False, add_pooler=True)
+POST = FixedSettings(model_type="bert", apply_residual_connection_post_layernorm=True)
+PRE = FixedSettings(model_type="bert")
+FOR_PRE_TRAINING = FixedSettings(add_lm_head=True, bert_binary_head=True, add_pooler=True)
+MASKED_LM = FixedSettings(add_lm_head=True, bert_binary_head=False, add_pooler=False)
+BARE = FixedSettings(add_lm_head=False, bert_binary_head=False, add_pooler=True)
 HEADS = (
     r"^cls\.",
     r"^bert\.pooler\.",
@@ -280,10 +280,10 @@ ACTIVATIONS = {
 class Stacks:
     """`num_layers` and `num_decoder_layers`: there each stack's, here both together and the encoder's."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        encoder = theirs.get("num_layers")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        encoder = hf_config.get("num_layers")
         encoder = 6 if encoder is None else encoder
-        decoder = theirs.get("num_decoder_layers")
+        decoder = hf_config.get("num_decoder_layers")
         return {
             "num_layers": encoder + (encoder if decoder is None else decoder),
             "encoder_num_layers": encoder,
@@ -301,20 +301,20 @@ class FeedForward:
 
     Files may say the same again in `dense_act_fn` and `is_gated_act`, which transformers then takes."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        name = theirs.get("feed_forward_proj", "relu")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        name = hf_config.get("feed_forward_proj", "relu")
         if name not in ACTIVATIONS:
             raise ConfigError(
                 f"config.json has feed_forward_proj {name!r}, which has no equal here; known: {', '.join(ACTIVATIONS)}"
             )
         kind, gated = ACTIVATIONS[name]
-        function = theirs.get("dense_act_fn") or (
+        function = hf_config.get("dense_act_fn") or (
             "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         )
-        if ACTIVATIONS.get(function) != (kind, False) or theirs.get("is_gated_act", gated) != gated:
+        if ACTIVATIONS.get(function) != (kind, False) or hf_config.get("is_gated_act", gated) != gated:
             raise ConfigError(
-                f"config.json has feed_forward_proj {name!r}, but dense_act_fn {theirs.get('dense_act_fn')!r} and "
-                f"is_gated_act {theirs.get('is_gated_act')!r}, which say another MLP; correct them, or leave them out"
+                f"config.json has feed_forward_proj {name!r}, but dense_act_fn {hf_config.get('dense_act_fn')!r} and "
+                f"is_gated_act {hf_config.get('is_gated_act')!r}, which contradict it; correct or remove them"
             )
         return {"activation": kind, "gated_linear_unit": gated}
 
@@ -332,9 +332,9 @@ class TieAndScale:
     """`tie_word_embeddings` says in older files both whether the output matrix is the embedding's and whether what it
     is given is scaled, which `scale_decoder_outputs` says in newer ones."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        tied = theirs.get("tie_word_embeddings", True) is not False
-        scaled = theirs.get("scale_decoder_outputs", tied)
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        tied = hf_config.get("tie_word_embeddings", True) is not False
+        scaled = hf_config.get("scale_decoder_outputs", tied)
         return {"untie_embeddings_and_output_weights": not tied, "scale_decoder_outputs": bool(scaled)}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -367,10 +367,10 @@ T5_SETTINGS = (
     Field("attention_dropout", "dropout_rate", default=0.1),
     FeedForward(),
     TieAndScale(),
-    Theirs(is_encoder_decoder=True),
-    Ours(model_type="t5", position_embedding_type="relative", normalization="RMSNorm", add_bias_linear=False,
+    RequiredKeys(is_encoder_decoder=True),
+    FixedSettings(model_type="t5", position_embedding_type="relative", normalization="RMSNorm", add_bias_linear=False,
          query_pre_attn_scalar=1),
-    Writes(pad_token_id=0, decoder_start_token_id=0),
+    WrittenKeys(pad_token_id=0, decoder_start_token_id=0),
 )
 # fmt: on
 T5 = T5Family(
@@ -379,8 +379,8 @@ T5 = T5Family(
     tensors=T5_OUTSIDE | T5_ENCODER | T5_DECODER,
     settings=T5_SETTINGS,
     tied="lm_head.weight",
-    whole_in_fp8=".wo.weight",  # transformers makes no FP8 linear of it, and gives it inputs of the weight's type
-    unties=True,  # transformers 5 says tie_word_embeddings of every T5 that it saves
+    not_in_fp8=".wo.weight",  # transformers makes no FP8 linear of it, and gives it inputs of the weight's type
+    trusts_stored_head=True,  # transformers 5 says tie_word_embeddings of every T5 that it saves
     ignored=(
         r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",  # never used

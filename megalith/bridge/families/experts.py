@@ -12,17 +12,17 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import gate_up, same, turning
+from megalith.bridge.rows import gate_up, interleaved_heads, same
 from megalith.bridge.settings import (
     MSCALES,
-    EveryLayer,
     Field,
-    Ours,
+    FixedSettings,
+    RequiredKeys,
     Rope,
-    Theirs,
+    SameInAllLayers,
     Tree,
     Window,
-    Writes,
+    WrittenKeys,
     rope_settings,
 )
 from megalith.config import ModelConfig
@@ -45,7 +45,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     aliases={"num_experts": "num_local_experts"},
-    absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     tensors={
         **TENSORS,
         "layers.{layer}.mlp.router.weight":
@@ -61,7 +61,7 @@ MIXTRAL = Family(
         Field("num_experts", "num_local_experts", default=8),
         Field("moe_router_topk", "num_experts_per_tok", default=2),
         Window(default=None),
-        Theirs(router_jitter_noise=0.0),
+        RequiredKeys(router_jitter_noise=0.0),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -71,15 +71,15 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
     aliases={"num_local_experts": "num_experts"},
-    absent={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     tensors={**TENSORS, **EXPERTS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Field("num_experts", "num_experts", default=64),
         Field("moe_router_topk", "num_experts_per_tok", default=8),
         NORMALIZED,
-        Ours(qk_layernorm=True, qk_layernorm_full_width=True),
-        Theirs(attention_bias=False, clip_qkv=None),
+        FixedSettings(qk_layernorm=True, qk_layernorm_full_width=True),
+        RequiredKeys(attention_bias=False, clip_qkv=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -90,9 +90,9 @@ OLMOE = Family(
 class SparseLayers:
     """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or ()
-        layers = range(theirs["num_hidden_layers"])
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
+        layers = range(hf_config["num_hidden_layers"])
         return {"moe_layer_freq": [int(n not in dense and (n + 1) % step == 0) for n in layers]}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -103,19 +103,19 @@ class SparseLayers:
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    absent={"num_key_value_heads": 4},
+    defaults={"num_key_value_heads": 4},
     tensors={**TENSORS, **EXPERTS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Field(
-            "num_experts", "num_experts", default=128, other="num_local_experts"
+            "num_experts", "num_experts", default=128, alias="num_local_experts"
         ),  # transformers 5 writes the other
         Field("moe_router_topk", "num_experts_per_tok", default=8),
         Field("moe_ffn_hidden_size", "moe_intermediate_size", default=768),
         NORMALIZED,
         SparseLayers(),
-        Ours(qk_layernorm=True),
-        Theirs(attention_bias=False, use_sliding_window=False),
+        FixedSettings(qk_layernorm=True),
+        RequiredKeys(attention_bias=False, use_sliding_window=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -126,7 +126,7 @@ QWEN3_MOE = Family(
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    absent={"num_key_value_heads": 16},
+    defaults={"num_key_value_heads": 16},
     tensors={
         **TENSORS,
         **EXPERTS,
@@ -147,9 +147,9 @@ QWEN2_MOE = Family(
         NORMALIZED,
         SparseLayers(),
         Field("add_qkv_bias", "qkv_bias", default=True),
-        Ours(moe_shared_expert_gate=True),
-        Theirs(use_sliding_window=False),
-        EveryLayer("layer_types", "full_attention"),
+        FixedSettings(moe_shared_expert_gate=True),
+        RequiredKeys(use_sliding_window=False),
+        SameInAllLayers("layer_types", "full_attention"),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -160,9 +160,9 @@ QWEN2_MOE = Family(
 class DenseFirst:
     """`first_k_dense_replace` layers have an MLP, all others experts."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        dense = theirs.get("first_k_dense_replace") or 0
-        return {"moe_layer_freq": [0] * dense + [1] * (theirs["num_hidden_layers"] - dense)}
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        dense = hf_config.get("first_k_dense_replace") or 0
+        return {"moe_layer_freq": [0] * dense + [1] * (hf_config["num_hidden_layers"] - dense)}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"first_k_dense_replace": model.expert_layers[0] if model.expert_layers else model.num_layers}
@@ -171,10 +171,12 @@ class DenseFirst:
 class SharedExperts:
     """`n_shared_experts`, each as wide as a routed one, are one MLP."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        count = theirs.get("n_shared_experts")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        count = hf_config.get("n_shared_experts")
         return (
-            {"moe_shared_expert_intermediate_size": count * theirs["moe_intermediate_size"]} if count else {}
+            {"moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"]}
+            if count
+            else {}
         )
 
     def write(self, model: ModelConfig) -> Tree:
@@ -190,13 +192,13 @@ class RouterGroups:
     def __init__(self, method: bool):
         self._method = method
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        groups, best = theirs.get("n_group") or 1, theirs.get("topk_group") or 1
-        if groups == 1 or (self._method and theirs.get("topk_method", "greedy") == "greedy"):
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        groups, best = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+        if groups == 1 or (self._method and hf_config.get("topk_method", "greedy") == "greedy"):
             return {}
-        if not self._method and theirs["num_experts_per_tok"] != 2 * best:
+        if not self._method and hf_config["num_experts_per_tok"] != 2 * best:
             raise ConfigError(
-                f"config.json has num_experts_per_tok {theirs['num_experts_per_tok']} and topk_group {best}, but "
+                f"config.json has num_experts_per_tok {hf_config['num_experts_per_tok']} and topk_group {best}, but "
                 "groups are scored here by topk / group_topk experts, which has to be 2"
             )
         return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
@@ -215,12 +217,12 @@ class RouterGroups:
 class LatentHeads:
     """`num_key_value_heads` is that of all heads."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        heads = theirs["num_attention_heads"]
-        if theirs.get("num_key_value_heads") not in (None, heads):
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        heads = hf_config["num_attention_heads"]
+        if hf_config.get("num_key_value_heads") not in (None, heads):
             raise ConfigError(
-                f"config.json has num_key_value_heads {theirs['num_key_value_heads']} and num_attention_heads {heads}; "
-                "latent attention makes keys and values for every head"
+                f"config.json has num_key_value_heads {hf_config['num_key_value_heads']} and num_attention_heads "
+                f"{heads}; latent attention has keys and values for every head"
             )
         return {}
 
@@ -231,11 +233,11 @@ class LatentHeads:
 class RotaryHeads:
     """`head_dim`, which transformers takes for the size of the part of a head that turns."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        size = theirs.get("qk_rope_head_dim", 64)
-        if theirs.get("head_dim") not in (None, size):
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        size = hf_config.get("qk_rope_head_dim", 64)
+        if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
-                f"config.json has head_dim {theirs['head_dim']} and qk_rope_head_dim {size}, which mean the same in "
+                f"config.json has head_dim {hf_config['head_dim']} and qk_rope_head_dim {size}, which mean the same in "
                 "this family; leave head_dim out"
             )
         return {}
@@ -247,10 +249,10 @@ class RotaryHeads:
 class StretchedRope(Rope):
     """As Rope, with YaRN's mscale and mscale_all_dim."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = rope_settings(theirs)
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        given = rope_settings(hf_config)
         scales = {name: value for name in MSCALES if (value := given.pop(name, None))}
-        fields = super().read({**theirs, "rope_parameters": given, "rope_scaling": None})
+        fields = super().read({**hf_config, "rope_parameters": given, "rope_scaling": None})
         if "rope_scaling" in fields:
             fields["rope_scaling"] |= scales
         return fields
@@ -283,7 +285,7 @@ DEEPSEEK_MOE = Family(  # its class is in the model's own folder, not in transfo
         NORMALIZED,
         DenseFirst(),
         SharedExperts(),
-        Theirs(attention_bias=False, moe_layer_freq=1, scoring_func="softmax"),
+        RequiredKeys(attention_bias=False, moe_layer_freq=1, scoring_func="softmax"),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -291,15 +293,15 @@ DEEPSEEK_MOE = Family(  # its class is in the model's own folder, not in transfo
 
 LATENT = {
     "layers.{layer}.self_attention.linear_q_proj.weight":
-        turning("model.layers.{layer}.self_attn.q_proj.weight", "qk_head_dim"),
+        interleaved_heads("model.layers.{layer}.self_attn.q_proj.weight", "qk_head_dim"),
     "layers.{layer}.self_attention.linear_q_down_proj.weight":
         same("model.layers.{layer}.self_attn.q_a_proj.weight"),
     "layers.{layer}.self_attention.q_down_layernorm.weight":
         same("model.layers.{layer}.self_attn.q_a_layernorm.weight"),
     "layers.{layer}.self_attention.linear_q_up_proj.weight":
-        turning("model.layers.{layer}.self_attn.q_b_proj.weight", "qk_head_dim"),
+        interleaved_heads("model.layers.{layer}.self_attn.q_b_proj.weight", "qk_head_dim"),
     "layers.{layer}.self_attention.linear_kv_down_proj.weight":
-        turning("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank"),
+        interleaved_heads("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank"),
     "layers.{layer}.self_attention.kv_down_layernorm.weight":
         same("model.layers.{layer}.self_attn.kv_a_layernorm.weight"),
     "layers.{layer}.self_attention.linear_kv_up_proj.weight":
@@ -313,7 +315,7 @@ SHARED = {
 ROWS = {**TENSORS, **LATENT, **EXPERTS, **SHARED}
 
 SETTINGS = (
-    *[size for size in SIZES if size.ours not in ("num_query_groups", "kv_channels")],
+    *[size for size in SIZES if size.setting not in ("num_query_groups", "kv_channels")],
     LatentHeads(),
     UNTIED,
     StretchedRope(),
@@ -328,21 +330,22 @@ SETTINGS = (
     Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
     DenseFirst(),
     SharedExperts(),
-    Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0, multi_latent_attention=True),
-    Theirs(hidden_act="silu", attention_bias=False, moe_layer_freq=1),
+    FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0,
+                  multi_latent_attention=True),
+    RequiredKeys(hidden_act="silu", attention_bias=False, moe_layer_freq=1),
 )
 
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     aliases={"num_experts": "n_routed_experts"},
-    absent={"n_shared_experts": 2},
+    defaults={"n_shared_experts": 2},
     tensors=ROWS,
     settings=(
         *SETTINGS,
         RouterGroups(method=True),
-        Ours(moe_router_pre_softmax=True),
-        Theirs(norm_topk_prob=False, mlp_bias=False),
+        FixedSettings(moe_router_pre_softmax=True),
+        RequiredKeys(norm_topk_prob=False, mlp_bias=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -352,16 +355,16 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     aliases={"num_local_experts": "n_routed_experts"},
-    absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+    defaults={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
             "routed_scaling_factor": 2.5},
     tensors=ROWS,
     settings=(
         *SETTINGS,
         RouterGroups(method=False),
         RotaryHeads(),
-        Ours(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-        Theirs(norm_topk_prob=True, rope_interleave=True),
-        Writes(num_nextn_predict_layers=0),
+        FixedSettings(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        RequiredKeys(norm_topk_prob=True, rope_interleave=True),
+        WrittenKeys(num_nextn_predict_layers=0),
     ),
     tied="lm_head.weight",
     ignored=(*IGNORED, r"layers\.61\."),  # the published model's module that predicts a second token

@@ -12,7 +12,15 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, same, stacked
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer, rope_settings
+from megalith.bridge.settings import (
+    Field,
+    FixedSettings,
+    RequiredKeys,
+    Rope,
+    Tree,
+    WindowsByLayer,
+    rope_settings,
+)
 from megalith.config import ModelConfig
 
 YARN = {
@@ -29,10 +37,12 @@ def in_one(name: str) -> Rule:
 class OwnRope:
     """As Rope, with gpt-oss's own where config.json is silent."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = rope_settings(theirs) or YARN
-        base = given.get("rope_theta") or theirs.get("rope_theta") or 150000.0
-        return Rope().read({**theirs, "rope_parameters": {**given, "rope_theta": base}, "rope_scaling": None})
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        given = rope_settings(hf_config) or YARN
+        base = given.get("rope_theta") or hf_config.get("rope_theta") or 150000.0
+        return Rope().read(
+            {**hf_config, "rope_parameters": {**given, "rope_theta": base}, "rope_scaling": None}
+        )
 
     def write(self, model: ModelConfig) -> Tree:
         tree = Rope().write(model)
@@ -45,7 +55,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     aliases={"num_experts": "num_local_experts"},
-    absent={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         "layers.{layer}.self_attention.softmax_offset.weight":
@@ -73,10 +83,10 @@ GPT_OSS = Family(
         Field("add_qkv_bias", "attention_bias", default=True),
         Field("add_proj_bias", "attention_bias", default=True),
         Field("activation_func_clamp_value", "swiglu_limit", default=7.0),
-        Ours(normalization="RMSNorm", gated_linear_unit=True, activation="quick_gelu", glu_linear_offset=1.0,
+        FixedSettings(normalization="RMSNorm", gated_linear_unit=True, activation="quick_gelu", glu_linear_offset=1.0,
              add_bias_linear=False, add_mlp_bias=True, add_router_bias=True, softmax_type="learnable",
              hidden_dropout=0.0),
-        Theirs(hidden_act="silu", swiglu_alpha=1.702),
+        RequiredKeys(hidden_act="silu", swiglu_alpha=1.702),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

@@ -13,19 +13,27 @@ from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, same
-from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, check_layer_types
+from megalith.bridge.settings import (
+    Field,
+    FixedSettings,
+    PartialRope,
+    RequiredKeys,
+    Rope,
+    Tree,
+    check_layer_types,
+)
 from megalith.config import ModelConfig
 
 
 class LinearLayers:
     """`layer_types`, or all but every `full_attention_interval`-th."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        kinds, every = theirs.get("layer_types"), theirs.get("full_attention_interval") or 4
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        kinds, every = hf_config.get("layer_types"), hf_config.get("full_attention_interval") or 4
         if kinds is None:
             kinds = [
                 "full_attention" if (n + 1) % every == 0 else "linear_attention"
-                for n in range(theirs["num_hidden_layers"])
+                for n in range(hf_config["num_hidden_layers"])
             ]
         check_layer_types(kinds, ("full_attention", "linear_attention"))
         return {
@@ -71,7 +79,7 @@ OF_LAYER = "model.layers.{layer}."
 QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    absent={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+    defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
     tensors={
         **QWEN2_MOE.tensors,
         **QK_NORMS,
@@ -109,9 +117,9 @@ QWEN3_NEXT = Family(
         Field("linear_value_head_dim", "linear_value_head_dim", default=128),
         Field("linear_num_key_heads", "linear_num_key_heads", default=16),
         Field("linear_num_value_heads", "linear_num_value_heads", default=32),
-        Ours(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
+        FixedSettings(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
              layernorm_zero_centered_gamma=True),
-        Theirs(attention_bias=False),
+        RequiredKeys(attention_bias=False),
     ),
     tied="lm_head.weight",
     ignored=(*IGNORED, r"mtp\."),

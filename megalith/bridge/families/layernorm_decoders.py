@@ -15,7 +15,7 @@ from typing import Any
 from megalith.bridge.families.llama import TIED, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, qkv, same, transposed
-from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree
+from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Rope, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -36,11 +36,11 @@ def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
 class WholeHeads:
     """`head_dim`, by which transformers turns heads though their size is that of all divided by their number."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        size = theirs["hidden_size"] // (theirs["num_attention_heads"] or 1)
-        if theirs.get("head_dim") not in (None, size):
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        size = hf_config["hidden_size"] // (hf_config["num_attention_heads"] or 1)
+        if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
-                f"config.json has head_dim {theirs['head_dim']}, but a head's size is {size} (hidden_size / "
+                f"config.json has head_dim {hf_config['head_dim']}, but a head's size is {size} (hidden_size / "
                 "num_attention_heads) in models of this family; leave it out"
             )
         return {}
@@ -127,8 +127,8 @@ GPT2 = Family(
     settings=(
         *GPT2_SETTINGS,
         TIED,
-        Ours(position_embedding_type="learned_absolute"),
-        Theirs(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+        FixedSettings(position_embedding_type="learned_absolute"),
+        RequiredKeys(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ),
     tied="lm_head.weight",
     aliases=GPT2_ALIASES,
@@ -183,9 +183,9 @@ BLOOM = Family(
     model_type="bloom",
     tensors=BLOOM_TENSORS,
     settings=(
-        Field("num_layers", "n_layer", other="num_hidden_layers"),
-        Field("hidden_size", "hidden_size", other="n_embed"),
-        Field("num_attention_heads", "n_head", other="num_attention_heads"),
+        Field("num_layers", "n_layer", alias="num_hidden_layers"),
+        Field("hidden_size", "hidden_size", alias="n_embed"),
+        Field("num_attention_heads", "n_head", alias="num_attention_heads"),
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "seq_length", default=None),
         Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
@@ -193,8 +193,8 @@ BLOOM = Family(
         Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
         TIED,
-        Ours(position_embedding_type="alibi", embedding_layernorm=True, activation="gelu_tanh"),
-        Theirs(apply_residual_connection_post_layernorm=False),
+        FixedSettings(position_embedding_type="alibi", embedding_layernorm=True, activation="gelu_tanh"),
+        RequiredKeys(apply_residual_connection_post_layernorm=False),
     ),
     tied="lm_head.weight",
     prefix="transformer.",
@@ -257,7 +257,7 @@ GPT_NEOX = Family(
         UNTIED,
         PartialRope(0.25, share="rotary_pct", base="rotary_emb_base"),
         WholeHeads(),
-        Ours(add_bias_linear=False, add_mlp_bias=True),
+        FixedSettings(add_bias_linear=False, add_mlp_bias=True),
     ),
     tied="embed_out.weight",
     ignored=(r"\.attention\.(masked_)?bias$", r"rotary_emb\.inv_freq$"),
@@ -313,12 +313,12 @@ class FalconDecoder:
     """Falcon's two decoders: the new one with groups of heads and two norms or one, the first with one norm, and one
     key and value for all heads or each head its own."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        heads = theirs.get("num_attention_heads")
-        if theirs.get("new_decoder_architecture"):
-            norms, groups = theirs.get("num_ln_in_parallel_attn"), theirs.get("num_kv_heads") or heads
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        heads = hf_config.get("num_attention_heads")
+        if hf_config.get("new_decoder_architecture"):
+            norms, groups = hf_config.get("num_ln_in_parallel_attn"), hf_config.get("num_kv_heads") or heads
         else:
-            norms, groups = 1, 1 if theirs.get("multi_query", True) else heads
+            norms, groups = 1, 1 if hf_config.get("multi_query", True) else heads
         return {"parallel_attn_mlp": True, "shared_layernorm": norms == 1, "num_query_groups": groups}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -354,8 +354,8 @@ FALCON = FalconFamily(
         TIED,
         FalconDecoder(),
         Rope(),
-        Ours(add_bias_linear=False),
-        Theirs(alibi=False, parallel_attn=True),
+        FixedSettings(add_bias_linear=False),
+        RequiredKeys(alibi=False, parallel_attn=True),
     ),
     tied="lm_head.weight",
     ignored=(r"rotary_emb\.inv_freq$",),

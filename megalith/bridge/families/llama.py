@@ -22,17 +22,17 @@ from typing import Any
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, qkv, same
 from megalith.bridge.settings import (
-    EveryLayer,
     Field,
+    FixedSettings,
     LongRope,
-    Ours,
+    RequiredKeys,
     Rope,
     RopeByLayer,
-    Theirs,
+    SameInAllLayers,
     Tree,
     Window,
     WindowsByLayer,
-    Writes,
+    WrittenKeys,
 )
 from megalith.config import ModelConfig
 
@@ -101,8 +101,8 @@ SETTINGS = (  # without what each family says of its biases
     *SIZES,
     UNTIED,
     Rope(),
-    Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
-    Theirs(hidden_act="silu"),
+    FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
+    RequiredKeys(hidden_act="silu"),
 )
 # fmt: on
 
@@ -125,11 +125,11 @@ LLAMA = Family(
 class LayersWithoutRope:
     """`no_rope_layers`, with a 0 for each layer that has no rotary positions; or every `no_rope_layer_interval`-th."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        turns = theirs.get("no_rope_layers")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        turns = hf_config.get("no_rope_layers")
         if not turns:
-            return {"no_rope_freq": theirs.get("no_rope_layer_interval", 4)}
-        skipped = [int(not layer) for layer in turns[: theirs["num_hidden_layers"]]]
+            return {"no_rope_freq": hf_config.get("no_rope_layer_interval", 4)}
+        skipped = [int(not layer) for layer in turns[: hf_config["num_hidden_layers"]]]
         return {"no_rope_freq": skipped} if any(skipped) else {}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -140,16 +140,16 @@ class LayersWithoutRope:
 SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    absent={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     tensors=TENSORS,
     settings=(
         *SETTINGS,
         *ATTENTION_BIAS,
         Field("add_mlp_bias", "mlp_bias", default=False),
         LayersWithoutRope(),
-        Theirs(use_sliding_window=False),
-        EveryLayer("layer_types", "full_attention"),
-        Writes(pad_token_id=None),
+        RequiredKeys(use_sliding_window=False),
+        SameInAllLayers("layer_types", "full_attention"),
+        WrittenKeys(pad_token_id=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -159,7 +159,7 @@ SMOLLM3 = Family(
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    absent={"num_key_value_heads": 8},
+    defaults={"num_key_value_heads": 8},
     tensors=TENSORS,
     settings=(*SETTINGS, Window(default=4096)),
     tied="lm_head.weight",
@@ -171,7 +171,7 @@ MISTRAL = Family(
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
-    absent={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         "layers.{layer}.self_attention.linear_qkv.weight":
@@ -184,9 +184,9 @@ PHI3 = Family(
         UNTIED,
         LongRope(),
         Window(default=None),
-        Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
-        Theirs(hidden_act="silu", resid_pdrop=0.0),
-        Writes(pad_token_id=None),  # by default an entry that a smaller vocabulary does not have
+        FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
+        RequiredKeys(hidden_act="silu", resid_pdrop=0.0),
+        WrittenKeys(pad_token_id=None),  # by default an entry that a smaller vocabulary does not have
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -198,7 +198,7 @@ PHI3 = Family(
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    absent={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         **QK_NORMS,
@@ -210,8 +210,8 @@ OLMO2 = Family(
     settings=(
         *SETTINGS,
         *ATTENTION_BIAS,
-        Ours(norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True),
-        Writes(pad_token_id=None),
+        FixedSettings(norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True),
+        WrittenKeys(pad_token_id=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -235,20 +235,20 @@ GEMMA_SETTINGS = (
     *SIZES,
     *ATTENTION_BIAS,
     TIED,
-    Ours(normalization="RMSNorm", layernorm_zero_centered_gamma=True, gated_linear_unit=True, scale_embeddings=True,
-         add_bias_linear=False, hidden_dropout=0.0),
+    FixedSettings(normalization="RMSNorm", layernorm_zero_centered_gamma=True, gated_linear_unit=True,
+                  scale_embeddings=True, add_bias_linear=False, hidden_dropout=0.0),
 )
 SANDWICHED = (
     *GEMMA_SETTINGS,
     Field("activation", "hidden_activation", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu"}),
     Field("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
-    Ours(norm_placement="sandwich"),
+    FixedSettings(norm_placement="sandwich"),
 )
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
-    absent={"num_key_value_heads": 16, "head_dim": 256},
+    defaults={"num_key_value_heads": 16, "head_dim": 256},
     tensors=TENSORS,
     settings=(
         *GEMMA_SETTINGS,
@@ -256,7 +256,7 @@ GEMMA = Family(
         # The first files say gelu and never meant it. Versions of transformers differ in which of the keys they read.
         Field("activation", "hidden_act", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu_tanh"}),
         Field("activation", "hidden_activation", default=None, values={**GATES, "gelu": "gelu"}),
-        Theirs(use_bidirectional_attention=None),
+        RequiredKeys(use_bidirectional_attention=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -265,12 +265,12 @@ GEMMA = Family(
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    absent={"num_key_value_heads": 4, "head_dim": 256},
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
     tensors=GEMMA2_TENSORS,
     settings=(
         *SANDWICHED,
         Rope(),
-        Theirs(use_bidirectional_attention=None),
+        RequiredKeys(use_bidirectional_attention=None),
         WindowsByLayer(every=2),
         Field("attn_logit_softcapping", "attn_logit_softcapping", default=50.0),
         Field("final_logit_softcapping", "final_logit_softcapping", default=30.0),
@@ -282,7 +282,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    absent={"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    defaults={"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
             "max_position_embeddings": 131072},
     tensors={**GEMMA2_TENSORS, **QK_NORMS},
@@ -290,9 +290,9 @@ GEMMA3 = Family(
         *SANDWICHED,
         RopeByLayer(),
         # transformers reads no attn_logit_softcapping for Gemma 3, others do
-        Theirs(use_bidirectional_attention=False, attn_logit_softcapping=None),
+        RequiredKeys(use_bidirectional_attention=False, attn_logit_softcapping=None),
         WindowsByLayer(every=6),
-        Ours(qk_layernorm=True),
+        FixedSettings(qk_layernorm=True),
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     ),
     tied="lm_head.weight",
@@ -307,9 +307,9 @@ QWEN2 = Family(
     tensors=TENSORS,
     settings=(
         *SETTINGS,
-        Ours(add_qkv_bias=True),
-        Theirs(use_sliding_window=False),
-        EveryLayer("layer_types", "full_attention"),
+        FixedSettings(add_qkv_bias=True),
+        RequiredKeys(use_sliding_window=False),
+        SameInAllLayers("layer_types", "full_attention"),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -321,9 +321,9 @@ QWEN3 = Family(
     tensors={**TENSORS, **QK_NORMS},
     settings=(
         *SETTINGS,
-        Ours(qk_layernorm=True),
-        Theirs(attention_bias=False, use_sliding_window=False),
-        EveryLayer("layer_types", "full_attention"),
+        FixedSettings(qk_layernorm=True),
+        RequiredKeys(attention_bias=False, use_sliding_window=False),
+        SameInAllLayers("layer_types", "full_attention"),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

@@ -16,15 +16,15 @@ from typing import Any
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, TIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, same, stacked
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, Tree, WindowsByLayer
 from megalith.config import ModelConfig
 
 
 class LogitScale:
     """`logit_scale` multiplies the logits."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {"logits_scaling": 1 / (theirs.get("logit_scale") or 0.0625)}
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        return {"logits_scaling": 1 / (hf_config.get("logit_scale") or 0.0625)}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"logit_scale": 1 / model.logits_scaling}
@@ -33,8 +33,8 @@ class LogitScale:
 class NormsOfHeads:
     """`use_qk_norm`: queries and keys are normed, with weights for each head (Command-R+)."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        asked = bool(theirs.get("use_qk_norm"))
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        asked = bool(hf_config.get("use_qk_norm"))
         return {"qk_layernorm": asked, "qk_layernorm_per_head": asked}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -44,8 +44,8 @@ class NormsOfHeads:
 class PositionsInWindows:
     """Layers without a window have no rotary positions."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        fields, count = WINDOWS.read(theirs), theirs["num_hidden_layers"]
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        fields, count = WINDOWS.read(hf_config), hf_config["num_hidden_layers"]
         every = fields.get("window_attn_skip_freq", [0] * count)
         if isinstance(every, int):
             every = [int(not every or (n + 1) % every != 0) for n in range(count)]
@@ -108,21 +108,21 @@ SIDE_BY_SIDE = {
 }
 WINDOWS = WindowsByLayer(every=4, default=4096)
 OF_COHERE = (
-    *[size for size in SIZES if size.ours != "layernorm_epsilon"],
+    *[size for size in SIZES if size.setting != "layernorm_epsilon"],
     Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
     TIED,
     Rope(),
     *ATTENTION_BIAS,
     LogitScale(),
-    Ours(normalization="LayerNorm", add_norm_bias=False, swiglu=True, add_bias_linear=False, hidden_dropout=0.0,
-         parallel_attn_mlp=True, shared_layernorm=True, rotary_interleaved=True),
+    FixedSettings(normalization="LayerNorm", add_norm_bias=False, swiglu=True, add_bias_linear=False,
+                  hidden_dropout=0.0, parallel_attn_mlp=True, shared_layernorm=True, rotary_interleaved=True),
 )
 COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",
-    absent={"rope_theta": 500000.0},
+    defaults={"rope_theta": 500000.0},
     tensors=SIDE_BY_SIDE | QK_NORMS,
-    settings=(*OF_COHERE, NormsOfHeads(), Theirs(hidden_act="silu")),
+    settings=(*OF_COHERE, NormsOfHeads(), RequiredKeys(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )
@@ -131,7 +131,7 @@ COHERE2 = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
     tensors=SIDE_BY_SIDE,
-    settings=(*OF_COHERE, WINDOWS, PositionsInWindows(), Theirs(hidden_act="silu")),
+    settings=(*OF_COHERE, WINDOWS, PositionsInWindows(), RequiredKeys(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )

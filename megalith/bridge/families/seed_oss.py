@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Writes
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Rope, WrittenKeys
 
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
-    absent={"num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.1},
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.1},
     tensors=TENSORS,
     settings=(
         *SIZES,
@@ -19,9 +19,9 @@ SEED_OSS = Family(
         Field("add_proj_bias", "attention_out_bias", default=False),
         Field("add_mlp_bias", "mlp_bias", default=False),
         Field("hidden_dropout", "residual_dropout", default=0.1),
-        Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False),
-        Theirs(hidden_act="silu"),
-        Writes(pad_token_id=None),
+        FixedSettings(normalization="RMSNorm", swiglu=True, add_bias_linear=False),
+        RequiredKeys(hidden_act="silu"),
+        WrittenKeys(pad_token_id=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

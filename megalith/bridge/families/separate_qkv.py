@@ -22,8 +22,8 @@ from typing import Any
 from megalith.bridge.families.layernorm_decoders import GPT2_ALIASES, GPT2_SETTINGS, SIZES, activation, biases
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import first_last, qkv, same, turning_qkv
-from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, Window
+from megalith.bridge.rows import first_last, interleaved_qkv, qkv, same
+from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Rope, Tree, Window
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -41,7 +41,7 @@ ROWS = {
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
-    absent={"num_key_value_heads": 2},
+    defaults={"num_key_value_heads": 2},
     tensors={
         **ROWS,
         "layers.{layer}.mlp.linear_fc1.weight":
@@ -68,7 +68,7 @@ STARCODER2 = Family(
         TIED,
         Rope(),
         Window(default=None),
-        Ours(add_bias_linear=False),
+        FixedSettings(add_bias_linear=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -77,7 +77,7 @@ STARCODER2 = Family(
 STABLELM = Family(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
-    absent={"num_key_value_heads": 32},
+    defaults={"num_key_value_heads": 32},
     tensors=ROWS,
     settings=(
         *SIZES,
@@ -92,8 +92,8 @@ STABLELM = Family(
         Field("shared_layernorm", "use_parallel_residual", default=False),
         UNTIED,
         PartialRope(0.25),
-        Ours(swiglu=True, add_bias_linear=False),
-        Theirs(hidden_act="silu", qk_layernorm=False),
+        FixedSettings(swiglu=True, add_bias_linear=False),
+        RequiredKeys(hidden_act="silu", qk_layernorm=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -138,8 +138,8 @@ PHI = Family(
         Field("init_method_std", "initializer_range", default=0.02),
         UNTIED,
         PartialRope(0.5),
-        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_output_bias=True),
-        Theirs(qk_layernorm=False),
+        FixedSettings(parallel_attn_mlp=True, shared_layernorm=True, add_output_bias=True),
+        RequiredKeys(qk_layernorm=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -150,8 +150,8 @@ PHI = Family(
 class RotaryDimensions:
     """`rotary_dim`, the dimensions of a head that turn, with the base that GPT-J always has."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        size, turns = theirs["n_embd"] // (theirs["n_head"] or 1), theirs.get("rotary_dim", 64)
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        size, turns = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
         if not turns or turns > size:
             raise ConfigError(
                 f"config.json has rotary_dim {turns}, with which transformers runs no model; set it to how many of a "
@@ -171,7 +171,7 @@ GPT_J = Family(
     architecture="GPTJForCausalLM",
     model_type="gptj",
     aliases=GPT2_ALIASES,
-    absent={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    defaults={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     tensors={
         "embedding.word_embeddings.weight":
             same("transformer.wte.weight"),
@@ -180,7 +180,7 @@ GPT_J = Family(
         "layers.{layer}.input_layernorm.bias":
             same("transformer.h.{layer}.ln_1.bias"),
         "layers.{layer}.self_attention.linear_qkv.weight":
-            turning_qkv("transformer.h.{layer}.attn.q_proj.weight",
+            interleaved_qkv("transformer.h.{layer}.attn.q_proj.weight",
                         "transformer.h.{layer}.attn.k_proj.weight",
                         "transformer.h.{layer}.attn.v_proj.weight"),
         "layers.{layer}.self_attention.linear_proj.weight":
@@ -206,7 +206,7 @@ GPT_J = Family(
         *GPT2_SETTINGS,
         UNTIED,
         RotaryDimensions(),
-        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_bias_linear=False, add_mlp_bias=True,
+        FixedSettings(parallel_attn_mlp=True, shared_layernorm=True, add_bias_linear=False, add_mlp_bias=True,
              add_output_bias=True),
     ),
     tied="lm_head.weight",
@@ -219,8 +219,8 @@ GPT_J = Family(
 class Positions:
     """`max_position_embeddings`, which leaves out the table's rows without a token."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        positions = theirs.get("max_position_embeddings")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        positions = hf_config.get("max_position_embeddings")
         return {"max_position_embeddings": (2048 if positions is None else positions) + TOKENLESS}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -230,8 +230,8 @@ class Positions:
 class EmbeddingWidth:
     """`word_embed_proj_dim`, the embedding's width, which has to be the layers'."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        width, hidden = theirs.get("word_embed_proj_dim"), theirs.get("hidden_size")
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        width, hidden = hf_config.get("word_embed_proj_dim"), hf_config.get("hidden_size")
         if width not in (None, hidden):
             raise ConfigError(
                 f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}: embeddings of another width "
@@ -299,8 +299,8 @@ OPT = Family(
         *biases("enable_bias", True),
         TIED,
         EmbeddingWidth(),
-        Ours(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
-        Theirs(do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True,
+        FixedSettings(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
+        RequiredKeys(do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True,
                layerdrop=0.0),
     ),
     tied="lm_head.weight",

@@ -86,7 +86,7 @@ def export_megatron(
         _check_latents(model, tp)
     groups = family_of(model).groups(model)
     reads = tp if ckpt_format == "torch" else 1 + len(STATE) * with_optimizer
-    total = reads * sum(len(list(group.units())) for group in groups)
+    total = reads * sum(len(list(group.boxes())) for group in groups)
     progress = Progress("export", total, "tensors", show=show_progress)
 
     def read(*box: Any) -> torch.Tensor:

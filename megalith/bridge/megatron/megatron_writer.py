@@ -63,25 +63,25 @@ class CoreTensors:
         self.model: ModelConfig = groups[0].model
         self.dtype, self.padded_vocab = dtype, padded_vocab
         self._read = read
-        self._units = {
+        self._boxes = {
             group.names(offset[0])[0]: (group, offset, shape)
             for group in groups
-            for offset, shape in group.units()
+            for offset, shape in group.boxes()
         }
 
     @property
     def names(self) -> list[str]:
         """Of all tensors, in the model's order."""
-        return list(self._units)
+        return list(self._boxes)
 
     @property
     def parameters(self) -> list[str]:
         """Of those that an optimizer steps."""
-        return [name for name in self._units if not name.endswith(".expert_bias")]
+        return [name for name in self._boxes if not name.endswith(".expert_bias")]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """With the vocabulary's padding."""
-        group, *_ = self._units[name]
+        group, *_ = self._boxes[name]
         shape = group.sources[name]
         return (self.padded_vocab, *shape[1:]) if group.name in VOCABULARY else shape
 
@@ -91,7 +91,7 @@ class CoreTensors:
 
     def value(self, name: str, part: str = "model") -> Tensor:
         """The tensor, or the optimizer's state of it in float32."""
-        group, offset, shape = self._units[name]
+        group, offset, shape = self._boxes[name]
         dtype = self.dtype_of(name) if part == "model" else torch.float32
         tensor = self._read("model" if part == "master" else part, group.name, offset, shape)
         [(_, value)] = to_theirs(group, tensor, {name: dtype}, first_expert=offset[0])

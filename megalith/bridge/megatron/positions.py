@@ -30,25 +30,25 @@ LATENT_YARN = {
 class CorePositions:
     """The row of position_embedding_type, rotary_base and rope_scaling."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
+    def read(self, args: Mapping[str, Any]) -> Tree:
         """Fields of ModelConfig."""
-        kind, latent = theirs["position_embedding_type"], bool(theirs.get("multi_latent_attention"))
-        if theirs.get("use_rotary_position_embeddings") or (latent and kind == "none"):
+        kind, latent = args["position_embedding_type"], bool(args.get("multi_latent_attention"))
+        if args.get("use_rotary_position_embeddings") or (latent and kind == "none"):
             kind = "rope"
         if kind not in KINDS:
             raise ConfigError(f"config.json has position_embedding_type {kind!r}; known: {', '.join(KINDS)}")
         if kind == "learned_absolute" and not latent:
             return {"position_embedding_type": kind}
-        _check(theirs)
-        by_yarn = _takes_yarn(theirs, kind, latent)
-        fields: Tree = {"position_embedding_type": "rope"} | {name: theirs[name] for name in ROTARY}
+        _check(args)
+        by_yarn = _takes_yarn(args, kind, latent)
+        fields: Tree = {"position_embedding_type": "rope"} | {name: args[name] for name in ROTARY}
         if latent and by_yarn:
             del fields["rotary_percent"]  # which Megatron core does not read then
         if latent:
             fields["add_position_embedding"] = kind == "learned_absolute"
-        if (every := theirs.get("no_rope_freq")) is not None:
+        if (every := args.get("no_rope_freq")) is not None:
             fields["no_rope_freq"] = every
-        if scaling := _yarn(theirs, latent) if by_yarn else _scaling(theirs, latent):
+        if scaling := _yarn(args, latent) if by_yarn else _scaling(args, latent):
             fields["rope_scaling"] = scaling
         return fields
 
@@ -80,36 +80,36 @@ class CorePositions:
         }
 
 
-def _check(theirs: Mapping[str, Any]) -> None:
-    if missing := [name for name in ROTARY if name not in theirs]:
+def _check(args: Mapping[str, Any]) -> None:
+    if missing := [name for name in ROTARY if name not in args]:
         raise ConfigError(
             f"config.json has no {', '.join(missing)}, which decide what rotary positions are; add them to the "
             "arguments that the checkpoint keeps"
         )
 
 
-def _takes_yarn(theirs: Mapping[str, Any], kind: str, latent: bool) -> bool:
-    return theirs.get("rope_type") != "rope" if latent else kind == "yarn"
+def _takes_yarn(args: Mapping[str, Any], kind: str, latent: bool) -> bool:
+    return args.get("rope_type") != "rope" if latent else kind == "yarn"
 
 
-def _scaling(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
+def _scaling(args: Mapping[str, Any], latent: bool) -> Tree | None:
     if latent:  # rotary positions without scaling, whatever the arguments say, but perhaps scores with it
-        factor, of_all = theirs.get("rotary_scaling_factor") or 1, theirs.get("mscale_all_dim")
+        factor, of_all = args.get("rotary_scaling_factor") or 1, args.get("mscale_all_dim")
         if of_all and factor > 1:
             raise ConfigError(
                 f"config.json has mscale_all_dim {of_all} and rotary_scaling_factor {factor} with rope_type rope, "
                 "which scale the attention scores but not the positions in Megatron core; no model here does that"
             )
         return None
-    if theirs.get("use_rope_scaling"):
-        return {"type": "llama3", "factor": theirs.get("rope_scaling_factor", 8.0)}
-    if (stretch := theirs.get("rotary_seq_len_interpolation_factor") or 1) > 1:
+    if args.get("use_rope_scaling"):
+        return {"type": "llama3", "factor": args.get("rope_scaling_factor", 8.0)}
+    if (stretch := args.get("rotary_seq_len_interpolation_factor") or 1) > 1:
         return {"type": "linear", "factor": float(stretch)}
     return None
 
 
-def _yarn(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
-    factor = theirs.get("rotary_scaling_factor")
+def _yarn(args: Mapping[str, Any], latent: bool) -> Tree | None:
+    factor = args.get("rotary_scaling_factor")
     if factor is None:
         raise ConfigError(
             "config.json has no rotary_scaling_factor, which decides how far YaRN stretches; add it"
@@ -117,17 +117,17 @@ def _yarn(theirs: Mapping[str, Any], latent: bool) -> Tree | None:
     if factor <= 1:
         return None
     prefix = "" if latent else "yarn_"
-    rounds = None if latent else theirs.get("yarn_correction_range_round_to_int")
+    rounds = None if latent else args.get("yarn_correction_range_round_to_int")
     scaling: Tree = {
         "type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": theirs.get(f"{prefix}original_max_position_embeddings")
+        "original_max_position_embeddings": args.get(f"{prefix}original_max_position_embeddings")
         or ORIGINAL_LENGTH,
-        "beta_fast": theirs.get(f"{prefix}beta_fast") or BETA_FAST,
-        "beta_slow": theirs.get(f"{prefix}beta_slow") or BETA_SLOW,
+        "beta_fast": args.get(f"{prefix}beta_fast") or BETA_FAST,
+        "beta_slow": args.get(f"{prefix}beta_slow") or BETA_SLOW,
         "truncate": True if rounds is None else rounds,
     }
-    mscale, of_all = theirs.get("mscale", 1.0), theirs.get("mscale_all_dim") or 0.0
+    mscale, of_all = args.get("mscale", 1.0), args.get("mscale_all_dim") or 0.0
     if of_all and latent:
         return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
     if not of_all and mscale == 1.0:

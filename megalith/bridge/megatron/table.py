@@ -16,8 +16,8 @@ from typing import Any
 
 from megalith.bridge.family import Family
 from megalith.bridge.megatron.positions import CorePositions
-from megalith.bridge.rows import RowRun, Rule, gate_up, same, turning
-from megalith.bridge.settings import Field, Ours, Theirs, Tree
+from megalith.bridge.rows import RowRun, Rule, gate_up, interleaved_heads, same
+from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -56,7 +56,7 @@ TENSORS = {
     },
     **{
         f"layers.{{layer}}.self_attention.{name}.weight":
-            turning(f"decoder.layers.{{layer}}.self_attention.{name}.weight", plain)
+            interleaved_heads(f"decoder.layers.{{layer}}.self_attention.{name}.weight", plain)
         for name, plain in (
             ("linear_q_proj", "qk_head_dim"), ("linear_q_up_proj", "qk_head_dim"),
             ("linear_kv_down_proj", "kv_lora_rank"),
@@ -115,11 +115,11 @@ class CoreFamily(Family):
 class _Required:
     """Arguments that decide what the model computes, and that every version of Megatron core writes."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
+    def read(self, args: Mapping[str, Any]) -> Tree:
         names = [*REQUIRED]
-        names += ["moe_router_topk"] * bool(theirs.get("num_experts"))
-        names += [*LATENT, "qk_layernorm"] * bool(theirs.get("multi_latent_attention"))
-        if missing := [name for name in names if name not in theirs]:
+        names += ["moe_router_topk"] * bool(args.get("num_experts"))
+        names += [*LATENT, "qk_layernorm"] * bool(args.get("multi_latent_attention"))
+        if missing := [name for name in names if name not in args]:
             raise ConfigError(
                 f"config.json has no {', '.join(missing)}, which decide what the model computes; add them to the "
                 "arguments that the checkpoint keeps"
@@ -133,13 +133,13 @@ class _Required:
 class _Heads:
     """Sizes and norms of heads. num_query_groups counts only with group_query_attention, neither with latents."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        if not theirs.get("multi_latent_attention"):
-            grouped = theirs.get("group_query_attention")
-            fields: Tree = {"num_query_groups": theirs.get("num_query_groups", 0) if grouped else 0}
-            return fields | {name: theirs[name] for name in HEADS if theirs.get(name) is not None}
-        fields = {name: theirs[name] for name in ("multi_latent_attention", *LATENT)}
-        return fields | {"latent_layernorm": theirs["qk_layernorm"]}
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        if not args.get("multi_latent_attention"):
+            grouped = args.get("group_query_attention")
+            fields: Tree = {"num_query_groups": args.get("num_query_groups", 0) if grouped else 0}
+            return fields | {name: args[name] for name in HEADS if args.get(name) is not None}
+        fields = {name: args[name] for name in ("multi_latent_attention", *LATENT)}
+        return fields | {"latent_layernorm": args["qk_layernorm"]}
 
     def write(self, model: ModelConfig) -> Tree:
         if model.multi_latent_attention:
@@ -159,11 +159,11 @@ class _Heads:
 class _Windows:
     """window_size, of the layers that window_attn_skip_freq says."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        if theirs.get("window_size") is None:
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        if args.get("window_size") is None:
             return {}
-        every = theirs.get("window_attn_skip_freq")
-        return {"window_size": list(theirs["window_size"])} | (
+        every = args.get("window_attn_skip_freq")
+        return {"window_size": list(args["window_size"])} | (
             {"window_attn_skip_freq": every} if every else {}
         )
 
@@ -181,11 +181,11 @@ class _Windows:
 class _Further:
     """Layers of multi-token prediction."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        if not theirs.get("mtp_num_layers"):
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        if not args.get("mtp_num_layers"):
             return {}
-        weight = theirs.get("mtp_loss_scaling_factor")
-        fields: Tree = {"mtp_num_layers": theirs["mtp_num_layers"]}
+        weight = args.get("mtp_loss_scaling_factor")
+        fields: Tree = {"mtp_num_layers": args["mtp_num_layers"]}
         return fields if weight is None else fields | {"mtp_loss_scaling_factor": weight}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -198,14 +198,14 @@ class _Further:
 class _Activation:
     """Without swiglu and the like GELU: exact, or by tanh in Megatron's fused kernel and with openai_gelu."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        if theirs.get("swiglu"):
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        if args.get("swiglu"):
             return {"swiglu": True}
-        if theirs.get("quick_geglu"):
+        if args.get("quick_geglu"):
             return {"gated_linear_unit": True, "activation": "quick_gelu"}
-        if theirs.get("squared_relu"):
+        if args.get("squared_relu"):
             return {"activation": "squared_relu"}
-        by_tanh = theirs.get("openai_gelu") or theirs.get("bias_gelu_fusion", True)
+        by_tanh = args.get("openai_gelu") or args.get("bias_gelu_fusion", True)
         return {"activation": "gelu_tanh" if by_tanh else "gelu"}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -222,11 +222,11 @@ class _Activation:
 class _Biases:
     """add_bias_linear, in every linear layer and the router, and add_qkv_bias, which latents have not."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        names = ["add_bias_linear"] + ["add_qkv_bias"] * (not theirs.get("multi_latent_attention"))
-        fields = {name: theirs[name] for name in names if name in theirs}
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        names = ["add_bias_linear"] + ["add_qkv_bias"] * (not args.get("multi_latent_attention"))
+        fields = {name: args[name] for name in names if name in args}
         return fields | {
-            "add_router_bias": bool(theirs.get("num_experts")) and fields.get("add_bias_linear", True)
+            "add_router_bias": bool(args.get("num_experts")) and fields.get("add_bias_linear", True)
         }
 
     def write(self, model: ModelConfig) -> Tree:
@@ -239,13 +239,11 @@ class _Biases:
 class _Experts:
     """num_experts and what is said of them, under our names; without it, as Megatron's arguments have defaults too."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        if not theirs.get("num_experts"):
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        if not args.get("num_experts"):
             return {}
-        fields = {name: theirs[name] for name in EXPERTS if theirs.get(name) is not None}
-        kind, weight = (
-            theirs.get(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff")
-        )
+        fields = {name: args[name] for name in EXPERTS if args.get(name) is not None}
+        kind, weight = (args.get(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff"))
         if kind in BALANCING:  # others are no part of what the model computes
             fields |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight or 0.0}
         return fields
@@ -292,8 +290,8 @@ SETTINGS = (
     *(Field(name, name) for name in SAME_NAMES),
     *(Field(name, name, default=None) for name in OPTIONAL),
     Field("vocab_size", "vocab_size"),
-    Field("layernorm_epsilon", "norm_epsilon", other="layernorm_epsilon"),
-    Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", other="layernorm_zero_centered_gamma"),
+    Field("layernorm_epsilon", "norm_epsilon", alias="layernorm_epsilon"),
+    Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", alias="layernorm_zero_centered_gamma"),
     _Heads(),
     _Activation(),
     _Biases(),
@@ -301,7 +299,7 @@ SETTINGS = (
     CorePositions(),
     _Windows(),
     _Further(),
-    Theirs(
+    RequiredKeys(
         apply_residual_connection_post_layernorm=False, enable_mhc_connections=False,
         experimental_attention_variant=None, heterogeneous_layers_config_encoded_json=None,
         heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, hybrid_override_pattern=None,
@@ -323,8 +321,8 @@ GPT = CoreFamily(
 class _Heads:
     """bert_binary_head, with which there are two segments and a pooler."""
 
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        binary = theirs.get("bert_binary_head", True)
+    def read(self, args: Mapping[str, Any]) -> Tree:
+        binary = args.get("bert_binary_head", True)
         return {"bert_binary_head": binary, "add_pooler": binary, "num_tokentypes": 2 * binary}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -358,8 +356,8 @@ BERT = CoreFamily(
     settings=(
         *SETTINGS,
         _Heads(),
-        Ours(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
-        Theirs(
+        FixedSettings(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
+        RequiredKeys(
             num_experts=None,
             qk_layernorm=False,
             qk_l2_norm=False,

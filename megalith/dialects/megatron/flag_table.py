@@ -437,7 +437,8 @@ OLDER: dict[str, Flag] = {
     "--dp-comm-overlap-bucket-size":             NoEffect("int", OVERLAP),
 }
 
-# ModelOpt's (megatron/post_training/arguments.py), which Megatron-LM's programs take where it is installed. They are read
+# ModelOpt's (megatron/post_training/arguments.py), which Megatron-LM's programs take where it is installed. They are
+# read
 # for a ModelOpt checkpoint or a teacher alone.
 MODELOPT_ALONE = "Megatron-LM reads it only for a ModelOpt checkpoint"
 MODELOPT_MODEL = "there are no ModelOpt models; leave it out: without one Megatron-LM does not read it either"

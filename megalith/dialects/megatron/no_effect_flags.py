@@ -1,6 +1,7 @@
 """Megatron-LM's flags that have no effect here: reason → flags.
 
-A reason completes the sentence "has no effect here: …". A flag that takes a value is written FLAG=TAKES (flag_kinds.py).
+A reason completes the sentence "has no effect here: …". A flag that takes a value is written FLAG=TAKES
+(flag_kinds.py).
 """
 
 from __future__ import annotations

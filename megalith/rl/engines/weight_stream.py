@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.exporter import FolderWriter, export_dtype, export_family
-from megalith.bridge.family import Group, without_memory
+from megalith.bridge.family import Group, build_on_meta
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.origin import read_origin
 from megalith.bridge.transfer import Scratch, to_theirs
@@ -61,7 +61,7 @@ class WeightStream:
         self.family, _ = export_family(model.config, read_origin(folder))
         self.config, self.world, self.dtype = model.config, model.mesh.world, export_dtype(config.train)
         self._model, self._groups = model, self.family.groups(model.config)
-        adapted = without_memory(model.config, config.lora)
+        adapted = build_on_meta(model.config, config.lora)
         self._adapters = {f"{name}.weight": (name + ADAPTER, adapter) for name, adapter in adapters(adapted)}
 
     def _tensors(self) -> dict[str, GlobalTensor]:
