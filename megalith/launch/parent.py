@@ -1,4 +1,4 @@
-"""A rank ends with the launcher that has started it, however early that one is lost."""
+"""The launcher process of a rank: a rank exits when its launcher does."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import signal
 import sys
 from pathlib import Path
 
-LAUNCHER = "MEGALITH_LAUNCHER"  # the launcher's process id
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+LAUNCHER = "MEGALITH_LAUNCHER"  # environment variable: the launcher's process id
+JOB = "MEGALITH_JOB"  # environment variable: unique name of the job, the same for all ranks and attempts
+PR_SET_PDEATHSIG = 1  # Linux: prctl option
 
 
 def exit_with_launcher() -> None:
-    """For a rank to call first thing: when its launcher is gone, or goes, so is this process.
+    """Make this process exit when its launcher exits, or now if it has already. A rank calls this first.
 
-    The kernel sees to it from here on (on Linux; elsewhere the hang watch does, once it runs). A launcher that was gone
-    before is not the parent any more. Does nothing in a process that no launcher has started.
+    On Linux the kernel kills the process; elsewhere the hang watch ends it once it runs. If the launcher has exited
+    before this call, it is no longer the parent. Does nothing in a process without a launcher.
     """
-    launcher = os.environ.pop(LAUNCHER, None)  # not for what this process starts itself
+    launcher = os.environ.pop(LAUNCHER, None)  # not inherited by this process's children
     if launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if sys.platform == "linux":
@@ -28,7 +29,7 @@ def exit_with_launcher() -> None:
 
 
 def process_start_time(pid: int) -> int | None:
-    """When the system started a process, in ticks since its boot; None where it does not tell (Linux does)."""
+    """Return a process's start time in clock ticks since boot; None off Linux."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -36,7 +37,7 @@ def process_start_time(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Names this start of the system; empty where it does not tell (Linux does)."""
+    """Return the id of this boot of the system; empty off Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -14,10 +14,13 @@ from forked import free_port
 from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.errors import ConfigError
-from megalith.launch import rendezvous
-from megalith.launch.agent import OneMachine, SeveralMachines, id_of
+from megalith.launch import network, peer_watch
+from megalith.launch import store as stores
 from megalith.launch.launcher import init_distributed
-from megalith.launch.rendezvous import PeerWatch, connect_store, is_this_host, serve_store
+from megalith.launch.network import is_this_host
+from megalith.launch.peer_watch import PeerWatch
+from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
+from megalith.launch.store import connect_store, serve_store
 
 MINUTE = timedelta(minutes=1)
 
@@ -41,7 +44,7 @@ def test_a_store_on_loopback_listens_there_alone():
 
 
 def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
-    alone = OneMachine()
+    alone = SingleNodeRendezvous()
     first = alone.next_rendezvous()
     first.store.set("key", "of old")
     second = alone.next_rendezvous()
@@ -50,18 +53,18 @@ def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
 
 
 def test_a_port_that_says_nothing_is_no_rendezvous(port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_PATIENCE", 0.5)
-    with pytest.raises(ConfigError, match=f"what listens at 127.0.0.1:{port} is no rendezvous"):
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.5)
+    with pytest.raises(ConfigError, match=f"listening at 127.0.0.1:{port} is not a job's rendezvous"):
         connect_store("127.0.0.1", port, MINUTE)
 
 
 def test_the_longest_that_a_wrong_port_takes_is_20_seconds():
-    assert 2 * rendezvous.ANSWER_PATIENCE <= 20
+    assert 2 * stores.ANSWER_TIMEOUT <= 20
 
 
 @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
 def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monkeypatch):
-    monkeypatch.setattr(rendezvous, "ANSWER_PATIENCE", 100.0)
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 100.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -73,7 +76,7 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monke
 
         threading.Thread(target=answer, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="is no rendezvous"):
+        with pytest.raises(ConfigError, match="is not a job's rendezvous"):
             connect_store("127.0.0.1", server.getsockname()[1], MINUTE)
         assert time.monotonic() - began < 50
 
@@ -81,17 +84,17 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monke
 def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(ConfigError, match=r"nothing has come to listen at 127.0.0.1"):
-            connect_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
+        with pytest.raises(ConfigError, match=r"nothing listens at 127.0.0.1"):
+            connect_store("127.0.0.1", free.getsockname()[1], MINUTE, connect_timeout=0.3)
 
 
 def test_who_waits_for_a_listener_is_told_so_once(monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "TELL_AFTER", 0.0)
+    monkeypatch.setattr(stores, "NOTICE_AFTER", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(ConfigError):
-            connect_store("127.0.0.1", port, MINUTE, patience=0.5)
+            connect_store("127.0.0.1", port, MINUTE, connect_timeout=0.5)
     told = capsys.readouterr().err
     assert told.count(f"nothing answers at 127.0.0.1:{port} yet") == 1
     assert f"megalith doctor --reach 127.0.0.1:{port}" in told
@@ -100,18 +103,18 @@ def test_who_waits_for_a_listener_is_told_so_once(monkeypatch, capsys):
 @pytest.mark.parametrize(("own", "taken"), [("127.0.1.1", "eth7"), ("192.0.2.5", None)])
 def test_gloo_leaves_loopback_where_the_machines_own_name_is_there(monkeypatch, own, taken):
     where = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *args, **options: [where])
-    monkeypatch.setattr(rendezvous, "address_towards", lambda host, port: "192.0.2.5")
-    monkeypatch.setattr(rendezvous, "_interface_of", {"192.0.2.5": "eth7"}.get)
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *args, **options: [where])
+    monkeypatch.setattr(network, "address_towards", lambda host, port: "192.0.2.5")
+    monkeypatch.setattr(network, "_interface_of", {"192.0.2.5": "eth7"}.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be as it was afterwards")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    rendezvous.use_network_interface("192.0.2.1", 1)
+    network.use_network_interface("192.0.2.1", 1)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == taken
 
 
 def test_an_interface_is_found_by_its_address():
-    assert rendezvous._interface_of("127.0.0.1") == LOOPBACK_INTERFACE
-    assert rendezvous._interface_of("192.0.2.77") is None
+    assert network._interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+    assert network._interface_of("192.0.2.77") is None
 
 
 def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
@@ -127,18 +130,18 @@ def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
 def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, monkeypatch):
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     endpoint = f"127.0.0.1:{free_port()}"
-    first = SeveralMachines(endpoint, "ours", (2, 2))
+    first = MultiNodeRendezvous(endpoint, "ours", (2, 2))
     assert (
         f"waiting at {endpoint} for the launchers of 2 machines (--rdzv-id ours)" in capsys.readouterr().err
     )
-    second = SeveralMachines(endpoint, "ours", (2, 2))
+    second = MultiNodeRendezvous(endpoint, "ours", (2, 2))
     assert first.job == second.job
     met = []
     threads = [threading.Thread(target=lambda m=m: met.append(m.next_rendezvous())) for m in (first, second)]
     for thread in threads:
         thread.start()
-    with pytest.raises(ConfigError, match=f"at {endpoint} another job meets, ours, not theirs; .*--rdzv-id"):
-        SeveralMachines(endpoint, "theirs", (2, 2))
+    with pytest.raises(ConfigError, match=r"is the rendezvous of another job, ours, not theirs; .*--rdzv-id"):
+        MultiNodeRendezvous(endpoint, "theirs", (2, 2))
     for thread in threads:
         thread.join()
     assert sorted(info.rank for info in met) == [0, 1] and {info.world_size for info in met} == {2}
@@ -149,19 +152,19 @@ def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, mon
 @pytest.fixture
 def watches(tmp_path, monkeypatch) -> Iterator[list[PeerWatch]]:
     """Of three launchers, of two ranks each."""
-    monkeypatch.setattr(rendezvous, "LOOKS_EVERY", 0.0)
+    monkeypatch.setattr(peer_watch, "POLL_INTERVAL", 0.0)
     store = serve_store()
     yield [PeerWatch(store, rank, 3, tmp_path / str(rank), 2) for rank in range(3)]
 
 
 def test_what_ends_one_machine_for_good_is_read_by_all_others(watches, monkeypatch):
-    assert [watch.look() for watch in watches] == ["", "", ""]
-    monkeypatch.setattr(rendezvous, "RELAY", 600.0)
-    teller = threading.Thread(target=watches[1].tell, args=("error: rank 3 failed", True))
+    assert [watch.poll() for watch in watches] == ["", "", ""]
+    monkeypatch.setattr(peer_watch, "RELAY_TIMEOUT", 600.0)
+    teller = threading.Thread(target=watches[1].publish_failure, args=("error: rank 3 failed", True))
     teller.start()
-    while not (told := watches[0].look()):
+    while not (told := watches[0].poll()):
         pass
-    assert told == f"on machine {socket.gethostname()}: error: rank 3 failed" == watches[2].look()
+    assert told == f"on machine {socket.gethostname()}: error: rank 3 failed" == watches[2].poll()
     teller.join()  # which stays until both have read it
 
 
@@ -169,23 +172,23 @@ def test_a_launcher_that_is_not_heard_of_is_lost_unless_its_ranks_are_connected(
     watches, tmp_path, monkeypatch
 ):
     for watch in watches:
-        assert watch.look() == ""
-    monkeypatch.setattr(rendezvous, "SILENCE", 0)
+        assert watch.poll() == ""
+    monkeypatch.setattr(peer_watch, "MAX_MISSED_BEATS", 0)
     (tmp_path / "1").write_bytes(b"..")
-    assert watches[1].look() == "" and watches[1].rests
-    assert watches[0].look() == watches[0].look() == watches[0].look() == ""  # listens to the one at rest
-    assert watches[2].look() == ""  # what 0 has said since
+    assert watches[1].poll() == "" and watches[1].is_done
+    assert watches[0].poll() == watches[0].poll() == watches[0].poll() == ""  # the next one is connected
+    assert watches[2].poll() == ""  # what 0 has said since
     name = socket.gethostname()
-    assert f"nothing has been heard for 0 s of the launcher on machine {name}" in watches[2].look()
+    assert f"no heartbeat for 0 s from the launcher on machine {name}" in watches[2].poll()
 
 
 def test_a_launcher_that_was_held_up_itself_does_not_call_the_others_lost(watches, monkeypatch):
     """As where a machine that holds all of them stood still for hours: the first that goes on hears old heartbeats."""
     for watch in reversed(watches):
-        assert watch.look() == ""
+        assert watch.poll() == ""
     later = time.monotonic() + 10_000
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: later)
-    assert [watch.look() for watch in watches] == [""] * 3
+    monkeypatch.setattr(peer_watch.time, "monotonic", lambda: later)
+    assert [watch.poll() for watch in watches] == [""] * 3
 
 
 def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
@@ -194,21 +197,21 @@ def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
             raise torch.distributed.DistNetworkError("connection reset")
 
     watches[0]._store = Gone()
-    assert "the launcher that holds the rendezvous has ended" in watches[0].look()
+    assert "the launcher that serves the rendezvous has ended" in watches[0].poll()
 
 
 def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):
-    monkeypatch.setattr("megalith.launch.agent.ANSWER_PATIENCE", 0.5)
+    monkeypatch.setattr("megalith.launch.rendezvous.ANSWER_TIMEOUT", 0.5)
     store = serve_store()
-    with pytest.raises(ConfigError, match="is no rendezvous"):
-        SeveralMachines(f"127.0.0.1:{store.port}", "ours", (2, 2))
+    with pytest.raises(ConfigError, match="is not a job's rendezvous"):
+        MultiNodeRendezvous(f"127.0.0.1:{store.port}", "ours", (2, 2))
     with pytest.raises(ConfigError, match="--rdzv-endpoint is 'node0:port'"):
-        SeveralMachines("node0:port", "ours", (2, 2))
+        MultiNodeRendezvous("node0:port", "ours", (2, 2))
 
 
 def test_a_job_is_named_by_its_command():
-    assert id_of(["train", "a.yaml"], (2, 4)) == id_of(("train", "a.yaml"), (2, 4))
-    assert id_of(["train", "a.yaml"], (2, 4)) != id_of(["train", "b.yaml"], (2, 4))
+    assert default_run_id(["train", "a.yaml"], (2, 4)) == default_run_id(("train", "a.yaml"), (2, 4))
+    assert default_run_id(["train", "a.yaml"], (2, 4)) != default_run_id(["train", "b.yaml"], (2, 4))
 
 
 def test_this_machine_knows_its_own_addresses():

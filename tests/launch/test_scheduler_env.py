@@ -7,7 +7,7 @@ import forked
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.launch import rendezvous
+from megalith.launch import network
 from megalith.launch.scheduler_env import LaunchSettings, first_host, read_launch_settings, tasks_by_node
 
 MASTER = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -99,9 +99,9 @@ def test_a_name_that_is_not_yet_known_is_awaited(monkeypatch):
         if isinstance(answer, OSError):
             raise answer
 
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
-    rendezvous.await_name("job-node-0-0.job")
+    monkeypatch.setattr(network.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(network.time, "sleep", lambda seconds: None)
+    network.await_name("job-node-0-0.job")
     assert not answers
 
 

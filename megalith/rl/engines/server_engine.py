@@ -33,7 +33,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
-from megalith.launch.rendezvous import address_towards, is_loopback
+from megalith.launch.network import address_towards, is_loopback
 from megalith.rl.engines.deadline import Deadline, InThread
 from megalith.rl.engines.json_http import JsonServer, RequestRefused, ServerLost
 from megalith.rl.engines.rollout_engine import Answer, request_seed
