@@ -186,7 +186,7 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
     cluster.check_name(name)
     _check_numbers(args)
     resumes = cluster.check_resumes(config)
-    volumes = cluster.volumes(args.volume)
+    volumes = cluster.parse_volumes(args.volume)
     run_file, notes = args.run_file, []
     if args.system == "kubernetes":
         notes = cluster.check_on_volumes(config, volumes)
@@ -219,7 +219,7 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
         cpus=args.cpus,
         memory=args.memory,
         image=args.image,
-        variables=cluster.variables(args.env),
+        variables=cluster.parse_variables(args.env),
         volumes=volumes,
         queue=args.queue,
         account=args.account,

@@ -1,1 +1,1 @@
-"""Job files of clusters, written as text: Slurm's and Kubernetes'."""
+"""Job files for Slurm and Kubernetes."""

@@ -1,7 +1,7 @@
-"""Slurm's batch files: one task a node, which starts the node's processes; requeued where its time is up.
+"""Slurm batch files: one task per node, which starts the node's processes; requeued at the time limit.
 
-Slurm sends SIGUSR1 some time before the end; the run saves and exits with 23, and the file puts itself into the queue
-again. A node that fails is Slurm's own matter: `--requeue` lets it start the job anew, and the job goes on.
+Slurm sends SIGUSR1 some time before the limit. The run saves and exits with code 23, and the script requeues the job.
+After a node failure Slurm restarts the job (`--requeue`), and the run resumes. The scripts are in templates/.
 """
 
 from __future__ import annotations
@@ -14,45 +14,25 @@ from collections.abc import Mapping, Sequence
 
 from megalith.errors import ConfigError
 from megalith.launch.cluster.cluster_job import ClusterJob
+from megalith.launch.cluster.templates import render
 
 DIRECTIVE = re.compile(r"[\w.:/@%+=,\[\]-]+")
-LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # of time: D-H:M:S, D-H:M, D-H, H:M:S, M:S, M
-LONGEST_GRACE = 65535  # seconds that sbatch takes of --signal
-
-SCRIPT = """\
-#!/bin/bash
-# {title}
-{directives}
-
-set -u
-{exports}
-{choice}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
-srun --kill-on-bad-exit=0 --wait=60 {container}{command} \\
-    --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID"
-code=$?
-if [ "$code" -eq 23 ]; then  # saved, for the time is up
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-
-STEP = """\
-#!/bin/bash
-# {title}
-{directives}
-
-set -u
-{exports}
-srun {container}{command}
-"""
+TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # D-H:M:S, D-H:M, D-H, H:M:S, M:S or M
+MAX_GRACE = 65535  # seconds: limit of sbatch --signal
 
 
 def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None) -> dict[str, str]:
-    """File name → text, in the order in which they are to be submitted, each after the one before.
+    """Build the batch files of a job.
 
-    `array`: a setting and its values; each task of the array is a run of its own, in a folder of its own.
-    Raises ConfigError where a name cannot stand in a #SBATCH line, and for a limit that leaves no time to train.
+    Args:
+        job: the job.
+        array: a setting and its values. Each array task is a separate run in a folder of its own.
+
+    Returns:
+        Text by file name, in the order in which to submit the files, each to run after the previous one.
+
+    Raises:
+        ConfigError: a name is not possible in a #SBATCH line, or the time limit leaves no time to train.
     """
     _check_times(job)
     files = {}
@@ -65,25 +45,25 @@ def slurm_files(job: ClusterJob, array: tuple[str, Sequence[str]] | None = None)
 
 
 def _check_times(job: ClusterJob) -> None:
-    if job.grace > LONGEST_GRACE:
+    if job.grace > MAX_GRACE:
         raise ConfigError(
-            f"the grace is {job.grace:,} s, and Slurm sends no signal earlier than {LONGEST_GRACE:,} s before the end; "
-            f"give --grace {LONGEST_GRACE}, or more --nodes to save with"
+            f"the grace is {job.grace:,} s, and Slurm sends no signal earlier than {MAX_GRACE:,} s before the end; "
+            f"give --grace {MAX_GRACE}, or more --nodes to save with"
         )
     if job.time is not None and _seconds(job.time) <= job.grace:
         raise ConfigError(
-            f"--time is {job.time}, and {job.grace} s before its end Slurm has the job save: that is at its start, so "
-            "it would be queued again and again and never train; give a longer --time, or a shorter --grace"
+            f"--time is {job.time}, and Slurm signals the job to save {job.grace} s before that, so the job would be "
+            "requeued at its start and never train; give a longer --time, or a shorter --grace"
         )
 
 
 def _seconds(limit: str) -> float:
-    """Of a limit as Slurm writes it."""
+    """Return the seconds of a time limit in Slurm's notation."""
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
-    if (found := LIMIT.fullmatch(limit)) is None:
+    if (match := TIME_LIMIT.fullmatch(limit)) is None:
         raise ConfigError(f"--time is {limit!r}; give minutes, HH:MM:SS or D-HH:MM:SS, as 24:00:00")
-    days, *rest = found.groups()
+    days, *rest = match.groups()
     first, second, third = (int(each or 0) for each in rest)
     if days is None and rest[-1] is None:
         seconds = 60 * first + second
@@ -93,7 +73,7 @@ def _seconds(limit: str) -> float:
 
 
 def _training(job: ClusterJob, array: tuple[str, Sequence[str]] | None) -> str:
-    given = {
+    directives = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
@@ -109,14 +89,9 @@ def _training(job: ClusterJob, array: tuple[str, Sequence[str]] | None) -> str:
         "output": "%x-%A_%a.out" if array else "%x-%j.out",
         "open-mode": "append",
     }
-    words = [_quoted(word) for word in job.command()]
-    choice = ""
+    words = [shlex.quote(word) for word in job.command()]
     if array:
         setting, values = array
-        choice = (
-            f"values=({' '.join(map(_quoted, values))})\nvalue=${{values[$SLURM_ARRAY_TASK_ID]}}\n"
-            f"output={_quoted(job.output)}/$SLURM_ARRAY_TASK_ID\n"
-        )
         words += [
             f"--{setting}",
             '"$value"',
@@ -125,18 +100,19 @@ def _training(job: ClusterJob, array: tuple[str, Sequence[str]] | None) -> str:
             "--checkpoint.load",
             '"$output"',
         ]
-    return SCRIPT.format(
-        title=f"{job.nodes} nodes of {job.gpus} GPUs; made by `megalith launch slurm`",
-        directives=_directives(given, ["exclusive", "requeue"]),
+    return render(
+        "train.sbatch.j2",
+        job=job,
+        directives=_directives(directives, ["exclusive", "requeue"]),
         exports=_exports(job),
-        choice=choice,
+        array_values=" ".join(map(shlex.quote, values)) if array else "",
         container=_container(job),
         command=" ".join(words),
     )
 
 
 def _step(job: ClusterJob, name: str, words: Sequence[str]) -> str:
-    given = {
+    directives = {
         "job-name": name,
         "nodes": 1,
         "ntasks": 1,
@@ -147,45 +123,41 @@ def _step(job: ClusterJob, name: str, words: Sequence[str]) -> str:
         "account": job.account,
         "output": "%x-%j.out",
     }
-    return STEP.format(
-        title="made by `megalith launch slurm`",
-        directives=_directives(given, []),
+    return render(
+        "step.sbatch.j2",
+        directives=_directives(directives, []),
         exports=_exports(job),
         container=_container(job),
-        command=" ".join(map(_quoted, ("megalith", *words))),
+        command=shlex.join(("megalith", *words)),
     )
 
 
-def _directives(given: Mapping[str, object], flags: Sequence[str]) -> str:
-    for name, value in given.items():
+def _directives(options: Mapping[str, object], flags: Sequence[str]) -> str:
+    for name, value in options.items():
         if value is not None and not DIRECTIVE.fullmatch(str(value)):
             raise ConfigError(
-                f"{str(value)!r} would stand in the line `#SBATCH --{name}=`, which takes letters, digits and "
-                "._:/@%+=,[]- alone; choose another name"
+                f"{str(value)!r} is not possible in the line `#SBATCH --{name}=`, which takes letters, digits and "
+                "._:/@%+=,[]- only; choose another name"
             )
-    lines = [f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None]
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return "\n".join([*lines, *(f"#SBATCH --{flag}" for flag in flags)])
 
 
 def _exports(job: ClusterJob) -> str:
-    return "\n".join(f"export {name}={_quoted(value)}" for name, value in job.environment.items())
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
 
 
 def _container(job: ClusterJob) -> str:
-    """Of pyxis, Slurm's plugin for containers."""
+    """Return srun's options for pyxis, Slurm's container plugin."""
     if job.image is None:
         return ""
     mounts = ",".join(f"{source}:{path}" for source, path in job.volumes)
     options = [f"--container-image={job.image}", *([f"--container-mounts={mounts}"] if mounts else [])]
-    return " ".join([*map(_quoted, options), ""])
-
-
-def _quoted(word: str) -> str:
-    return shlex.quote(word)
+    return " ".join([*map(shlex.quote, options), ""])
 
 
 def submit(files: Mapping[str, str]) -> list[str]:
-    """Hands the files to sbatch, each to begin when the one before has ended well; returns the jobs' ids."""
+    """Submit the files with sbatch, each to start after the previous one has succeeded; return the job ids."""
     ids: list[str] = []
     for name, text in files.items():
         after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
@@ -194,14 +166,14 @@ def submit(files: Mapping[str, str]) -> list[str]:
 
 
 def run_tool(command: Sequence[str], text: str, name: str) -> str:
-    """What a cluster's own command prints when it gets `text`. Raises ConfigError where it is absent or refuses."""
+    """Run a scheduler's command with `text` as its input; return its output. Raises ConfigError if it fails."""
     try:
         done = subprocess.run(command, input=text, text=True, capture_output=True, check=True)
     except OSError as error:
         raise ConfigError(
-            f"{command[0]} cannot be run ({error.strerror}): submit from a machine of the cluster, or leave out "
-            "--submit and take the files there"
+            f"{command[0]} cannot be run ({error.strerror}): submit on a machine of the cluster, or omit --submit and "
+            "copy the files there"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise ConfigError(f"{' '.join(command)} has refused {name}: {error.stderr.strip()}") from None
+        raise ConfigError(f"{' '.join(command)} rejected {name}: {error.stderr.strip()}") from None
     return done.stdout.strip()
