@@ -1,8 +1,8 @@
-"""Calls that every rank of a script makes in the same order; ranks that wait in different ones end with a sentence.
+"""Detection of ranks that wait in different collective calls of a script.
 
-A script that calls `unwrap_model` on its main process alone would wait forever: the others wait for it elsewhere. A
-thread of each rank publishes the last calls of a rank that has been in one for some seconds, and at the script's end.
-Once every rank waits or has ended, ranks whose calls of one number have different names can never go on.
+A script that calls `unwrap_model` on its main process alone would hang: the other ranks wait elsewhere. A thread of
+each rank publishes the last calls of a rank that has been in one for some seconds, or has reached the script's end.
+Once every rank waits or has ended, the job ends with an error if calls with the same number have different names.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from megalith.errors import ConfigError
 from megalith.launch.failure import report
 
-PATIENCE = 3.0  # seconds in a call after which its rank says so
-LOOK = 1.0  # seconds between two looks at the others
+PATIENCE = 3.0  # seconds in a call after which its rank publishes it
+LOOK = 1.0  # seconds between two checks
 AT_END = 10.0  # seconds that a rank at the end of the script waits for the others
-KEPT = 16  # calls of a rank that the others can compare
+KEPT = 16  # number of last calls that are compared
 END = "the end of the script"
-Calls = Mapping[str, str]  # the number of a call, as JSON has it, and its name
+Calls = Mapping[str, str]  # name of a call by its number, a decimal string
 
 
 class CallOrder:
-    """This rank's calls, and the thread that compares them. Every rank makes one at the same point."""
+    """Calls of this rank, and the thread that compares them. Every rank creates one at the same point.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        store: a connection for this object alone.
+    """
 
     def __init__(self, rank: int, world_size: int, store: Store):
-        """`store`: a connection for this object alone."""
         self._rank, self._world_size = rank, world_size
         self._store = PrefixStore(f"calls {store.add(f'calls of {rank}', 1)}", store)
         self._calls: deque[str] = deque(maxlen=KEPT)
@@ -47,7 +52,7 @@ class CallOrder:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A call of this name, unless it is part of another."""
+        """Record a call of this name, unless it is nested in another."""
         if not self._depth:
             self._calls.append(name)
             self._count, self._since = self._count + 1, time.monotonic()
@@ -58,7 +63,7 @@ class CallOrder:
             self._depth -= 1
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store has ended, and with it another rank
+        with suppress(RuntimeError):  # the store is gone because another rank has ended
             while True:
                 time.sleep(LOOK)
                 if self._depth and time.monotonic() - self._since > PATIENCE:
@@ -76,7 +81,7 @@ class CallOrder:
         self._is_published = bool(calls)
 
     def _others(self) -> list[Calls]:
-        """By rank; empty for one that waits in no call."""
+        """Return the published calls by rank; empty for a rank that does not wait in a call."""
         keys = [str(rank) for rank in range(self._world_size)]
         return [json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys]
 
@@ -87,13 +92,13 @@ class CallOrder:
         if text is None:
             return
         if self._store.add("reports", 1) > 1:
-            time.sleep(LOOK)  # for the rank that reports
+            time.sleep(LOOK)  # another rank reports
             os._exit(ConfigError.exit_code)
         os._exit(report(ConfigError(text)))
 
     def _end(self) -> None:
-        """Wait for the ranks that are still in a call: the script's end is none of theirs."""
-        if getattr(sys, "last_value", None) is not None:  # an error has ended the script
+        """Wait for ranks that are still in a call, which differs from the end of the script."""
+        if getattr(sys, "last_value", None) is not None:  # the script ended with an error
             return
         with suppress(RuntimeError), self.call(END):
             self._publish(self._recent())
@@ -105,27 +110,27 @@ class CallOrder:
 
 
 def differing_calls(calls: list[Calls]) -> str | None:
-    """Return the sentence for ranks, by number, whose calls differ; None where they do not."""
-    for number in sorted({int(number) for one in calls for number in one}):
+    """Return the error message if the ranks' calls differ, else None."""
+    for number in sorted({int(number) for rank_calls in calls for number in rank_calls}):
         names: dict[str, list[int]] = {}
-        for rank, one in enumerate(calls):
-            if str(number) in one:
-                names.setdefault(one[str(number)], []).append(rank)
+        for rank, rank_calls in enumerate(calls):
+            if str(number) in rank_calls:
+                names.setdefault(rank_calls[str(number)], []).append(rank)
         if len(names) > 1:
             parts = [
                 f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} in {name}"
                 for name, ranks in names.items()
             ]
             return (
-                f"the ranks wait for each other in different calls: {'; '.join(parts)}. Every rank has to make each of "
-                "these calls, in one order: take the one that some ranks leave out from under its condition (such as "
-                "`if accelerator.is_main_process:`), and keep there what writes or prints"
+                f"the ranks wait for each other in different calls: {'; '.join(parts)}. Every rank must make all of "
+                "these calls, in the same order: move the call that some ranks skip out of its condition (such as "
+                "`if accelerator.is_main_process:`), and leave only writing and printing inside"
             )
     return None
 
 
-def own_connection(timeout: timedelta) -> Store:
-    """Return a connection to the store that the ranks met at, for another thread than the main one."""
+def clone_store(timeout: timedelta) -> Store:
+    """Open another connection to the ranks' store, for a thread other than the main one."""
     store = distributed_c10d._get_default_store().clone()
     store.set_timeout(timeout)
     return store

@@ -1,8 +1,8 @@
-"""Which process of a job failed first, and its own words for it.
+"""Errors of ranks, and the choice of the one that failed first.
 
-When one rank fails, the others fail after it in their collectives, with errors that say nothing. So a worker that was
-started by a launcher does not print its error: it hands it over in the file that the launcher has named to it
-(torch elastic's, so torchrun shows it too) and ends at once. The launcher shows the one that came first.
+If one rank fails, the others fail after it in their collectives, with uninformative errors. A worker started by a
+launcher therefore does not print its error. It writes the error to the launcher's error file (torch elastic's, so
+torchrun shows it too) and exits at once, and the launcher prints the failure that came first.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from typing import Any
 from megalith.errors import LINES, MegalithError, TrainingError, printable
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-CRASH_FILE = "MEGALITH_CRASH_FILE"  # there from when a rank has died of an error of the program
-STACKS = ".stacks"  # ends the name of the file beside the error file that has the stacks of a rank's threads
+CRASH_FILE = "MEGALITH_CRASH_FILE"  # exists once a rank has crashed
+STACKS = ".stacks"  # suffix of the error file's name: the stacks of a rank's threads
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-COLLECTIVES_TOLD = 3
+REPORTED_COLLECTIVES = 3
 COLLECTIVE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankLost")
 COLLECTIVE_WORDS = ("gloo/", "Connection closed by peer", "NCCL error", "ProcessGroup")
 
-# Torchrun takes the failure with the lowest whole second for the cause of the others; a lost connection never is.
+# torchrun takes the failure with the earliest second as the cause, which a lost connection never is.
 SECONDS_AFTER = 5
 
 
 class RankLost(TrainingError):
-    """Another rank has died or is not reached: what this one waits for will not come."""
+    """Another rank has died or cannot be reached."""
 
 
 def report(error: BaseException) -> int:
-    """Tells of an error that ends this process, and returns its exit code.
+    """Print an error that ends this process to stderr, and return the exit code.
 
-    A MegalithError is printed as its sentence, another error with its traceback, on stderr. A launched worker tells the
-    launcher and does not return but ends at once: the interpreter's own ending could wait for collectives that the
-    other ranks will never join.
+    A MegalithError is printed as its message, other errors with their traceback. A launched worker writes the error
+    file instead and exits at once, because interpreter shutdown could wait for collectives that the other ranks will
+    never join.
     """
     expected = isinstance(error, MegalithError)
     code = error.exit_code if expected else 130 if isinstance(error, KeyboardInterrupt) else 1
     if path := os.environ.get(ERROR_FILE):
-        _hand_over(path, error, expected, code)
+        _write_error_file(path, error, expected, code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -60,8 +60,10 @@ def report(error: BaseException) -> int:
 
 
 def report_uncaught() -> None:
-    """From now on `report` tells of errors that nothing catches in this launched worker, and a signal that ends it
-    leaves the stacks of its threads: in the launcher's folder, or on stderr where no launcher of ours reads it."""
+    """Report uncaught errors of a launched worker with `report`, and enable faulthandler for crashes.
+
+    The thread stacks of a crash go into the launcher's folder, or to stderr without a Megalith launcher.
+    """
     path = os.environ.get(ERROR_FILE)
     if path is not None:
         sys.excepthook = lambda kind, error, trace: report(error)
@@ -70,11 +72,11 @@ def report_uncaught() -> None:
     if path is not None and CRASH_FILE in os.environ:
         faulthandler.enable(open(path + STACKS, "w"))  # noqa: SIM115 (to the end of the process)
     else:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is not a file
             faulthandler.enable()
 
 
-def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> None:
+def _write_error_file(path: str, error: BaseException, expected: bool, code: int) -> None:
     now, collective = time.time_ns(), _is_collective(error)
     text = str(error) if expected else _trace(error)
     extra = {
@@ -90,23 +92,23 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
     with open(partial, "w", encoding="utf-8") as file:
         message = printable(f"{type(error).__name__}: {error}", LINES)
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    os.replace(partial, path)  # the launcher, which may end this process in the middle, reads all or nothing
+    os.replace(partial, path)  # atomic: the launcher may kill this process while it writes
 
 
 def _collectives() -> str:
-    """This rank's last ones, for the launcher to sentence where another has died without a word."""
+    """Return this rank's last collectives, which the launcher prints if another rank was killed."""
     if "torch.distributed" not in sys.modules:
         return ""
     from megalith.launch.last_collectives import last_collectives
 
     try:
-        return last_collectives(COLLECTIVES_TOLD)
-    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be printed
+        return last_collectives(REPORTED_COLLECTIVES)
+    except Exception:  # no flight recorder, or a broken one, must not hide the error itself
         return ""
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback; what it quotes cannot act on the terminal."""
+    """Return the traceback, with control characters escaped."""
     return printable("".join(traceback.format_exception(error)), LINES)
 
 
@@ -118,63 +120,68 @@ def _is_collective(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended: from elastic's ProcessFailure."""
+    """Failure of one rank, from torch elastic's ProcessFailure."""
 
     rank: int
-    ended: int  # the process's exit code; negative: ended by that signal
-    said: Mapping[str, Any] | None = None  # what `report` handed over
-    stacks: str = ""  # of its threads, where a signal ended it that is an error of the program
-    lost: str = ""  # why the launcher ended it, where it was not connected yet
-    others: str = ""  # the last collectives of the ranks that lost it
+    exit_status: int  # the process's exit code; negative: number of the signal that ended it
+    error: Mapping[str, Any] | None = None  # written by `report`
+    stacks: str = ""  # of the rank's threads, after a crash
+    not_connected: str = ""  # why the launcher stopped the rank before it was connected
+    others: str = ""  # last collectives of the other ranks
 
     @property
     def exit_code(self) -> int:
-        """For the launcher to end with: the rank's own, or 128 + the signal's number; 1 where another was lost."""
-        if self.lost:
+        """Exit code of the launcher: the rank's, 128 + the signal's number, or 1 if another machine was lost."""
+        if self.not_connected:
             return 1
-        if self.said is not None:
-            return self.said["exit_code"]
-        return self.ended if self.ended > 0 else 128 - self.ended
+        if self.error is not None:
+            return self.error["exit_code"]
+        return self.exit_status if self.exit_status > 0 else 128 - self.exit_status
 
     @property
     def order(self) -> tuple[int, int]:
-        """Errors of a rank's own before deaths by a signal, before lost connections; each by time."""
-        if self.said is not None:
-            return (2 if self.said["collective"] else 0), self.said["nanoseconds"]
-        return (3 if -self.ended in (signal.SIGTERM, signal.SIGINT) else 1), 0
+        """Sort key: errors raised by the rank itself, then crashes and kills, then lost connections; each by time."""
+        if self.error is not None:
+            return (2 if self.error["collective"] else 0), self.error["nanoseconds"]
+        return (3 if -self.exit_status in (signal.SIGTERM, signal.SIGINT) else 1), 0
 
-    def sentence(self, world_size: int = 1) -> str:
-        """What the launcher prints; with a `world_size` above 1 also of the others."""
-        if self.lost:
-            return f"error: the ranks of this machine were stopped before they were connected: {self.lost}"
+    def message(self, world_size: int = 1) -> str:
+        """Return the launcher's message, which mentions the other ranks if `world_size` is above 1."""
+        if self.not_connected:
+            return f"error: the ranks of this machine were stopped before they were connected: {self.not_connected}"
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
-        if self.said is None and self.ended < 0:
-            name = signal.Signals(-self.ended).name
+        if self.error is None and self.exit_status < 0:
+            name = signal.Signals(-self.exit_status).name
             memory = ", which the kernel sends when host memory runs out" if name == "SIGKILL" else ""
-            left = "".join(f"\n{text}" for text in (self.stacks.rstrip(), self.others) if text)
-            return f"error: rank {self.rank} was ended by {name}{memory}{others}{left}"
-        if self.said is None:
-            return f"error: rank {self.rank} ended with exit code {self.ended}{others}"
-        if self.said["expected"]:
-            return f"error: rank {self.rank}: {self.said['py_callstack']}"
-        what = "failed"
-        if self.said["collective"]:
-            what = "lost the others (with several machines, the one where it began prints why)"
-        return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
+            details = "".join(f"\n{text}" for text in (self.stacks.rstrip(), self.others) if text)
+            return f"error: rank {self.rank} was ended by {name}{memory}{others}{details}"
+        if self.error is None:
+            return f"error: rank {self.rank} ended with exit code {self.exit_status}{others}"
+        if self.error["expected"]:
+            return f"error: rank {self.rank}: {self.error['py_callstack']}"
+        event = "failed"
+        if self.error["collective"]:
+            event = "lost the other ranks (on several machines, the one that failed first prints the cause)"
+        return f"error: rank {self.rank} {event}{others}\n{self.error['py_callstack'].rstrip()}"
 
 
 def first_failure(failures: Mapping[int, Any], error_files: Mapping[int, str] | None = None) -> Failure:
-    """The rank whose failure made the others fail, of elastic's failures by rank; and the files named to the ranks."""
-    found = []
+    """Return the failure that caused the others.
+
+    Args:
+        failures: torch elastic's ProcessFailure by rank.
+        error_files: path of the error file by rank.
+    """
+    candidates = []
     for rank, failure in failures.items():
         message = failure.message
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-        said = extra if "nanoseconds" in extra else None
-        found.append(Failure(rank, failure.exitcode, said, _stacks((error_files or {}).get(rank, ""))))
-    first = min(found, key=lambda failure: failure.order)
-    last = {failure.rank: failure.said.get("collectives") for failure in found if failure.said}
-    told = "; ".join(f"rank {rank}: {made}" for rank, made in sorted(last.items()) if made)
-    return replace(first, others=f"last collectives of the others: {told}" if told else "")
+        error = extra if "nanoseconds" in extra else None
+        candidates.append(Failure(rank, failure.exitcode, error, _stacks((error_files or {}).get(rank, ""))))
+    first = min(candidates, key=lambda failure: failure.order)
+    last = {failure.rank: failure.error.get("collectives") for failure in candidates if failure.error}
+    collectives = "; ".join(f"rank {rank}: {names}" for rank, names in sorted(last.items()) if names)
+    return replace(first, others=f"last collectives of the others: {collectives}" if collectives else "")
 
 
 def _stacks(error_file: str) -> str:

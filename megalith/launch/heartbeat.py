@@ -1,4 +1,4 @@
-"""What this rank is doing now, for the hang watch (hang_watch.py), and how long a collective may wait meanwhile."""
+"""Progress of this rank, read by the hang watch (hang_watch.py), and the timeouts of collectives."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.parallel.mesh import Mesh
 
-PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with its disk
-BACKGROUND = "background"  # describes a group that keeps the patience it was made with: no step waits for it
+PATIENCE = timedelta(days=1)  # timeout of collectives during long work, such as a save
+BACKGROUND = (
+    "background"  # description of a process group whose timeout does not change: no step waits for it
+)
 
 
 class Heartbeat:
-    """`beat` whenever the loop has come further. In `long_work`, and before the first `end_long`, nothing has to.
+    """Step and phase of this rank, updated by `beat` whenever the training loop makes progress.
 
-    Collectives wait for longer than `timeout`, after which the watch ends a step that hangs: its words say more
-    than theirs. In long work they wait for a day: there one rank may take longer, for its disk, than another may
-    wait. The ranks synchronize at its end, so that none waits for it in a step.
+    No beat is expected during `long_work` and before the first `end_long`.
+
+    Collectives time out later than the hang watch, whose message is more informative. During long work they wait for
+    a day, because one rank's disk may be slow. The ranks synchronize at the end of long work, so that no step waits
+    for it.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta):
@@ -33,13 +37,13 @@ class Heartbeat:
         self.begin_long("starting")
 
     def beat(self, step: int, phase: str) -> None:
-        """`step` is the one being made, counted from 1."""
+        """Record progress in `step`, counted from 1."""
         self.step, self.phase = step, phase
         self.last_beat = time.monotonic()
 
     @contextmanager
     def long_work(self, phase: str) -> Iterator[None]:
-        """Work such as a save, which all ranks do together."""
+        """Context of work that all ranks do together and that may take long, such as a save."""
         before = self.phase
         self.begin_long(phase)
         yield
@@ -50,7 +54,7 @@ class Heartbeat:
         set_collective_timeouts(PATIENCE)
 
     def end_long(self, phase: str) -> None:
-        """Waits for the other ranks' long work; from here on the time-out holds again."""
+        """Wait for the other ranks' long work, then restore the timeout."""
         all_reduce_no_grad(torch.zeros(()), self._mesh.world)
         set_collective_timeouts(self._timeout)
         self.beat(self.step, phase)
@@ -58,13 +62,15 @@ class Heartbeat:
 
 
 def collective_timeout(timeout: timedelta) -> timedelta:
-    """What collectives wait where the hang watch waits for `timeout`."""
+    """Return the timeout of collectives if the hang watch's is `timeout`."""
     return 2 * timeout + timedelta(minutes=1)
 
 
 def set_collective_timeouts(timeout: timedelta) -> None:
-    """How long the collectives of every process group wait from now on: those of pipeline links, of hybrid sharding and
-    of two-level context parallelism too, to which torch gave its own default. Not those of BACKGROUND."""
+    """Set the timeout of all process groups but BACKGROUND.
+
+    This includes groups created with torch's default: pipeline links, hybrid sharding, two-level context parallelism.
+    """
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != BACKGROUND:
             _set_pg_timeout(timeout, group)

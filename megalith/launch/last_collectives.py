@@ -1,4 +1,4 @@
-"""The collectives that this rank has made last, from torch's flight recorder, and the one that it stands in."""
+"""The last and the pending collectives of this rank, from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -15,46 +15,52 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def last_collectives(count: int) -> str:
-    """Those begun last, the newest first, in a line."""
+    """Return the last collectives on one line, newest first."""
     entries = flight_recorder()[-count:]
     return ", ".join(
-        _named(entry) + ("" if entry["retired"] else " (not ended)") for entry in reversed(entries)
+        _describe(entry) + ("" if entry["retired"] else " (pending)") for entry in reversed(entries)
     )
 
 
 def pending_collective(thread: int | None) -> str:
-    """The collective that was begun last and has not ended, and the innermost of our functions that waits for it."""
+    """Return the newest pending collective, and the innermost function of this package that waits for it.
+
+    Args:
+        thread: identifier of the main thread.
+    """
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame) if frame else []
-    parts = [_open_collective() or _called_of_torch(stack)]
-    ours = [f for f in stack if f.filename.startswith(PACKAGE) and not f.filename.endswith("collectives.py")]
-    if ours:
-        path = os.path.relpath(ours[-1].filename, os.path.dirname(PACKAGE))
-        parts.append(f"called from {ours[-1].name} ({path}:{ours[-1].lineno})")
+    parts = [_pending() or _torch_function(stack)]
+    frames = [
+        f for f in stack if f.filename.startswith(PACKAGE) and not f.filename.endswith("collectives.py")
+    ]
+    if frames:
+        path = os.path.relpath(frames[-1].filename, os.path.dirname(PACKAGE))
+        parts.append(f"called from {frames[-1].name} ({path}:{frames[-1].lineno})")
     return ", ".join(part for part in parts if part)
 
 
-def _called_of_torch(stack: traceback.StackSummary) -> str:
-    """The function of torch.distributed that the thread is in; the recorder leaves some of gloo's out."""
+def _torch_function(stack: traceback.StackSummary) -> str:
+    """Return the function of torch.distributed that the thread is in; the recorder misses some gloo collectives."""
     names = [f.name for f in stack if f.filename == distributed_c10d.__file__ and f.name != "wrapper"]
     return names[0] if names else ""
 
 
-def _open_collective() -> str:
+def _pending() -> str:
     for entry in reversed(flight_recorder()):
         if not entry["retired"]:
-            return _named(entry)
+            return _describe(entry)
     return ""
 
 
-def _named(entry: dict) -> str:
+def _describe(entry: dict) -> str:
     name = entry["profiling_name"].partition(":")[2]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     return f"{name} number {number} of {entry['process_group'][1]}"
 
 
 def flight_recorder() -> list[dict]:
-    """What torch has recorded of this rank's last collectives, oldest first; gloo's and NCCL's stand apart there."""
+    """Return torch's records of this rank's last collectives, gloo's and NCCL's merged, oldest first."""
     entries = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if (dump := getattr(c10d, name, None)) is not None:

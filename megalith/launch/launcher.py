@@ -1,9 +1,8 @@
-"""Starting the processes of a job, and joining them.
+"""Start the processes of a job, and join the process group from each of them.
 
-`megalith train --nproc N` and torchrun do the same: torch's elastic agent starts a process for each device and tells
-it through its environment which rank it is (RANK, WORLD_SIZE, LOCAL_RANK) and where the others meet (MASTER_ADDR,
-MASTER_PORT). Several machines run the same command with `--nnodes` and a common `--rdzv-endpoint`, where the agents
-find each other.
+`megalith train --nproc N` works as torchrun does: torch's elastic agent starts one process per device and sets its
+rank (RANK, WORLD_SIZE, LOCAL_RANK) and the address of the rank store (MASTER_ADDR, MASTER_PORT) in its environment.
+On several machines, run the same command with `--nnodes` and a common `--rdzv-endpoint`.
 """
 
 from __future__ import annotations
@@ -25,25 +24,19 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError, TrainingError
 from megalith.launch.failure import CRASH_FILE, RankLost, report_uncaught
-from megalith.launch.parent import LAUNCHER, exit_with_launcher
-from megalith.launch.rendezvous import (
-    CONNECTED_FILE,
-    JOB,
-    connect_store,
-    is_loopback,
-    serve_store,
-    use_loopback_interface,
-    use_network_interface,
-)
+from megalith.launch.network import is_loopback, use_loopback_interface, use_network_interface
+from megalith.launch.parent import JOB, LAUNCHER, exit_with_launcher
+from megalith.launch.peer_watch import CONNECTED_FILE
 from megalith.launch.stops import STOP_CODE_FILE
+from megalith.launch.store import connect_store, serve_store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-TIMEOUT = timedelta(minutes=10)  # where no configuration says how long
+TIMEOUT = timedelta(minutes=10)  # default timeout of collectives
 
 
 @dataclass(frozen=True)
 class Process:
-    """Which process of the job this is."""
+    """Rank and world size of a process."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,27 +45,29 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints and writes."""
+        """True on rank 0, which prints and writes."""
         return self.rank == 0
 
 
 def this_process() -> Process:
-    """This process as its launcher numbered it; without a launcher the only one.
+    """Return this process's ranks from the launcher's environment variables; rank 0 of 1 without a launcher.
 
-    A scheduler that gives no LOCAL_RANK starts either one process a GPU, machine after machine, or containers that see
-    one GPU each; both are the rank modulo the GPUs here.
-    Raises ConfigError where the environment gives half a number.
+    If LOCAL_RANK is not set, it is the rank modulo the number of visible GPUs. This fits schedulers that start one
+    process per GPU, node by node, and containers that see one GPU each.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is missing or not an integer.
     """
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if "RANK" not in given and "WORLD_SIZE" not in given:
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return Process()
     try:
-        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        local_rank = int(given["LOCAL_RANK"]) if "LOCAL_RANK" in given else _number_here(rank)
-        local_world_size = int(given.get("LOCAL_WORLD_SIZE", world_size))
+        rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank = int(variables["LOCAL_RANK"]) if "LOCAL_RANK" in variables else _default_local_rank(rank)
+        local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
     except (KeyError, ValueError):
         raise ConfigError(
-            f"the environment has {given}; a process of a job needs RANK and WORLD_SIZE as whole numbers: start it "
+            f"the environment has {variables}; a process of a job needs RANK and WORLD_SIZE as whole numbers: start it "
             "with --nproc or torchrun, or unset them to train in one process"
         ) from None
     if not 0 <= rank < world_size:
@@ -83,7 +78,7 @@ def this_process() -> Process:
     return Process(rank, world_size, local_rank, local_world_size)
 
 
-def _number_here(rank: int) -> int:
+def _default_local_rank(rank: int) -> int:
     gpus = torch.cuda.device_count()
     return rank % gpus if gpus else rank
 
@@ -91,10 +86,19 @@ def _number_here(rank: int) -> int:
 def init_distributed(
     device: torch.device, timeout: timedelta = TIMEOUT, mute_other_ranks: bool = True
 ) -> Process:
-    """Joins the job's other processes, if it has any; a single process gets no process group.
+    """Initialize the process group. A single process gets none.
 
-    `timeout` is how long a collective waits for the others. `device` is this process's own. Of many processes only
-    the first keeps its standard output, where `mute_other_ranks`.
+    Args:
+        device: this process's device. CUDA gets NCCL and gloo, the CPU gloo alone.
+        timeout: timeout of collectives.
+        mute_other_ranks: discard the standard output of all ranks but 0.
+
+    Returns:
+        This process's ranks.
+
+    Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is not set, or the port is taken.
+        RankLost: the other ranks cannot be reached.
     """
     exit_with_launcher()
     process = this_process()
@@ -107,7 +111,7 @@ def init_distributed(
                 f"WORLD_SIZE is {process.world_size} but {name} is not set, so there is no rendezvous; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
-    if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
+    if is_loopback(os.environ["MASTER_ADDR"]):  # a single-node job
         use_loopback_interface()
     else:
         use_network_interface(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -131,41 +135,41 @@ def init_distributed(
 
 
 def _unreachable(process: Process, error: RuntimeError) -> str:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's own name")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "that this machine's hostname resolves to")
     return (
         f"rank {process.rank} of {process.world_size} could not connect to the others ({str(error).splitlines()[0]}); "
-        f"if no other has failed: the machines have to reach each other at every port, here by the network interface "
-        f"{interface}; open the ports, or name the interface that they share in GLOO_SOCKET_IFNAME and "
-        "NCCL_SOCKET_IFNAME"
+        f"if no other rank has failed: the machines must reach each other at every port, here by the network interface "
+        f"{interface}; open the ports, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that the "
+        "machines share"
     )
 
 
 def open_store(process: Process, timeout: timedelta) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, with the keys of this start of the job only.
+    """Open the store at MASTER_ADDR:MASTER_PORT, with a key prefix that is unique to this start of the job.
 
-    An elastic launcher's store outlives its ranks, and gloo would take the addresses that the last attempt left there
-    for those of this one. So rank 0 gives each start a name, for a prefix. A rank asks for it under a key that it has
-    just made up, for what it would read under one of old might be of old.
+    An elastic launcher's store outlives its ranks, so gloo could otherwise read the addresses of an earlier attempt.
+    Rank 0 chooses the prefix. Every other rank requests it under a fresh random key, because under a fixed key it
+    might read the answer to an earlier attempt.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         if process.is_first:
-            store = _hold_store(host, port, timeout)
+            store = _serve_store(host, port, timeout)
         else:
             store = connect_store(host, port, timeout, timeout.total_seconds())
         return dist.PrefixStore("only", store)
     store = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-    made_up = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     if process.is_first:
-        _name_start(store, made_up, range(1, process.world_size), time.monotonic() + timeout.total_seconds())
-        return dist.PrefixStore(made_up, store)
-    store.set(f"asks/{process.rank}", made_up)
-    name = store.get(f"answer/{made_up}").decode()
-    store.add(f"{name}/answered", 1)
-    return dist.PrefixStore(name, store)
+        _send_prefix(store, token, range(1, process.world_size), time.monotonic() + timeout.total_seconds())
+        return dist.PrefixStore(token, store)
+    store.set(f"request/{process.rank}", token)
+    prefix = store.get(f"answer/{token}").decode()
+    store.add(f"{prefix}/received", 1)
+    return dist.PrefixStore(prefix, store)
 
 
-def _hold_store(host: str, port: int, timeout: timedelta) -> dist.Store:
+def _serve_store(host: str, port: int, timeout: timedelta) -> dist.Store:
     try:
         return serve_store(host, port, timeout)
     except OSError as error:
@@ -175,26 +179,27 @@ def _hold_store(host: str, port: int, timeout: timedelta) -> dist.Store:
         ) from None
 
 
-def _name_start(store: dist.Store, name: str, others: Collection[int], deadline: float) -> None:
+def _send_prefix(store: dist.Store, prefix: str, other_ranks: Collection[int], deadline: float) -> None:
+    """Answer the requests of all other ranks. Raises TrainingError at the deadline."""
     answered: set[str] = set()
-    while store.add(f"{name}/answered", 0) < len(others):
-        for key in (f"asks/{rank}" for rank in others):
-            asked = store.get(key).decode() if store.check([key]) else ""
-            if asked and asked not in answered:
-                store.set(f"answer/{asked}", name)
-                answered.add(asked)
+    while store.add(f"{prefix}/received", 0) < len(other_ranks):
+        for key in (f"request/{rank}" for rank in other_ranks):
+            token = store.get(key).decode() if store.check([key]) else ""
+            if token and token not in answered:
+                store.set(f"answer/{token}", prefix)
+                answered.add(token)
         if time.monotonic() > deadline:
             raise TrainingError(
-                f"not all of the job's {len(others) + 1} ranks have come; look at what the others say"
+                f"not all of the job's {len(other_ranks) + 1} ranks have connected; see the other ranks' output"
             )
         time.sleep(0.01)
 
 
 def end_distributed() -> None:
-    """Leaves the job after it has gone well. After an error a process just ends: the others are stopped.
+    """Destroy the process group after a successful run. After an error, just exit: the launcher stops the others.
 
-    Models hold their groups, in cycles, and gloo's have threads. Where one of these lets go of a tensor while the
-    interpreter ends, the process aborts; so what is garbage then is collected before.
+    Models reference their groups in cycles, and gloo groups have threads. If such a thread releases a tensor during
+    interpreter shutdown, the process aborts; collecting garbage first avoids this.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -211,31 +216,43 @@ def launch(
     rdzv_id: str | None = None,
     check: Callable[[Sequence[int]], None] | None = None,
 ) -> int:
-    """Runs `python *command` in `nproc` processes on this machine, of `nnodes` alike; returns the job's exit code.
+    """Run `python *command` in `nproc` processes on this machine, as part of a job on `nnodes` machines.
 
-    With several machines ("4", or "2:4" for as many as there are) each calls this with the same `rdzv_endpoint`,
-    "host:port" on one of them, and the same `rdzv_id`, by default made of the command. Where there is room for a
-    machine that comes later, the ranks save and start again together with its own. When a process fails, the others
-    are stopped within seconds and its error is printed. Up to `max_restarts` times the machines that are left then
-    meet and start again; after that the failed process's
-    exit code (128 + the signal's number) is returned. A stop signal is handed to the processes, and the code of the
-    stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be, and before any process
-    starts what `check` raises, which is given the world sizes that the job may have.
+    If a process fails, the others are stopped within seconds and its error is printed. Stop signals are passed on to
+    the processes.
+
+    Args:
+        nproc: processes on this machine.
+        command: arguments of the Python interpreter.
+        nnodes: number of machines, "4", or "2:4" for an elastic job: if a machine joins later, all ranks save and
+            restart together with its ranks.
+        max_restarts: number of failures after which the remaining machines restart the job.
+        rdzv_endpoint: "host:port" on one of the machines, the same on all of them; required for several.
+        rdzv_id: name of the job, the same on all machines; by default derived from the command.
+        check: called before any process starts, with the world sizes that the job may have; its errors propagate.
+
+    Returns:
+        The job's exit code: 0, the code of the stop (stops.py), the failed process's exit code, or 128 + the number
+        of the signal that ended it.
+
+    Raises:
+        ConfigError: impossible numbers of processes, machines or restarts, or no endpoint for several machines.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from megalith.launch.agent import build_agent
 
-    least, most = _check(nproc, nnodes, max_restarts, rdzv_endpoint)
+    min_nodes, max_nodes = _parse_nnodes(nproc, nnodes, max_restarts, rdzv_endpoint)
     if check is not None:
-        check(range(least * nproc, most * nproc + 1, nproc))
+        check(range(min_nodes * nproc, max_nodes * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    logging.disable(logging.CRITICAL)  # the agent's own account of what is printed below
+    logging.disable(logging.CRITICAL)  # the agent logs the failures that are printed below
     try:
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
-            agent = build_agent(nproc, command, (least, most), max_restarts, rdzv_endpoint, rdzv_id, folder)
+            nodes = min_nodes, max_nodes
+            agent = build_agent(nproc, command, nodes, max_restarts, rdzv_endpoint, rdzv_id, folder)
             crash_file = os.path.join(folder, "crashed")
             connected_file = os.path.join(folder, "connected")
             os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job}
@@ -244,41 +261,41 @@ def launch(
                 result = agent.run()
             finally:
                 agent._worker_group.spec.rdzv_handler.shutdown()
-            if result is None:  # as many machines as --nnodes allows were there without this one
+            if result is None:  # the job already had the maximum number of machines
                 return 0
             if not result.is_failed():
                 return int(open(code_file).read()) if os.path.exists(code_file) else 0
-    except SignalException as error:  # before there were processes to hand it to
+    except SignalException as error:  # received before the processes started
         return 128 + error.sigval
     except RendezvousError as error:
         print(f"error: the machines of the job could not rendezvous: {error}", file=sys.stderr)
         return 1
     finally:
-        for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE, LAUNCHER, JOB):  # they were for the workers
+        for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE, LAUNCHER, JOB):  # only for the workers
             os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]
-    print(last.sentence(agent.world_size), file=sys.stderr)
+    print(last.message(agent.world_size), file=sys.stderr)
     if first is not last:
-        print(f"the first of these {len(agent.failures)} failures: {first.sentence()}", file=sys.stderr)
+        print(f"first of the {len(agent.failures)} failures: {first.message()}", file=sys.stderr)
     return last.exit_code
 
 
-def _check(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None) -> tuple[int, int]:
-    """The least and the most machines."""
+def _parse_nnodes(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None) -> tuple[int, int]:
+    """Return the minimum and maximum number of machines."""
     low, _, high = nnodes.partition(":")
     try:
-        least, most = int(low), int(high or low)
+        min_nodes, max_nodes = int(low), int(high or low)
     except ValueError:
         raise ConfigError(f"--nnodes is {nnodes!r}; give a number of machines, or MIN:MAX") from None
-    if nproc < 1 or not 1 <= least <= most or max_restarts < 0:
+    if nproc < 1 or not 1 <= min_nodes <= max_nodes or max_restarts < 0:
         raise ConfigError(
-            f"--nproc is {nproc}, --nnodes {nnodes} and --max-restarts {max_restarts}; processes and machines count "
-            "from 1, and MIN is at most MAX"
+            f"--nproc is {nproc}, --nnodes {nnodes} and --max-restarts {max_restarts}; give at least 1 process and 1 "
+            "machine, MIN no larger than MAX, and 0 or more restarts"
         )
-    if most > 1 and rdzv_endpoint is None:
+    if max_nodes > 1 and rdzv_endpoint is None:
         raise ConfigError(
             f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines' rendezvous; give each the same "
             "host:port, on one of them"
         )
-    return least, most
+    return min_nodes, max_nodes

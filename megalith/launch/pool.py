@@ -1,13 +1,11 @@
-"""A pool of processes that stays up between jobs: each job runs one function on every rank with fresh process groups.
+"""A process pool for many small distributed jobs, used by `megalith parity` and `megalith doctor`.
 
     pool = Pool(4)
-    values = pool.run(function, *args)      # function(*args) on ranks 0 to 3; their return values in order
+    values = pool.run(function, *args)      # function(*args) on ranks 0 to 3; returns their values in order
 
-It is what the tests and `megalith parity` run on, where hundreds of small jobs follow each other.
-
-The function stands at the top level of a module, and what goes in and out can be pickled. Starting a worker costs
-seconds; it holds the imported modules and nothing else, and forks a child for each of its jobs, which ends with it. So
-nothing of a job is left for the next: no threads or descriptors of its groups, no caches, no communicator.
+The function must be at the top level of a module, and arguments and return values must be picklable. Starting a worker
+takes seconds, so workers live on between jobs. A worker only imports modules, and forks a child for each job, so that
+no threads, descriptors, caches or communicators of a job survive it.
 """
 
 from __future__ import annotations
@@ -36,28 +34,38 @@ PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.mod
 
 
 ENDED = "the process ended with"
-CAUSE = 1.0  # seconds that the end of a rank may be reported later than by those who lost its connection
+CAUSE_DELAY = 1.0  # seconds to wait for the failure that made other ranks lose their connection
 
 
 class RankFailed(Exception):
-    """A rank raised: the message is its traceback. The error itself, where it can be pickled, is the cause."""
+    """A rank failed. The message is its traceback; the cause is the error itself if it can be pickled."""
 
 
 class Pool:
-    """`size` worker processes, started at the first job. On "cuda" each has a GPU of its own."""
+    """Pool of `size` worker processes, started with the first job.
+
+    Args:
+        size: number of workers.
+        timeout: seconds that a job may take.
+        device_type: "cpu", or "cuda" for a GPU per worker.
+    """
 
     def __init__(self, size: int, timeout: float = 120.0, device_type: str = "cpu"):
         self.size = size
-        self.timeout = timeout  # seconds a job may take
+        self.timeout = timeout
         self.device_type = device_type
         self._workers: list[tuple[Any, Connection]] = []
         self._jobs = 0
         self._store = None
 
     def run(self, function: Callable, *args: Any, size: int | None = None) -> list[Any]:
-        """`function(*args)` on ranks 0 to size - 1 (default: all), each in a process group of that size.
+        """Run `function(*args)` on ranks 0 to size - 1 (default: all), in a process group of that size.
 
-        Returns their values in order. Raises RankFailed with the traceback of the rank that failed first.
+        Returns:
+            The return values in rank order.
+
+        Raises:
+            RankFailed: with the traceback of the rank that failed first.
         """
         size = size or self.size
         assert size <= self.size, f"a pool of {self.size} cannot run a job of {size}"
@@ -88,18 +96,22 @@ class Pool:
     def run_cases(
         self, function: Callable, cases: Mapping[Hashable, tuple], size: int | None = None
     ) -> dict[Hashable, list[Any]]:
-        """`function(*args)` of each case's args in one job, one after the other: the values of its ranks, by case.
+        """Run `function(*args)` for the args of each case, one after the other in one job.
 
-        Raises RankFailed for the first that fails, with its name in the traceback.
+        Returns:
+            The return values in rank order, by case.
+
+        Raises:
+            RankFailed: for the first case that fails, with its name in the traceback.
         """
-        ranks = self.run(_run_each, function, list(cases.items()), size=size)
+        ranks = self.run(_run_cases, function, list(cases.items()), size=size)
         return {name: list(values) for name, values in zip(cases, zip(*ranks))}
 
     def close(self) -> None:
-        """Ends the workers; the next job starts new ones."""
+        """End the workers; the next job starts new ones."""
         for process, pipe in self._workers:
             pipe.close()
-            with suppress(ProcessLookupError):  # a worker that has only begun has no group of its own yet
+            with suppress(ProcessLookupError):  # a worker that has just started has no process group yet
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
@@ -110,12 +122,12 @@ class Pool:
             succeeded, content = pipe.recv()
         except (EOFError, OSError):
             self.close()
-            raise RankFailed(f"rank {rank}'s process ended without a word") from None
+            raise RankFailed(f"rank {rank}'s process ended without a message") from None
         if succeeded:
             return pickle.loads(content)
         text, error = content
         if any(word in text for word in COLLECTIVE_WORDS):
-            for other in wait(list(waiting), CAUSE):  # the cause may be a rank whose end is not yet told
+            for other in wait(list(waiting), CAUSE_DELAY):  # the cause may not be reported yet
                 rest = {pipe: rank for pipe, rank in waiting.items() if pipe is not other}
                 self._receive(waiting[other], other, rest)
         self.close()
@@ -124,20 +136,20 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        from megalith.launch.rendezvous import serve_store
+        from megalith.launch.store import serve_store
 
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)
         self._store = serve_store()
         for _ in range(self.size):
-            ours, theirs = processes.Pipe()
-            process = processes.Process(target=_work, args=(theirs,), daemon=True)
+            parent_end, worker_end = processes.Pipe()
+            process = processes.Process(target=_work, args=(worker_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            worker_end.close()
+            self._workers.append((process, parent_end))
 
 
-def _run_each(function: Callable, cases: Sequence[tuple[Hashable, tuple]]) -> list[Any]:
+def _run_cases(function: Callable, cases: Sequence[tuple[Hashable, tuple]]) -> list[Any]:
     values = []
     for name, args in cases:
         try:
@@ -151,25 +163,25 @@ def _run_each(function: Callable, cases: Sequence[tuple[Hashable, tuple]]) -> li
 def _work(pipe: Connection) -> None:
     import torch
 
-    os.setpgid(0, 0)  # for `close` to end a job's process with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which ends the pool
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (of a child that a signal ends)
-    gc.freeze()  # the modules are no garbage: jobs look through what they make themselves
+    os.setpgid(0, 0)  # `close` kills the group, with the current job's child
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts and ends the pool
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (thread stacks of a child that crashes)
+    gc.freeze()  # garbage collection in the children skips the imported modules
     while True:
         try:
             path, modules, job = pipe.recv()
             sys.path[:] = path
-            for name in modules:  # here, once: each job's child would import them anew
-                with suppress(Exception):  # which the child meets again, and tells
+            for name in modules:  # import here once, not again in every job's child
+                with suppress(Exception):  # the child raises it again and reports it
                     importlib.import_module(name)
             stacks.seek(0)
             stacks.truncate()
             child = os.fork()
             if child == 0:
                 faulthandler.enable(stacks)
-                # Here, for a fork leaves no threads of torch's pool: autograd's, one a GPU, would make it anew at once.
+                # A fork keeps no threads of torch's pool; without this, autograd's threads would each recreate it.
                 torch.set_num_threads(1)
                 outcome = _run_job(*job)
                 sys.stdout.flush()
@@ -178,31 +190,31 @@ def _work(pipe: Connection) -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if code:
                 stacks.seek(0)
-                pipe.send((False, (f"{ENDED} {_told(code)}\n{stacks.read()}", None)))
-        except (EOFError, OSError):  # the parent has gone
+                pipe.send((False, (f"{ENDED} {_exit_text(code)}\n{stacks.read()}", None)))
+        except (EOFError, OSError):  # the parent has exited
             return
 
 
-def _told(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
 def _run_job(
     number: int, rank: int, size: int, device_type: str, port: int, timeout: float, job: bytes
 ) -> tuple[bool, Any]:
-    """(True, pickled value) or (False, (traceback, pickled error or None))."""
+    """Return (True, pickled value) or (False, (traceback, pickled error or None))."""
     import torch
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
 
-    from megalith.launch.rendezvous import LOOPBACK, use_loopback_interface
+    from megalith.launch.network import LOOPBACK, use_loopback_interface
 
     faulthandler.dump_traceback_later(timeout)
     try:
         function, args = pickle.loads(job)
         use_loopback_interface()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        _stay_on_a_core(rank, size)
+        _pin_to_core(rank, size)
         store = dist.PrefixStore(f"job {number}", dist.TCPStore(LOOPBACK, port))
         backend, device = "gloo", None
         if device_type == "cuda":
@@ -217,7 +229,7 @@ def _run_job(
             device_id=device,
         )
         value = pickle.dumps(function(*args))
-        barrier(store, size, "through", timeout)  # no rank ends while another may still read from it
+        barrier(store, size, "done", timeout)  # no rank exits while another may still read from it
         return True, value
     except BaseException as error:
         text = traceback.format_exc()
@@ -231,11 +243,11 @@ def _run_job(
         faulthandler.cancel_dump_traceback_later()
 
 
-def _stay_on_a_core(rank: int, size: int) -> None:
-    """Keeps the threads that a job starts on one core where its ranks outnumber the cores.
+def _pin_to_core(rank: int, size: int) -> None:
+    """Pin a rank's threads to one core if there are more ranks than cores.
 
-    Each collective wakes three threads of a rank. Four ranks on two cores took 3.0 s so, and 5.2 where their threads
-    were moved about (TP4 + SP; CP4 2.1 and 2.6); eight ranks took the same both ways.
+    Each collective wakes three threads of a rank. Pinned, four ranks on two cores took 3.0 s instead of 5.2 s for
+    TP4 + SP, and 2.1 s instead of 2.6 s for CP4; eight ranks took the same time.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -1,9 +1,9 @@
-"""Starting again after a failure: a pause that grows, the run's own newest checkpoint, and the first error kept.
+"""Restarts after a failure: growing pauses, resuming from the newest checkpoint, and a record of every error.
 
-An elastic launcher (`--max-restarts`, torchrun) runs the same command again, for the launcher knows nothing of what it
-runs. So a process finds out for itself that it is not the first: rank 0 of the first attempt leaves the launcher's mark
-in the output folder, and a later one that finds its own launcher's goes on from the newest checkpoint there, whatever
-`checkpoint.load` says of the start. Another job's mark is no mark: that folder is refused as ever.
+An elastic launcher (`--max-restarts`, torchrun) runs the same command again. To recognize a restart, rank 0 of the
+first attempt writes the launcher's name into the output folder. A later attempt of the same launcher resumes from the
+newest checkpoint there, whatever `checkpoint.load` is. A file of another launcher is ignored, and its folder rejected
+as usual.
 """
 
 from __future__ import annotations
@@ -20,91 +20,91 @@ from pathlib import Path
 from megalith.config import RunConfig
 from megalith.errors import MegalithError
 from megalith.io import make_subfolder, open_file, replace_file
-from megalith.launch.lock import OutputLock, check_output_dir, refused
-from megalith.launch.parent import boot_id, process_start_time
-from megalith.launch.rendezvous import JOB
+from megalith.launch.lock import OutputLock, check_output_dir, config_errors
+from megalith.launch.parent import JOB, boot_id, process_start_time
 from megalith.remote import StorePath, open_location
 from megalith.small_files import read_small_file
 
-MARK = ".job"
+JOB_FILE = ".job"
 FAILURES = "failures"
-LONGEST_PAUSE = 60.0  # seconds
+MAX_PAUSE = 60.0  # seconds
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which start of which job this process belongs to."""
+    """One start of a job."""
 
     number: int = 0
-    """Restarts so far; a change of machines without a failure is none."""
+    """Restarts after failures so far; a change of machines is not counted."""
     launcher: str | None = None
-    """Names the elastic launcher that started rank 0; None without one."""
+    """Unique name of the elastic launcher that started rank 0; None without one."""
 
 
 def this_attempt() -> Attempt:
-    """As the elastic launcher's environment says it."""
+    """Return this process's attempt, from the elastic launcher's environment variables."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return Attempt()
-    launcher = os.environ.get(JOB) or _named(run_id, os.getppid())
+    launcher = os.environ.get(JOB) or _launcher_name(run_id, os.getppid())
     return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), launcher)
 
 
-def _named(run_id: str, launcher: int) -> str:
-    """A name that no other launcher has: run ids, host names and process ids repeat, in containers above all."""
+def _launcher_name(run_id: str, launcher: int) -> str:
+    """Return a unique name of a launcher. Run ids, hostnames and process ids alone repeat, especially in containers."""
     return f"{run_id} {socket.gethostname()} {boot_id()} {launcher} {process_start_time(launcher)}"
 
 
 def pause(attempt: Attempt) -> float:
-    """Seconds to wait before this attempt: 0, then 1, 2, 4, … 60, so that a fault that comes again does no harm."""
-    return min(2.0 ** (attempt.number - 1), LONGEST_PAUSE) if attempt.number else 0.0
+    """Return the seconds to wait before this attempt: 0, then 1, 2, 4, … 60."""
+    return min(2.0 ** (attempt.number - 1), MAX_PAUSE) if attempt.number else 0.0
 
 
 @contextmanager
 def locked_output_dir(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
-    """The output folder, for this run alone; True where an earlier attempt of the same job has saved there.
+    """Lock the output folder; yield True if an earlier attempt of the same job has saved there. Rank 0 calls this.
 
-    Rank 0 calls it. Raises ConfigError where another job has the folder, or has left a run in it.
+    Raises:
+        ConfigError: another job uses the folder, or has left a run in it.
     """
     output, saved = Path(config.train.output_dir), open_location(config.run_folder)
     with OutputLock(output):
-        if _is_marked(output, attempt):
-            with refused(saved):  # no clock is asked: it may have been set back
-                has_saved = not _saves(saved) <= set(_mark(output)[1:])
+        if _is_same_job(output, attempt):
+            with config_errors(saved):  # compares names, not times: a clock may have been set back
+                has_saved = not _saves(saved) <= set(_read_job_file(output)[1:])
             yield has_saved
             return
         check_output_dir(output, config.checkpoint.load, config.checkpoint.save, config.model.init_from)
         if attempt.launcher is not None:
-            with refused(saved):
+            with config_errors(saved):
                 before = sorted(_saves(saved))
-            with refused(output):
-                replace_file(output / MARK, "\n".join([attempt.launcher, *before]))
+            with config_errors(output):
+                replace_file(output / JOB_FILE, "\n".join([attempt.launcher, *before]))
         try:
             yield False
         finally:
-            if not _has_begun(output):  # refused: nothing is left behind
-                (output / MARK).unlink(missing_ok=True)
+            if not _has_begun(output):  # the run was rejected: leave no file
+                (output / JOB_FILE).unlink(missing_ok=True)
 
 
-def _is_marked(output: Path, attempt: Attempt) -> bool:
-    """Whether an earlier attempt of the same launcher has claimed the folder."""
+def _is_same_job(output: Path, attempt: Attempt) -> bool:
+    """Return True if an earlier attempt of the same launcher has used the folder."""
     try:
-        return attempt.launcher is not None and _mark(output)[0] == attempt.launcher
+        return attempt.launcher is not None and _read_job_file(output)[0] == attempt.launcher
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _mark(output: Path) -> list[str]:
-    """The launcher, and the checkpoints that were there before its first attempt."""
-    return read_small_file(output / MARK, output).decode().split("\n")
+def _read_job_file(output: Path) -> list[str]:
+    """Return the launcher's name, then the checkpoints that existed before its first attempt."""
+    return read_small_file(output / JOB_FILE, output).decode().split("\n")
 
 
 def _saves(folder: Path | StorePath) -> set[str]:
     if isinstance(folder, StorePath):
         manifests = [step / "manifest.json" for step in (folder / "checkpoints").iterdir()]
         return {f"{file.parent.name} {file.version()}" for file in manifests if file.exists()}
-    found = (folder / "checkpoints").glob("step_*/manifest.json")
-    return {f"{manifest.parent.name} {manifest.stat().st_mtime_ns}" for manifest in found}
+    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
+    return {f"{manifest.parent.name} {manifest.stat().st_mtime_ns}" for manifest in manifests}
 
 
 def _has_begun(output: Path) -> bool:
@@ -113,17 +113,19 @@ def _has_begun(output: Path) -> bool:
 
 @contextmanager
 def record_failures(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
-    """Writes down what ends a run that has begun. The first attempt's file tells what a crash loop came from."""
+    """Record the error that ends a run in a file per attempt. The first one shows the cause of a crash loop."""
     try:
         yield
     except Exception as error:
         if _has_begun(output):
-            with suppress(OSError):  # the error is printed elsewhere too
-                _write_down(error, output / FAILURES / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt")
+            with suppress(OSError):  # the error is printed as well
+                _append_failure(
+                    error, output / FAILURES / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt"
+                )
         raise
 
 
-def _write_down(error: Exception, path: Path) -> None:
+def _append_failure(error: Exception, path: Path) -> None:
     text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
     make_subfolder(path.parent)
     line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text.rstrip()}\n"

@@ -1,10 +1,9 @@
-"""What schedulers and operators say of a job in the environment of its machines, before any launcher of ours runs.
+"""Launch settings from the environment variables of schedulers and operators.
 
-Kubeflow's operators set PET_NNODES, PET_NPROC_PER_NODE and where the machines meet, which torchrun reads as its
-options. A PyTorchJob also sets RANK, the pod's, and WORLD_SIZE: that of all processes, or of the pods (operators before
-1.6, and jobs that leave nprocPerNode to be found out); a process of eight in a pod has neither. Under Slurm `srun` says
-how many tasks there are on how many machines: one a machine starts that machine's processes, more are themselves the
-ranks.
+Kubeflow's operators set PET_NNODES, PET_NPROC_PER_NODE and the rendezvous address, which torchrun reads as its options.
+A PyTorchJob also sets RANK to the pod's rank, and WORLD_SIZE to the number of processes or of pods (operators before
+1.6, and jobs without nprocPerNode). Slurm's `srun` sets the numbers of tasks and nodes: a single task per node starts
+that node's processes, several tasks per node are themselves the ranks.
 """
 
 from __future__ import annotations
@@ -16,44 +15,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megalith.errors import ConfigError
+from megalith.launch.network import is_loopback
 
 DEFAULT_PORT = 29500
-STARTED = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")  # what a launcher has set for a rank
+RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")  # set by a launcher for its ranks
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How this process takes part in its job."""
+    """Processes, machines and rendezvous of a job."""
 
     nproc: int | None = None
     """Processes to start on this machine; None: this process is itself a rank, or the only one."""
     nnodes: str = "1"
-    """Machines, as `--nnodes` has them."""
+    """Number of machines, as for `--nnodes`."""
     endpoint: str | None = None
     """host:port of their rendezvous."""
     max_restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of a rank that srun has started: what a launcher would have set in its environment."""
+    """Environment variables to set for a rank started by srun, as a launcher would."""
 
 
 def read_launch_settings(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:
-    """From the environment; what the command line gives (`nproc`, `nnodes`) holds against it.
+    """Read the launch settings from environment variables. `nproc` and `nnodes`, from the command line, override them.
 
-    Raises ConfigError where the two contradict, or where the environment has no numbers.
+    Raises:
+        ConfigError: the command line contradicts the environment, or a variable is not a number.
     """
-    given = LaunchSettings(nproc, nnodes or "1", _endpoint(environ, "MASTER_ADDR", "MASTER_PORT"))
-    if any(name in environ for name in STARTED):
-        return given
+    settings = LaunchSettings(nproc, nnodes or "1", _endpoint(environ, "MASTER_ADDR", "MASTER_PORT"))
+    if any(name in environ for name in RANK_VARIABLES):
+        return settings
     if "PET_NNODES" in environ or "PET_NPROC_PER_NODE" in environ:
-        return _of_operator(environ, nproc, nnodes)
+        return _operator_settings(environ, nproc, nnodes)
     if "RANK" not in environ and _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and nnodes is None:
-        return _of_slurm(environ, nproc)
+        return _slurm_settings(environ, nproc)
     if nproc is not None and nnodes is None and _number(environ, "WORLD_SIZE", 1) > 1:
-        return LaunchSettings(nproc, environ["WORLD_SIZE"], _reachable(given.endpoint, environ, "RANK"))
-    return given
+        endpoint = _reachable_endpoint(settings.endpoint, environ, "RANK")
+        return LaunchSettings(nproc, environ["WORLD_SIZE"], endpoint)
+    return settings
 
 
-def _of_operator(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:
+def _operator_settings(environ: Mapping[str, str], nproc: int | None, nnodes: str | None) -> LaunchSettings:
     nproc = nproc or _processes(environ.get("PET_NPROC_PER_NODE", "1"))
     nnodes = nnodes or environ.get("PET_NNODES", "1")
     if nproc == 1 and nnodes == "1":
@@ -65,10 +67,10 @@ def _of_operator(environ: Mapping[str, str], nproc: int | None, nnodes: str | No
     )
     rank = "PET_NODE_RANK" if "PET_NODE_RANK" in environ else "RANK"
     restarts = _number(environ, "PET_MAX_RESTARTS", 0)
-    return LaunchSettings(nproc, nnodes, _reachable(endpoint, environ, rank), restarts)
+    return LaunchSettings(nproc, nnodes, _reachable_endpoint(endpoint, environ, rank), restarts)
 
 
-def _of_slurm(environ: Mapping[str, str], nproc: int | None) -> LaunchSettings:
+def _slurm_settings(environ: Mapping[str, str], nproc: int | None) -> LaunchSettings:
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS", 1), _number(environ, "SLURM_STEP_NUM_NODES", 1)
     head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     port = str(20000 + _number(environ, "SLURM_JOB_ID", 0) % 20000)
@@ -78,16 +80,16 @@ def _of_slurm(environ: Mapping[str, str], nproc: int | None) -> LaunchSettings:
         return LaunchSettings(nproc, str(nodes), f"{head}:{port}")
     if nproc is not None:
         raise ConfigError(
-            f"srun has started {tasks} tasks on {nodes} machines, and --nproc {nproc} asks each to start {nproc} "
-            "processes; run srun with --ntasks-per-node=1, or leave out --nproc so that each task is a rank"
+            f"srun has started {tasks} tasks on {nodes} machines, and --nproc {nproc} makes each task start {nproc} "
+            "processes; run srun with --ntasks-per-node=1, or omit --nproc so that each task is a rank"
         )
-    here = tasks_by_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    number = _number(environ, "SLURM_NODEID", 0)
+    tasks_per_node = tasks_by_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ, "SLURM_NODEID", 0)
     ranks = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(here[number] if number < len(here) else tasks // nodes),
+        "LOCAL_WORLD_SIZE": str(tasks_per_node[node] if node < len(tasks_per_node) else tasks // nodes),
         "MASTER_ADDR": head,
         "MASTER_PORT": port,
     }
@@ -95,19 +97,19 @@ def _of_slurm(environ: Mapping[str, str], nproc: int | None) -> LaunchSettings:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a list as Slurm writes it: `gpu[007-010,12],login1` → `gpu007`."""
-    found = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\])?([^,\[]*)", nodelist)
-    return "".join(part or "" for part in found.groups())
+    """Return the first host of a Slurm node list: `gpu[007-010,12],login1` → `gpu007`."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\])?([^,\[]*)", nodelist)
+    return "".join(part or "" for part in match.groups())
 
 
 def tasks_by_node(text: str) -> list[int]:
-    """Tasks on each node as Slurm writes them: `8(x2),4` → [8, 8, 4]."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    """Return the tasks on each node from Slurm's notation: `8(x2),4` → [8, 8, 4]."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
 
 
 def _processes(text: str) -> int:
-    """What torchrun makes of --nproc-per-node: a number, or `gpu`, `cpu` or `auto` for as many as there are."""
+    """Parse torchrun's --nproc-per-node: a number, or `gpu`, `cpu` or `auto` for the number of devices."""
     if text.isdigit() and int(text):
         return int(text)
     if text not in ("auto", "gpu", "cpu"):
@@ -117,7 +119,7 @@ def _processes(text: str) -> int:
     gpus = 0 if text == "cpu" else torch.cuda.device_count()
     if text == "gpu" and not gpus:
         raise ConfigError(
-            "PET_NPROC_PER_NODE is gpu, but this machine has none that PyTorch sees; give a number"
+            "PET_NPROC_PER_NODE is gpu, but PyTorch finds no GPU on this machine; give a number"
         )
     return gpus or os.cpu_count() or 1
 
@@ -126,10 +128,8 @@ def _endpoint(environ: Mapping[str, str], address: str, port: str) -> str | None
     return f"{environ[address]}:{environ.get(port, DEFAULT_PORT)}" if environ.get(address) else None
 
 
-def _reachable(endpoint: str | None, environ: Mapping[str, str], rank: str) -> str | None:
-    """The first pod may have `localhost` for its address, where the others have its name."""
-    from megalith.launch.rendezvous import is_loopback  # which imports torch: seconds
-
+def _reachable_endpoint(endpoint: str | None, environ: Mapping[str, str], rank: str) -> str | None:
+    """Replace `localhost` by the hostname on rank 0, because the other pods are given the hostname."""
     host, _, port = (endpoint or "").rpartition(":")
     if host and is_loopback(host) and environ.get(rank) == "0" and socket.gethostname() != host:
         return f"{socket.gethostname()}:{port}"

@@ -1,12 +1,11 @@
-"""Signals that ask a run to end, taken note of as they come and obeyed at the end of a step or an evaluation's batch.
+"""Stop signals: SIGTERM, SIGUSR1, SIGINT and SIGHUP end a run after the current step or evaluation batch.
 
-A scheduler sends SIGTERM or SIGUSR1 some time before it kills a job, a user presses ctrl-C, a terminal or ssh that
-closes sends SIGHUP. The first asks for a checkpoint and an orderly end (stops.py). A second SIGTERM or SIGINT wants the
-process gone, and it goes at once, with the last checkpoint as whole as it was. The same SIGTERM may come twice, from
-the scheduler and through the launcher, so one counts as the second only when the loop has acted on the first; a SIGINT
-does when the user has been told that it would. Python runs a signal's handler between two of its own instructions,
-which may be long after the signal when the process stands in a collective or in a write; so signals are read from a
-pipe, into which they are written as they come, by a thread.
+The first signal requests a checkpoint and an orderly end (stops.py). A second SIGTERM or SIGINT exits at once, without
+a checkpoint. The scheduler and the launcher may both deliver the same SIGTERM, so a SIGTERM counts as the second only
+after the training loop has acted on the first. A second SIGINT counts once the notice about it has been printed.
+
+Python runs signal handlers between bytecode instructions, which may be long after the signal if the process waits in a
+collective or a write. Signals are therefore written to a pipe, which a thread reads.
 """
 
 from __future__ import annotations
@@ -21,51 +20,58 @@ from contextlib import contextmanager
 from types import TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-URGENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these is obeyed at once
+IMMEDIATE = (signal.SIGTERM, signal.SIGINT)  # the second one exits at once
 NO_SIGNAL = b"\0"
-MEETING = "before the processes of the run had found each other"
-ONE_WISH = 1.0  # seconds in which the same signal counts once: a launcher and its scheduler may both send it
+BEFORE_RENDEZVOUS = "before the processes of the run had found each other"
+REPEAT_WINDOW = 1.0  # seconds in which the same signal counts once
 
 
 def handled_stop_signals() -> list[signal.Signals]:
-    """The stop signals that this process was not told to ignore: under `nohup` it outlives its terminal."""
+    """Return the stop signals that this process does not ignore. `nohup` ignores SIGHUP."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopSignals:
-    """In its `with`, `received` is the first stop signal that came, None before. Elsewhere than in the main thread
-    signals stay what they were: Python takes them there only. One that `announces` says on stderr what it took, and
-    whether the run `saves` then."""
+    """Context manager that handles stop signals. Outside the main thread it does nothing, as Python requires.
+
+    Args:
+        announces: print a notice to stderr on the first signal.
+        saves: the run saves a checkpoint when stopped; part of the notice.
+
+    Attributes:
+        received: first stop signal, or None.
+    """
 
     def __init__(self, announces: bool = True, saves: bool = True) -> None:
         self.received: signal.Signals | None = None
         self._announces, self._saves = announces, saves
-        self._came: dict[int, float] = {}  # when each signal came first
-        self._obeyed: float | None = None
-        self._meeting = False
+        self._received_at: dict[int, float] = {}  # time of the first signal of each kind
+        self._acknowledged_at: float | None = None
+        self._in_rendezvous = False
 
     @contextmanager
     def during_rendezvous(self) -> Iterator[None]:
-        """In it, while the processes of the run find each other, a signal ends this one at once: those that it waits
-        for may never come, and there is no step yet whose end could be the run's."""
-        self._meeting = True
+        """Context in which a signal exits at once: the other processes may never connect, and no step runs yet."""
+        self._in_rendezvous = True
         if self.received is not None:
-            _leave(self.received, f"{self.received.name} {MEETING}")
+            _exit_now(self.received, f"{self.received.name} {BEFORE_RENDEZVOUS}")
         try:
             yield
         finally:
-            self._meeting = False
+            self._in_rendezvous = False
 
     def acknowledge(self) -> None:
-        """To be called by the loop when it has seen that it is to end: what comes from now on is another wish."""
-        self._obeyed = self._obeyed or time.monotonic()
+        """Record that the training loop acts on the signal; a later one is a new request."""
+        self._acknowledged_at = self._acknowledged_at or time.monotonic()
 
     def __enter__(self) -> StopSignals:
         self._listening = threading.current_thread() is threading.main_thread()
         if self._listening:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
-            self._handlers = {number: signal.signal(number, _note) for number in handled_stop_signals()}
+            self._handlers = {
+                number: signal.signal(number, _noop_handler) for number in handled_stop_signals()
+            }
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
             self._thread.start()
@@ -78,7 +84,9 @@ class StopSignals:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            os.write(self._write, NO_SIGNAL)  # a forked data worker may keep the pipe open
+            os.write(
+                self._write, NO_SIGNAL
+            )  # closing is not enough: a forked data worker may hold the pipe open
             self._thread.join()
             os.close(self._write)
             os.close(self._read)
@@ -86,14 +94,14 @@ class StopSignals:
     def _listen(self) -> None:
         while (byte := os.read(self._read, 1)) != NO_SIGNAL:
             if byte[0] in self._handlers:
-                self._take(signal.Signals(byte[0]))
+                self._handle(signal.Signals(byte[0]))
 
-    def _take(self, number: signal.Signals) -> None:
-        if self._meeting:
-            _leave(number, f"{number.name} {MEETING}")
+    def _handle(self, number: signal.Signals) -> None:
+        if self._in_rendezvous:
+            _exit_now(number, f"{number.name} {BEFORE_RENDEZVOUS}")
         now = time.monotonic()
-        is_new = number not in self._came
-        first = self._came.setdefault(number, now)
+        is_new = number not in self._received_at
+        first = self._received_at.setdefault(number, now)
         self.received = self.received or number
         if is_new and self._announces:
             again = "; again: at once" if number is signal.SIGINT else ""
@@ -102,18 +110,20 @@ class StopSignals:
                 file=sys.stderr,
                 flush=True,
             )
-        if number in URGENT and now - first > ONE_WISH and self._knows_of(number, first):
-            _leave(number, f"a second {number.name}: leaving at once, without a checkpoint")
+        if number in IMMEDIATE and now - first > REPEAT_WINDOW and self._is_second_request(number, first):
+            _exit_now(number, f"a second {number.name}: leaving at once, without a checkpoint")
 
-    def _knows_of(self, number: signal.Signals, first: float) -> bool:
-        """Whether who sends a signal again has reason to: the loop acts on it, or it was a user's, who was asked to."""
-        return number is signal.SIGINT or (self._obeyed is not None and first <= self._obeyed)
+    def _is_second_request(self, number: signal.Signals, first: float) -> bool:
+        """Return True if a repeated signal is a new request: a SIGINT, or the loop has acted on the first."""
+        return number is signal.SIGINT or (
+            self._acknowledged_at is not None and first <= self._acknowledged_at
+        )
 
 
-def _leave(number: signal.Signals, why: str) -> None:
-    print(f"error: {why}", file=sys.stderr, flush=True)
+def _exit_now(number: signal.Signals, message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
-def _note(number: int, frame: object) -> None:
-    """The handler: its being there is what makes Python write the signal into the pipe."""
+def _noop_handler(number: int, frame: object) -> None:
+    """Signal handler. Python writes a signal to the wakeup pipe only if a handler is installed."""

@@ -1,9 +1,8 @@
-"""When a run ends before its last step, all ranks after the same one, and the exit code that says why.
+"""Early ends of a run: all ranks stop after the same step, with an exit code for the reason.
 
-Every rank knows for itself that a signal came or that its time is up, at different moments. So at the head of each
-step, and of each batch of an evaluation, a rank gives what it wishes into one small all-reduce on the host, which goes
-on meanwhile, and after it all of them read the same answer: nothing waits for the device, and a signal is obeyed at the
-latest a step later. An evaluation is broken off.
+Signals and time limits reach the ranks at different moments. Each rank therefore starts an asynchronous all-reduce of
+its stop reason on the host before each step and each evaluation batch, and reads the result after it. The device is
+never waited for, and a run stops at most one step after a signal. An evaluation is aborted.
 """
 
 from __future__ import annotations
@@ -30,53 +29,70 @@ EXIT_CODES = {
     "SIGINT": 24,
     "SIGHUP": 25,
 }
-"""Why a run ended, and what the process exits with: 0 is the end of the training, 20 to 25 a checkpoint on the way."""
+"""Exit code by reason: 0 after the last step, 20 to 25 after an early checkpoint."""
 
-WISHES = ("", "exit_duration_in_mins", "SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM")  # of several the last counts
+STOP_REASONS = (
+    "",
+    "exit_duration_in_mins",
+    "SIGINT",
+    "SIGHUP",
+    "SIGUSR1",
+    "SIGTERM",
+)  # later ones take priority
 
 
 class Stops:
-    """`before_work` and `after_work` of every step and every batch of an evaluation, on every rank of `world`."""
+    """Agreement of all ranks on an early end.
+
+    Every rank calls `before_work` and `after_work` around each step and each evaluation batch.
+
+    Args:
+        limits: exit interval and duration.
+        world: axis of all ranks.
+        signals: stop signals; None ignores them.
+
+    Attributes:
+        stop_reason: signal or time limit for which the run ends, a key of EXIT_CODES, the same on every rank; or None.
+    """
 
     def __init__(self, limits: TrainConfig, world: Axis, signals: StopSignals | None = None):
-        """Without `signals` none is obeyed. The minutes count from here."""
         self._limits, self._world, self._signals = limits, world, signals
         self._started = time.monotonic()
         self._answer: Tensor | None = None
         self.stop_reason: str | None = None
-        """The signal, or the minutes, that the run is to end for now: a key of EXIT_CODES, the same on every rank."""
 
     def before_work(self) -> None:
         if self._world.size > 1:
-            self._answer = begin_all_reduce(torch.tensor([self._wish()]), self._world, "max")
+            self._answer = begin_all_reduce(torch.tensor([self._local_reason()]), self._world, "max")
 
     def after_work(self) -> str | None:
-        """`stop_reason` as it is now."""
-        wish = self._wish() if self._world.size == 1 else int(wait(self._answer))
-        if wish and self.stop_reason is None:
-            self.stop_reason = WISHES[wish]
+        """Update and return `stop_reason`."""
+        reason = self._local_reason() if self._world.size == 1 else int(wait(self._answer))
+        if reason and self.stop_reason is None:
+            self.stop_reason = STOP_REASONS[reason]
             if self._signals is not None:
                 self._signals.acknowledge()
         return self.stop_reason
 
     def after_step(self, step: int) -> str | None:
-        """`after_work`, and why the run ends after `step`: a key of EXIT_CODES, or None; the same on every rank."""
+        """Call `after_work`, and return why the run ends after `step`: a key of EXIT_CODES, or None."""
         interval = self._limits.exit_interval
         return self.after_work() or ("exit_interval" if interval and step % interval == 0 else None)
 
-    def _wish(self) -> int:
+    def _local_reason(self) -> int:
+        """Return this rank's index into STOP_REASONS."""
         if self._signals is not None and self._signals.received is not None:
-            return WISHES.index(self._signals.received.name)
+            return STOP_REASONS.index(self._signals.received.name)
         minutes = self._limits.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._started > 60 * minutes
         return int(over)
 
 
 def exit_code(ended: str) -> int:
-    """What the process exits with. A launched worker exits with 0 and hands its code to `megalith train --nproc`.
+    """Return the process's exit code. A launched worker returns 0 and writes its code for `megalith train --nproc`.
 
-    Elastic launchers take any other code for a failure, stop the other ranks in the midst of their own ending, and
-    may start the job again.
+    Elastic launchers treat any other code as a failure: they kill the other ranks while these are exiting, and may
+    restart the job.
     """
     code = EXIT_CODES[ended]
     if path := os.environ.get(STOP_CODE_FILE):

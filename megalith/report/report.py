@@ -19,7 +19,7 @@ from megalith.doctor.gpus import GpuMonitor
 from megalith.errors import printable
 from megalith.hardware import local_device_info
 from megalith.io import replace_file
-from megalith.launch.lock import refused
+from megalith.launch.lock import config_errors
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
 from megalith.planner.counts import flops_per_token, throughput
@@ -114,7 +114,7 @@ def open_report(
         yield Report(layout, mesh, device, step, pipeline)
         return
     output = Path(config.train.output_dir)
-    with refused(output):
+    with config_errors(output):
         sinks = open_trackers(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)

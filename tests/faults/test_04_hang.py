@@ -17,7 +17,7 @@ from ranks import Ranks, launch, saved, steps, until, words, workers_of
 import megalith.training.trainer
 from megalith.errors import TrainingError
 from megalith.launch import hang_watch
-from megalith.launch.hang_watch import Sign, hang_message
+from megalith.launch.hang_watch import RankStatus, hang_message
 from megalith.launch.heartbeat import collective_timeout
 from megalith.training.run_state import Run
 
@@ -69,13 +69,13 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
         launcher.kill()
         launcher.wait()
     told = log.read_text()
-    assert "starting again (1 of 1)" in told and "rank 1 does not answer" in told
+    assert "restarting (1 of 1)" in told and "rank 1 does not answer" in told
 
 
 def lose_the_store(rank: int) -> None:
     """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
     inner = megalith.training.trainer.open_hang_watch
-    hang_watch.STORE_PATIENCE = 2.0
+    hang_watch.STORE_TIMEOUT = 2.0
 
     def open_hang_watch(heartbeat, process, *rest):
         if rank == 0:
@@ -95,7 +95,7 @@ def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):
     )
     codes = running.end()
     assert codes == [-signal.SIGKILL, TrainingError.exit_code], running.text()
-    assert "the store that the ranks met at does not answer" in running.text(), running.text()
+    assert "the ranks' store does not answer" in running.text(), running.text()
 
 
 def wait_elsewhere(rank: int) -> None:
@@ -126,8 +126,8 @@ def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
 def test_the_rank_that_differs_from_most_comes_first():
     place = "megalith/parallel/data/gradient_norm.py:28"
     waiting = f"all_reduce number 31 of default_pg, called from valid_tokens ({place})"
-    signs = {rank: Sign(9, 7, "training", waiting) for rank in range(4)}
-    signs[2] = Sign(9, 7, "training", waiting.replace("31", "30"))
+    signs = {rank: RankStatus(9, 7, "training", waiting) for rank in range(4)}
+    signs[2] = RankStatus(9, 7, "training", waiting.replace("31", "30"))
     text = hang_message(signs, {3}, 5, 600.0)
     assert (
         text.index("rank 3 does not answer") < text.index("rank 2: step 7") < text.index("ranks 0, 1: step 7")

@@ -11,7 +11,7 @@ from forked import Forked
 from ranks import Ranks, events, saved, steps, stored, until, words
 
 import megalith.checkpoint.saver as saver
-from megalith.launch.signals import ONE_WISH
+from megalith.launch.signals import REPEAT_WINDOW
 
 STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24), (signal.SIGHUP, 25)]
 GRACE = 30.0  # seconds that a scheduler leaves
@@ -74,7 +74,7 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     until(lambda: len(steps(output)) > 6, "step 7")
     running.send(signal.SIGTERM)
     until(begun.exists, "the save")
-    time.sleep(1.1 * ONE_WISH)
+    time.sleep(1.1 * REPEAT_WINDOW)
     running.send(signal.SIGTERM)
     assert running.end() == [128 + signal.SIGTERM]
     assert "a second SIGTERM: leaving at once" in running.text()

@@ -41,7 +41,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
         launcher.kill()
         launcher.wait()
     told = log.read_text()
-    assert "was ended by SIGKILL" in told and "starting again (1 of 1)" in told
+    assert "was ended by SIGKILL" in told and "restarting (1 of 1)" in told
     assert told.count("resuming from") == 1
     done = steps(output)
     assert done == list(range(1, len(done) + 1)) and saved(output)[-1] == f"step_{done[-1]:08d}"
@@ -92,7 +92,7 @@ def test_a_group_of_fewer_than_model_parallelism_needs_is_refused_at_once(tmp_pa
     launcher = launch(command, "--nproc", "1", "--max-restarts", "3", log=log)
     assert launcher.wait() == 2
     told = log.read_text()
-    assert told.count("world size 1 is not divisible by tensor (2)") == 1 and "starting again" not in told
+    assert told.count("world size 1 is not divisible by tensor (2)") == 1 and "restarting" not in told
     assert not (tmp_path / "run").exists()
 
 

@@ -28,11 +28,11 @@ def test_the_launcher_ends_after_so_many_restarts_and_tells_the_first_failure_to
     script.write_text(ALWAYS_FAILS)
     assert launch(1, [str(script)], max_restarts=2) == 1
     told = capfd.readouterr().err
-    assert told.index("the error of attempt 0") < told.index("starting again (1 of 2)")
-    assert told.index("the error of attempt 1") < told.index("starting again (2 of 2)")
-    last = told[told.index("starting again (2 of 2)") :]
-    assert last.index("the error of attempt 2") < last.index("the first of these 3 failures")
-    assert "the error of attempt 0" in last and told.count("starting again") == 2
+    assert told.index("the error of attempt 0") < told.index("restarting (1 of 2)")
+    assert told.index("the error of attempt 1") < told.index("restarting (2 of 2)")
+    last = told[told.index("restarting (2 of 2)") :]
+    assert last.index("the error of attempt 2") < last.index("first of the 3 failures")
+    assert "the error of attempt 0" in last and told.count("restarting") == 2
 
 
 def test_pauses_double_up_to_a_minute():

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, distributed_c10d
 from megalith.checkpoint.saver import PATIENCE, Saver
 from megalith.config import ParallelConfig
 from megalith.launch import hang_watch
-from megalith.launch.hang_watch import LISTENING_LOOKS, HangWatch
+from megalith.launch.hang_watch import LISTENING_CHECKS, HangWatch
 from megalith.launch.heartbeat import Heartbeat, collective_timeout
 from megalith.parallel.context.context_parallel import _levels
 from megalith.parallel.mesh import build_mesh
@@ -51,12 +51,12 @@ def test_a_verdict_takes_a_few_requests_of_each_rank(monkeypatch):
     def sleep(seconds: float) -> None:
         """All write as often as it takes to be heard; then those that wait for the verdict look when it is there."""
         looked.times = getattr(looked, "times", 0) + 1
-        together.wait() if looked.times <= LISTENING_LOOKS else store.found.wait()
+        together.wait() if looked.times <= LISTENING_CHECKS else store.found.wait()
 
     monkeypatch.setattr(hang_watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     ranks = [watch(store, rank) for rank in range(RANKS)]
     for rank in ranks:
-        rank._say(1, 1.0)
+        rank._publish(1, 1.0)
     store.requests, texts = 0, []
     threads = [
         threading.Thread(target=lambda rank=rank: texts.append(rank._verdict(1, 0.05)))
@@ -72,10 +72,10 @@ def test_a_verdict_takes_a_few_requests_of_each_rank(monkeypatch):
 
 
 def test_a_verdict_is_found_by_another_when_the_first_is_lost(monkeypatch):
-    monkeypatch.setattr(hang_watch, "PATIENT_LOOKS", 2)
+    monkeypatch.setattr(hang_watch, "VERDICT_CHECKS", 2)
     store = CountingStore()
     store.add("finders", 1)  # by a rank that ended before it found
-    watch(store, 1)._say(1, 1.0)
+    watch(store, 1)._publish(1, 1.0)
     text = watch(store, 0)._verdict(1, 0.01)
     assert "rank 0: step 7, training" in text and "rank 1 does not answer" in text
 
@@ -108,12 +108,12 @@ def test_every_group_waits_as_long_as_the_main_one(pool):
 
 def test_foreign_bytes_in_the_store_neither_end_the_watch_nor_hide_a_hang(monkeypatch):
     """A peer that reaches the job's store may write anything as another rank's sign."""
-    monkeypatch.setattr(hang_watch, "PATIENT_LOOKS", 2)
+    monkeypatch.setattr(hang_watch, "VERDICT_CHECKS", 2)
     store = CountingStore()
     for rank, said in enumerate(("\xff\xfe", "[" * 10_000, "[1]", "{}", "null", '{"look": 1, "steps": 2}')):
         store.set(f"rank{rank}", said.encode("utf-16" if rank == 0 else "utf-8"))
     assert watch(store, 7)._read(0)
-    watch(store, 7)._say(1, 1.0)
+    watch(store, 7)._publish(1, 1.0)
     text = watch(store, 7)._verdict(1, 0.01)
     assert "rank 7: step 7, training" in text and "rank 0 does not answer" in text
 

@@ -16,7 +16,7 @@ from megalith.errors import ConfigError
 from megalith.launch import failure
 from megalith.launch.failure import Failure
 from megalith.launch.launcher import Process, init_distributed, launch, this_process
-from megalith.launch.rendezvous import is_loopback
+from megalith.launch.network import is_loopback
 
 WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = """import sys
@@ -71,7 +71,7 @@ def test_a_sentence_of_one_rank_is_told_once_with_its_exit_code(tmp_path):
 def test_words_that_are_cut_off_by_the_launcher_are_no_words(tmp_path, monkeypatch):
     monkeypatch.setattr(failure.json, "dump", lambda words, file: file.write('{"mess') and 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        failure._hand_over(str(tmp_path / "error.json"), ConfigError("no"), True, 2)
+        failure._write_error_file(str(tmp_path / "error.json"), ConfigError("no"), True, 2)
     assert not (tmp_path / "error.json").exists()
 
 
@@ -123,8 +123,8 @@ def test_torchrun_starts_the_same_worker(tmp_path):
 
 
 def test_the_first_of_many_failures_is_the_one_that_was_nobody_elses():
-    def failure(rank, ended, **said):
-        return Failure(rank, ended, said or None)
+    def failure(rank, exit_status, **error):
+        return Failure(rank, exit_status, error or None)
 
     own = failure(3, 1, collective=False, nanoseconds=50)
     earlier = failure(2, 1, collective=False, nanoseconds=40)

@@ -100,13 +100,13 @@ def test_filesystem_without_locks_is_warned_of_and_used(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("megalith.launch.lock.fcntl.flock", refuse)
-    with pytest.warns(UserWarning, match="has no file locks .*start one job only"):
+    with pytest.warns(UserWarning, match="has no file locks .*start only one"):
         OutputLock(tmp_path).release()
 
 
 def test_folder_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; choose a folder"):
+    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; choose a writable folder"):
         OutputLock(tmp_path / "file" / "run")
 
 

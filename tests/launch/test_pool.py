@@ -10,8 +10,8 @@ import torch.distributed as dist
 from forked import is_running
 from sockets import LOOPBACK_INTERFACE, listening
 
+from megalith.launch.network import is_loopback
 from megalith.launch.pool import RankFailed
-from megalith.launch.rendezvous import is_loopback
 
 seen = []
 

@@ -12,9 +12,9 @@ import megalith.launch.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.launch.agent import Agent
 from megalith.launch.failure import CRASH_FILE
-from megalith.launch.rendezvous import CONNECTED_FILE
+from megalith.launch.peer_watch import CONNECTED_FILE
 from megalith.launch.signals import STOP_SIGNALS, StopSignals, handled_stop_signals
-from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, WISHES, Stops
+from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, STOP_REASONS, Stops
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import build_mesh
 
@@ -50,7 +50,7 @@ def test_an_exit_interval_is_no_hurry():
 
 def test_every_signal_has_an_exit_code_and_a_place_among_the_wishes():
     names = {number.name for number in STOP_SIGNALS}
-    assert names <= EXIT_CODES.keys() and names <= set(WISHES)
+    assert names <= EXIT_CODES.keys() and names <= set(STOP_REASONS)
     assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
 
 
@@ -67,7 +67,7 @@ def take(clock, monkeypatch):
 
     def take(stop_signals, number, later=0.0):
         clock.now += later
-        stop_signals._take(number)
+        stop_signals._handle(number)
 
     monkeypatch.setattr(signals.os, "_exit", leave)
     return take
@@ -165,8 +165,8 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
         agent = Agent(SimpleNamespace(local_world_size=1, rdzv_handler=SimpleNamespace(job="job")), None)
         alone = dict(store=None, group_rank=0, group_world_size=1)
         agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)], **alone))
-        assert signal.getsignal(signal.SIGHUP) == (agent._hand_on if heeds else signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGTERM) == agent._hand_on
+        assert signal.getsignal(signal.SIGHUP) == (agent._forward_signal if heeds else signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == agent._forward_signal
 
 
 def agreed(wishes: list[int]) -> list:
@@ -178,9 +178,9 @@ def agreed(wishes: list[int]) -> list:
     for round_ in range(2):  # the wishes come after the head of the first
         stops.before_work()
         if round_ == 0 and wishes[rank]:
-            came._take(signal.Signals(wishes[rank]))
+            came._handle(signal.Signals(wishes[rank]))
         said.append(stops.after_work())
-    return [*said, came._obeyed is not None]
+    return [*said, came._acknowledged_at is not None]
 
 
 def test_all_ranks_agree_on_the_wish_that_counts_most(pool):

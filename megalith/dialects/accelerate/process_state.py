@@ -29,7 +29,7 @@ from megalith.config import ParallelConfig
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
-from megalith.launch.call_order import CallOrder, own_connection
+from megalith.launch.call_order import CallOrder, clone_store
 from megalith.launch.launcher import init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
 
@@ -106,9 +106,7 @@ def watch_calls() -> None:
     """Watch over the calls that every rank has to make. Every rank calls it alike."""
     state = AcceleratorState._shared_state
     if CALLS not in state and dist.is_initialized() and dist.get_world_size() > 1:
-        state[CALLS] = CallOrder(
-            dist.get_rank(), dist.get_world_size(), own_connection(timedelta(seconds=30))
-        )
+        state[CALLS] = CallOrder(dist.get_rank(), dist.get_world_size(), clone_store(timedelta(seconds=30)))
 
 
 def on_every_rank(name: str) -> AbstractContextManager:
