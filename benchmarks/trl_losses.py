@@ -168,7 +168,7 @@ def their_dpo(folder: Path, records: list, settings: dict) -> tuple[list[Sequenc
 
 
 def ours(folder: Path, kind: str, records: list, settings: dict) -> tuple[list[Sequence], float, dict]:
-    from megalith.bridge.load import begin_from
+    from megalith.bridge.load import load_initial_weights
     from megalith.config import RunConfig
     from megalith.parallel.gather import ALONE
     from megalith.parity.job import start
@@ -190,7 +190,7 @@ def ours(folder: Path, kind: str, records: list, settings: dict) -> tuple[list[S
     run = start(
         config.with_settings({"train.global_batch_size": rows, "train.micro_batch_size": rows}), task()
     )
-    begin_from(str(folder / "model"), run.model.chunks, vocabulary_rows(run.config), 0, ALONE)
+    load_initial_weights(str(folder / "model"), run.model.chunks, vocabulary_rows(run.config), 0, ALONE)
     with run.data.train_loader(0, 0, run.device) as batches:
         loss = run.gradients([next(batches)]).item()
     samples = run.data.train.samples

@@ -164,7 +164,7 @@ def theirs(folder: Path, batch: dict, settings: dict, name: str) -> tuple[torch.
 
 def ours_of(folder: Path):
     """A ParallelModel of one process with a Hugging Face folder's weights."""
-    from megalith.bridge.load import begin_from, with_init_from
+    from megalith.bridge.load import load_initial_weights, with_init_from
     from megalith.config import RunConfig
     from megalith.parallel.gather import ALONE
     from megalith.parallel.mesh import build_mesh
@@ -173,7 +173,7 @@ def ours_of(folder: Path):
     tree = {"model": {"init_from": str(folder)}, "data": {"seq_length": PROMPT + COMPLETION}}
     config = with_init_from(RunConfig.from_tree(tree))
     model = build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
-    begin_from(str(folder), model.chunks, vocabulary_rows(config), 0, ALONE)
+    load_initial_weights(str(folder), model.chunks, vocabulary_rows(config), 0, ALONE)
     return model
 
 

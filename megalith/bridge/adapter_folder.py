@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
-from megalith.bridge.folder import find_folder, read_config_json, read_json
-from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
-from megalith.bridge.load import check_base, config_of, is_source, model_of
+from megalith.bridge.folder import read_config_json, read_json, resolve_folder
+from megalith.bridge.importer import Change, check_absent, import_hf, new_run
+from megalith.bridge.load import check_base, config_of, is_foreign_weights, model_of
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
@@ -44,7 +44,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     given = config.lora
     if given.load is None:
         return config
-    found = _peft(given.load, config.model).lora
+    found = _open_peft(given.load, config.model).lora
     for name in ("rank", "alpha", "targets"):
         asked, theirs, default = (getattr(lora, name) for lora in (given, found, LoraConfig()))
         same = (
@@ -60,9 +60,9 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     )
 
 
-def begin_from_peft(path: str, config: ModelConfig, model: Model) -> None:
+def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
     """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its shards."""
-    _fill(model, _peft(path, config).read)
+    _fill(model, _open_peft(path, config).read)
 
 
 def export_adapters(
@@ -74,7 +74,7 @@ def export_adapters(
     Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
     """
     out = open_location(out)
-    refuse_existing(out)
+    check_absent(out)
     checkpoint, config = _open_run(run, show_progress)
     chosen = family_named(family, "--family") if family else _family(config.model)
     total = part_bytes(checkpoint, MODEL)
@@ -97,7 +97,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
     """
     out = open_location(out)
-    refuse_existing(out)
+    check_absent(out)
     base, adapted, trained_on = _adapted(source, base, show_progress)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
     samples: Sample = {}
@@ -111,7 +111,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         samples.setdefault(name, {}).update(sample(shard))
         return shard.values + shard.slice_of(delta(name)) if name in changes else shard.values
 
-    if is_source(base):
+    if is_foreign_weights(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)
     else:
         merged = _rewrite(open_existing(base, show_progress=show_progress), out, change, show_progress)
@@ -200,14 +200,14 @@ def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
     return lambda name: checkpoint.read("model", name)
 
 
-def _peft(path: str, model: ModelConfig) -> PeftFolder:
+def _open_peft(path: str, model: ModelConfig) -> PeftFolder:
     return PeftFolder(path, _family(model), model)
 
 
 def _family(model: ModelConfig, base: str | None = None) -> Family:
     """The family of a base in Hugging Face's form, else the first that can say the model."""
     base = base or model.init_from
-    if base is not None and is_source(base) and not is_megatron_folder(base):
-        folder = find_folder(base)
+    if base is not None and is_foreign_weights(base) and not is_megatron_folder(base):
+        folder = resolve_folder(base)
         return family_of(read_config_json(folder), str(folder))
     return family_for(model)

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder, is_there, read_small
+from megalith.bridge.folder import (
+    CONFIG,
+    DTYPE_NAMES,
+    GENERATION,
+    is_model_folder,
+    path_exists,
+    read_folder_file,
+)
 from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
@@ -72,7 +79,7 @@ class FolderWriter:
         self._shards = _cut(self._tensors, shard_bytes)
         self._where = {name: file for file, names in self._shards.items() for name in names}
         self._files: dict[str, RandomAccessWriter] = {}  # open, by name
-        if is_there(self.path) and not replace:
+        if path_exists(self.path) and not replace:
             raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
     def __enter__(self) -> FolderWriter:
@@ -102,7 +109,7 @@ class FolderWriter:
 
     def copy(self, file: Path) -> None:
         """Copies a small file."""
-        self._small(file.name, read_small(file))
+        self._small(file.name, read_folder_file(file))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -294,9 +301,9 @@ def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
     if kept.config is not None or not began or not is_model_folder(began):
         return kept
     theirs = read_origin(Path(began))
-    contents = {file.name: read_small(file) for file in theirs.files}
+    contents = {file.name: read_folder_file(file) for file in theirs.files}
     vocabularies = [file for file in kept.files if file.name in VOCABULARY_FILES]
-    if any(contents.get(file.name) != read_small(file) for file in vocabularies):
+    if any(contents.get(file.name) != read_folder_file(file) for file in vocabularies):
         return replace(theirs, files=kept.files)
     return theirs
 

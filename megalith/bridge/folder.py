@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalith.bridge.family import Family
 from megalith.bridge.multimodal import language_config, language_tensors, wrapper_of
-from megalith.bridge.quantized import PackedExperts, unpacked
+from megalith.bridge.quantized import MXFP4Experts, unpack_quantized
 from megalith.checkpoint.files import DTYPE_CODES, SafetensorsEntry, list_safetensors
 from megalith.checkpoint.manifest import fetch_error
 from megalith.data.tokenizers.hub import local_folder
@@ -53,13 +53,13 @@ class SourceFolder:
 
         Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had.
         """
-        self.path = find_folder(path)
+        self.path = resolve_folder(path)
         self.wrapper = wrapper_of(read_json(self.path / CONFIG))
         self.config = read_config_json(self.path)
         tensors = _list_weights(self.path)
         if self.wrapper is not None:
             tensors = language_tensors(tensors)
-        self.tensors = unpacked(tensors, self.config, DTYPE_CODES[self.dtype or torch.bfloat16])
+        self.tensors = unpack_quantized(tensors, self.config, DTYPE_CODES[self.dtype or torch.bfloat16])
 
     @property
     def notes(self) -> list[str]:
@@ -76,7 +76,7 @@ class SourceFolder:
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
-    def complete_names(self, family: Family) -> None:
+    def normalize_names(self, family: Family) -> None:
         """Gives the tensors of a bare model (as GPT-2 was published) the names that they have in the whole one, and
         those of older files today's."""
         for old, new in family.renamed.items():
@@ -92,18 +92,18 @@ class SourceFolder:
         """A tensor by its name."""
         return self.tensors[name].read()
 
-    def by_expert(self, name: str) -> torch.Tensor | PackedExperts:
+    def read_per_expert(self, name: str) -> torch.Tensor | MXFP4Experts:
         """The same, of which one expert may be all that is read."""
         stored = self.tensors[name]
-        return stored if isinstance(stored, PackedExperts) else stored.read()
+        return stored if isinstance(stored, MXFP4Experts) else stored.read()
 
 
 def is_model_folder(path: str | Path | StorePath) -> bool:
     """Whether a folder is Hugging Face's rather than one of ours."""
-    return is_there(open_location(path) / CONFIG)
+    return path_exists(open_location(path) / CONFIG)
 
 
-def is_there(path: Path | StorePath) -> bool:
+def path_exists(path: Path | StorePath) -> bool:
     """Whether there is a file or folder. Raises CheckpointError where a store does not answer."""
     try:
         return path.exists()
@@ -113,7 +113,7 @@ def is_there(path: Path | StorePath) -> bool:
         raise
 
 
-def find_folder(path: str | Path) -> Path:
+def resolve_folder(path: str | Path) -> Path:
     """The folder itself, or that of a hub name: from the local cache, else fetched if the hub's settings allow it.
 
     What a URL names is fetched, once a process, into a temporary folder.
@@ -145,7 +145,7 @@ def _fetched(folder: StorePath) -> Path:
     return made
 
 
-def read_small(path: Path) -> bytes:
+def read_folder_file(path: Path) -> bytes:
     """Return the content of a small file of a folder. Raises CheckpointError; see small_files.py."""
     try:
         return read_small_file(path, path.parent)
@@ -158,7 +158,7 @@ def read_small(path: Path) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError when there is none."""
     try:
-        content = json.loads(read_small(path))
+        content = json.loads(read_folder_file(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
     if not isinstance(content, dict):

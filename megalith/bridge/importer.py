@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.families import family_of
-from megalith.bridge.folder import SourceFolder, is_there
+from megalith.bridge.folder import SourceFolder, path_exists
 from megalith.bridge.match import Match, match
-from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
+from megalith.bridge.origin import check_vocabulary, save_origin, tokenizer_of
 from megalith.bridge.settings import conversion_notes
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
@@ -56,17 +56,17 @@ def import_hf(
     Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
     there already or cannot be written: nothing is left then.
     """
-    refuse_existing(open_location(out))
-    fit = open_source(source, allow)
-    tokenizer = tokenizer_of(fit.source.path)
-    check_vocabulary(fit.source, tokenizer, fit.groups[0].model.vocab_size)
-    exceptions = {name: other for name, other in fit.dtypes.items() if other != common_dtype(fit)}
-    keep = partial(keep_origin, fit.source, tokenizer, exceptions)
-    return write_run(fit, out, tokenizer, keep, change=change, show_progress=show_progress)
+    check_absent(open_location(out))
+    matched = open_hf_folder(source, allow)
+    tokenizer = tokenizer_of(matched.source.path)
+    check_vocabulary(matched.source, tokenizer, matched.groups[0].model.vocab_size)
+    exceptions = {name: other for name, other in matched.dtypes.items() if other != common_dtype(matched)}
+    keep = partial(save_origin, matched.source, tokenizer, exceptions)
+    return write_run(matched, out, tokenizer, keep, change=change, show_progress=show_progress)
 
 
 def write_run(
-    fit: Match,
+    matched: Match,
     out: str | Path | StorePath,
     tokenizer: Tokenizer | None,
     keep: Callable[[Path], None] | None = None,
@@ -78,7 +78,7 @@ def write_run(
 
     Raises as `new_run`.
     """
-    model, dtype = fit.groups[0].model, common_dtype(fit)
+    model, dtype = matched.groups[0].model, common_dtype(matched)
     config = RunConfig(model=model, train=TrainConfig(precision=PRECISIONS[dtype]))
     record = RunRecord(
         step=0,
@@ -87,18 +87,18 @@ def write_run(
         tokenizer=tokenizer
         and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
     )
-    elements = sum(math.prod(group.shape) for group in fit.groups)
+    elements = sum(math.prod(group.shape) for group in matched.groups)
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
     with (
         new_run(open_location(out)) as checkpoints,
-        Progress("import", sum(map(fit.bytes, fit.groups)), show=show_progress) as progress,
+        Progress("import", sum(map(matched.bytes, matched.groups)), show=show_progress) as progress,
         StepWriter(checkpoints, record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
     ):
-        for group in fit.groups:
-            for offset, shape in blocks(group.shape, shard_bytes // 8):
-                shard = LocalShard(fit.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
+        for group in matched.groups:
+            for offset, shape in row_slices(group.shape, shard_bytes // 8):
+                shard = LocalShard(matched.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
                 writer.add("model", group.name, change(group.name, shard), offset, group.shape)
-            progress.add(fit.bytes(group))
+            progress.add(matched.bytes(group))
     return writer.folder
 
 
@@ -108,9 +108,9 @@ def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
 
     Raises CheckpointError when something is at `out`, ConfigError while another process makes a run there.
     """
-    refuse_existing(out)
+    check_absent(out)
     with lock_output(out):
-        refuse_existing(out / CHECKPOINTS)
+        check_absent(out / CHECKPOINTS)
         try:
             yield out / CHECKPOINTS
         except BaseException:
@@ -118,15 +118,15 @@ def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
             raise
 
 
-def refuse_existing(out: Path | StorePath) -> None:
+def check_absent(out: Path | StorePath) -> None:
     """Raises CheckpointError when something is at `out`; ConfigError, naming it, when a process is at work there."""
     if isinstance(out, Path) and (out / LOCK_NAME).exists():
         OutputLock(out).release()
-    if is_there(out):
+    if path_exists(out):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
 
 
-def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def row_slices(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offset and shape of slices of whole rows that make up a tensor, of at most as many elements, or one row."""
     width = math.prod(shape[1:])
     rows = max(1, elements // max(width, 1))
@@ -134,7 +134,7 @@ def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, .
         yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
 
 
-def open_source(source: str | Path, allow: bool = False) -> Match:
+def open_hf_folder(source: str | Path, allow: bool = False) -> Match:
     """A Hugging Face folder, its family found and its tensors matched. Raises as `import_hf`."""
     folder = SourceFolder(source)
     family = family_of(folder.config, str(folder.path))
@@ -148,6 +148,6 @@ def open_source(source: str | Path, allow: bool = False) -> Match:
     return match(folder, family, model, allow)
 
 
-def common_dtype(fit: Match) -> torch.dtype:
+def common_dtype(matched: Match) -> torch.dtype:
     """What config.json says, else the type of most tensors."""
-    return fit.source.dtype or Counter(fit.dtypes.values()).most_common(1)[0][0]
+    return matched.source.dtype or Counter(matched.dtypes.values()).most_common(1)[0][0]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.family import VOCABULARY, build_on_meta
-from megalith.bridge.folder import find_folder, is_model_folder, is_there
-from megalith.bridge.importer import open_source
+from megalith.bridge.folder import is_model_folder, path_exists, resolve_folder
+from megalith.bridge.importer import open_hf_folder
 from megalith.bridge.match import Match
 from megalith.bridge.megatron.megatron_importer import is_megatron_folder, open_megatron
 from megalith.bridge.origin import tokenizer_of
@@ -31,14 +31,14 @@ from megalith.remote import StorePath, open_location
 
 
 @torch.no_grad()
-def load_source(fit: Match, model: Model, seed: int, show_progress: bool = False) -> None:
+def load_source(matched: Match, model: Model, seed: int, show_progress: bool = False) -> None:
     """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its shards alone.
 
     All but adapters.
 
     Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
     """
-    groups = {group.name: group for group in fit.groups}
+    groups = {group.name: group for group in matched.groups}
     shards = base_shards(model)
     total = sum(shard.values.nbytes for shard in shards.values())
     with Progress("load", total, show=show_progress) as progress:
@@ -46,20 +46,20 @@ def load_source(fit: Match, model: Model, seed: int, show_progress: bool = False
             group = groups[name]
             held = shard.first_rows(group.shape[0]) if group.shape else shard
             if held.values.numel():
-                held.values.copy_(fit.ours(group, seed, held.offset, tuple(held.values.shape)))
+                held.values.copy_(matched.ours(group, seed, held.offset, tuple(held.values.shape)))
             if len(held.values) < len(shard.values):
                 shard.values[len(held.values) :].zero_()
             progress.add(shard.values.nbytes)
 
 
-def begin_from(
+def load_initial_weights(
     path: str, model: Model, rows: dict[str, int], seed: int, world: Axis, trust: bool = False
 ) -> None:
     """Fills the chunks of this rank with the weights that `model.init_from` names: of any kind.
 
     `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
     """
-    if is_source(path):
+    if is_foreign_weights(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
     else:
         shards = {"model": base_shards(model)}
@@ -122,12 +122,12 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
         )
 
 
-def is_source(path: str | Path) -> bool:
+def is_foreign_weights(path: str | Path) -> bool:
     """Whether weights are of another form than ours: Hugging Face's folder or hub name, or Megatron's folder."""
-    return is_foreign(path) or not is_there(open_location(path))
+    return is_foreign_folder(path) or not path_exists(open_location(path))
 
 
-def is_foreign(path: str | Path) -> bool:
+def is_foreign_folder(path: str | Path) -> bool:
     """Whether a folder is Hugging Face's or Megatron's. One that has steps of a run of ours is ours."""
     folder = open_location(path)
     if not (is_model_folder(path) or (isinstance(folder, Path) and is_megatron_folder(folder))):
@@ -138,20 +138,20 @@ def is_foreign(path: str | Path) -> bool:
 def open_weights(
     path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """What `is_source` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is `import_hf`'s."""
+    """What `is_foreign_weights` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is `import_hf`'s."""
     if (
         not isinstance(open_location(path), StorePath)
         and is_megatron_folder(path)
         and not is_model_folder(path)
     ):
         return open_megatron(path, trust, vocab_size, allow)
-    return open_source(path, allow)
+    return open_hf_folder(path, allow)
 
 
 def with_foreign_load(config: RunConfig) -> RunConfig:
     """`config` that begins from the weights of `checkpoint.load` where these are of another form than ours."""
     load = config.checkpoint.load
-    if load is None or not is_foreign(load):
+    if load is None or not is_foreign_folder(load):
         return config
     if config.model.init_from is not None:
         raise ConfigError(
@@ -185,7 +185,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
 
 def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> ModelConfig:
     """The model of weights of any kind. Raises ConfigError for adapters, which are no whole model."""
-    if is_source(path):
+    if is_foreign_weights(path):
         return open_weights(path, trust, vocab_size).groups[0].model
     config = config_of(_checkpoint(path, ()))
     if config.lora.rank is not None:
@@ -203,7 +203,9 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
         return []
     try:
         theirs = (
-            tokenizer_of(find_folder(path)) if is_source(path) else _checkpoint(path, ()).manifest.tokenizer
+            tokenizer_of(resolve_folder(path))
+            if is_foreign_weights(path)
+            else _checkpoint(path, ()).manifest.tokenizer
         )
     except MegalithError as error:
         return [
@@ -223,7 +225,7 @@ def tokenizer_folder(path: str) -> Path | None:
     """The folder with the tokenizer.json of the weights that `model.init_from` names; None where they have none."""
     if is_megatron_folder(path):
         return None
-    folder = find_folder(path) if is_source(path) else _checkpoint(path, ()).tokenizer_folder
+    folder = resolve_folder(path) if is_foreign_weights(path) else _checkpoint(path, ()).tokenizer_folder
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 

@@ -56,7 +56,7 @@ class Match:
     ) -> Tensor:
         """Our tensor of a group in float32, or a box of it; the initial one of `seed` where theirs are missing."""
         if not set(self.missing) & set(group.sources):
-            read = self.source.by_expert if group.rule.stacked else self.source.read
+            read = self.source.read_per_expert if group.rule.stacked else self.source.read
             return to_ours(group, read, offset, shape)
         return initial_value(group.name, torch.Size(group.shape), group.model, seed, shape, offset)
 
@@ -67,7 +67,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     Raises CheckpointError naming tensors of another shape or type than config.json says; and those that are missing
     or extra, unless `allow`.
     """
-    source.complete_names(family)
+    source.normalize_names(family)
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)

@@ -22,8 +22,8 @@ from megalith.bridge.folder import (
     TOKENIZER_FILES,
     SourceFolder,
     read_config_json,
+    read_folder_file,
     read_json,
-    read_small,
 )
 from megalith.data.tokenizers.huggingface import PIECES
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer, load_tokenizer
@@ -71,7 +71,7 @@ def read_origin(folder: Path | None) -> Origin:
     )
 
 
-def keep_origin(
+def save_origin(
     source: SourceFolder, tokenizer: Tokenizer | None, dtypes: Mapping[str, torch.dtype], folder: Path
 ) -> None:
     """Fills a checkpoint's tokenizer folder. Raises OSError."""
@@ -79,7 +79,7 @@ def keep_origin(
         tokenizer.save(folder)
     for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
         if (source.path / name).exists() and not (folder / name).exists():
-            (folder / name).write_bytes(read_small(source.path / name))
+            (folder / name).write_bytes(read_folder_file(source.path / name))
     if dtypes:
         names = {dtype: name for name, dtype in DTYPE_NAMES.items()}
         (folder / DTYPES_FILE).write_text(
@@ -95,10 +95,10 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
         ("merges.txt", "GPT2BPETokenizer", folder),
     ):
         if (folder / name).exists():
-            read_small(folder / name)  # refuses a link that leads out of the folder
+            read_folder_file(folder / name)  # refuses a link that leads out of the folder
             return build_tokenizer(kind, path)
     if (folder / PIECES).exists():
-        read_small(folder / PIECES)
+        read_folder_file(folder / PIECES)
         settings = folder / "tokenizer_config.json"
         lower = read_json(settings).get("do_lower_case", True) if settings.exists() else True
         return build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file=folder / PIECES)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalith.bridge.folder import is_there
+from megalith.bridge.folder import path_exists
 from megalith.errors import CheckpointError
 from megalith.io import make_folder, replace_folder, sync_folder, sync_path
 from megalith.remote import StorePath
@@ -139,7 +139,7 @@ def new_folder(out: Path | StorePath) -> Iterator[Path]:
 
     Raises CheckpointError where something is at `out`, or it cannot be written.
     """
-    if is_there(out):
+    if path_exists(out):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
     folder = partial_folder(out)
     try:

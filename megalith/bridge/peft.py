@@ -87,7 +87,7 @@ class AdapterTarget:
         return replace(self.group, shape=(self.group.shape[0], rank), rule=rule)
 
 
-def places(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
+def adapter_targets(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
     """Every linear of the model that adapters are for."""
     for group in family.groups(model):
         if ADAPTED.fullmatch(group.name):
@@ -104,15 +104,15 @@ def save_peft(
 ) -> None:
     """Writes the folder; `read` gives the adapters' parameters by name, `base` is what they belong to."""
     wanted, tensors, ranks = lora.parts(model), {}, {}
-    for place in places(family, model):
+    for target in adapter_targets(family, model):
         pairs = {
             part: (
-                read(f"{place.name}{ADAPTER}lora_A.{part}.weight"),
-                read(f"{place.name}{ADAPTER}lora_B.{part}.weight"),
+                read(f"{target.name}{ADAPTER}lora_A.{part}.weight"),
+                read(f"{target.name}{ADAPTER}lora_B.{part}.weight"),
             )
-            for part in wanted.get(place.role, ())
+            for part in wanted.get(target.role, ())
         }
-        for module, (a, b) in _their_pairs(place, pairs).items():
+        for module, (a, b) in _their_pairs(target, pairs).items():
             tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = a, b
             ranks[module] = len(a)
     make_folder(folder)
@@ -122,26 +122,26 @@ def save_peft(
     sync_folder(folder)
 
 
-def _their_pairs(place: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+def _their_pairs(target: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """PEFT's A and B for each module of the linear that has any."""
-    modules = place.modules
+    modules = target.modules
     if WHOLE in pairs:
         a, b = pairs[WHOLE]
-        group = place.of_rank(len(a))
+        group = target.of_rank(len(a))
         rows = to_theirs(group, b, dict.fromkeys(group.sources, b.dtype))
         return {name.removesuffix(".weight"): (a, part) for name, part in rows}
     if WHOLE in modules and pairs:
-        return {modules[WHOLE]: _one_pair(place, [pairs.get(part) for part in PARTS[place.role]])}
+        return {modules[WHOLE]: _one_pair(target, [pairs.get(part) for part in PARTS[target.role]])}
     return {modules[part]: pair for part, pair in pairs.items()}
 
 
-def _one_pair(place: AdapterTarget, pairs: list[Pair | None]) -> Pair:
+def _one_pair(target: AdapterTarget, pairs: list[Pair | None]) -> Pair:
     """One pair for the rows of all parts, one part below the other; rows of a part without a pair are zero."""
-    model = place.group.model
+    model = target.group.model
     heads = (model.num_attention_heads, model.query_groups, model.query_groups)
     counts = [count * model.head_dim for count in heads] if len(pairs) == 3 else [model.ffn_size] * 2
-    blocks = [torch.empty(count, 0) if pair is None else pair[1] for pair, count in zip(pairs, counts)]
-    return torch.cat([pair[0] for pair in pairs if pair is not None]), torch.block_diag(*blocks)
+    row_slices = [torch.empty(count, 0) if pair is None else pair[1] for pair, count in zip(pairs, counts)]
+    return torch.cat([pair[0] for pair in pairs if pair is not None]), torch.block_diag(*row_slices)
 
 
 def _their_config(
@@ -204,7 +204,7 @@ class PeftFolder:
                 f"{self.path / TENSORS_FILE} has {len(self._stored)} tensors, fewer than the model has layers "
                 f"({model.num_layers}); give adapters of the same base"
             )
-        self._places = {place.name: place for place in places(family, model)}
+        self._targets = {target.name: target for target in adapter_targets(family, model)}
         self._parts = self._find_parts()
         self.lora = self._lora()
         self._check_shapes()
@@ -213,20 +213,20 @@ class PeftFolder:
         """A parameter of an adapter by our name, in float32."""
         linear, _, rest = name.partition(ADAPTER)
         half, part, _ = rest.split(".")
-        place = self._places[linear]
-        value = self._stored[_key(place, part, half)].read().float()
+        target = self._targets[linear]
+        value = self._stored[_key(target, part, half)].read().float()
         if part == WHOLE and half == "lora_B":
-            return to_ours(place.of_rank(value.shape[1]), lambda _: value)
+            return to_ours(target.of_rank(value.shape[1]), lambda _: value)
         return value
 
     def _find_parts(self) -> dict[str, tuple[str, ...]]:
         """For each role that has adapters its parts, which have to be the same in every layer."""
         found: dict[str, set[tuple[str, ...]]] = {}
         known = set()
-        for place in self._places.values():
-            here = tuple(part for part in place.modules if _key(place, part, "lora_A") in self._stored)
-            known |= {_key(place, part, half) for part in here for half in ("lora_A", "lora_B")}
-            found.setdefault(place.role, set()).add(here)
+        for target in self._targets.values():
+            here = tuple(part for part in target.modules if _key(target, part, "lora_A") in self._stored)
+            known |= {_key(target, part, half) for part in here for half in ("lora_A", "lora_B")}
+            found.setdefault(target.role, set()).add(here)
         missing, extra = known - self._stored.keys(), self._stored.keys() - known
         if missing or extra or not known:
             told = [
@@ -263,16 +263,16 @@ class PeftFolder:
             ) from None
 
     def _check_shapes(self) -> None:
-        for place in self._places.values():
-            for part in self._parts.get(place.role, ()):
-                shape = place.group.sources[f"{place.modules[part]}.weight"]
-                rows, columns = reversed(shape) if place.group.rule.transposed else shape
+        for target in self._targets.values():
+            for part in self._parts.get(target.role, ()):
+                shape = target.group.sources[f"{target.modules[part]}.weight"]
+                rows, columns = reversed(shape) if target.group.rule.transposed else shape
                 wanted = {"lora_A": (self.lora.rank, columns), "lora_B": (rows, self.lora.rank)}
                 for half, sizes in wanted.items():
-                    found = tuple(self._stored[_key(place, part, half)].shape)
+                    found = tuple(self._stored[_key(target, part, half)].shape)
                     if found != sizes:
                         raise CheckpointError(
-                            f"{self.path}: {_key(place, part, half)} has the shape {list(found)}, but the model and "
+                            f"{self.path}: {_key(target, part, half)} has the shape {list(found)}, but the model and "
                             f"r {self.lora.rank} give {list(sizes)}; give adapters of the same base"
                         )
 
@@ -296,5 +296,5 @@ def is_peft(path: str | Path) -> bool:
     return (Path(path) / CONFIG_FILE).is_file()
 
 
-def _key(place: AdapterTarget, part: str, half: str) -> str:
-    return f"{PREFIX}{place.modules[part]}.{half}.weight"
+def _key(target: AdapterTarget, part: str, half: str) -> str:
+    return f"{PREFIX}{target.modules[part]}.{half}.weight"

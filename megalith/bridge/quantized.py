@@ -103,9 +103,9 @@ def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         return (matrix / _divisor(scale)).round().to(torch.int8), scale
     down, across = scale_shape(matrix.shape, form)
     padded = torch.nn.functional.pad(matrix, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    blocks = padded.view(down, BLOCK, across, BLOCK)
-    scale = blocks.abs().amax((1, 3)) / LARGEST[form]
-    codes = (blocks / _divisor(scale)[:, None, :, None]).to(torch.float8_e4m3fn)
+    row_slices = padded.view(down, BLOCK, across, BLOCK)
+    scale = row_slices.abs().amax((1, 3)) / LARGEST[form]
+    codes = (row_slices / _divisor(scale)[:, None, :, None]).to(torch.float8_e4m3fn)
     return codes.view(padded.shape)[:rows, :columns].contiguous(), scale
 
 
@@ -143,18 +143,18 @@ def quantization_config(form: Form, tensors: Layout, names: set[str], output: st
 
 
 @dataclass(frozen=True)
-class PackedExperts:
+class MXFP4Experts:
     """The matrices of all experts, [experts, in, out], whose rows of out are stored in MXFP4: blocks of codes uint8
     [experts, out, in / 32, 16], the first of two in the lower half of a byte, and scales uint8 [experts, out, in / 32],
     the power of two plus 127."""
 
-    blocks: SafetensorsEntry
+    row_slices: SafetensorsEntry
     scales: SafetensorsEntry
     dtype: ClassVar[str] = "BF16"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        experts, rows, groups, _ = self.blocks.shape
+        experts, rows, groups, _ = self.row_slices.shape
         return experts, groups * SCALED_TOGETHER, rows
 
     def read(self) -> Tensor:
@@ -163,7 +163,7 @@ class PackedExperts:
 
     def __getitem__(self, which: int | slice) -> Tensor:
         """Of one expert, [in, out], or of some."""
-        codes, scales = self.blocks.read()[which], self.scales.read()[which]
+        codes, scales = self.row_slices.read()[which], self.scales.read()[which]
         values = torch.tensor([*MXFP4, *(-value for value in MXFP4)], dtype=torch.bfloat16)
         halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)  # [..., out, in / 32, 32]
         found = torch.ldexp(values[halves.int()], scales[..., None].int() - 127)
@@ -171,7 +171,7 @@ class PackedExperts:
 
 
 @dataclass(frozen=True)
-class CodedMatrix:
+class QuantizedMatrix:
     """A matrix [out, in] in codes of a byte: fp8 with a scale a block, or int8 with one a row."""
 
     codes: SafetensorsEntry
@@ -191,7 +191,7 @@ class CodedMatrix:
         return (codes * scales).to(DTYPES[self.dtype])
 
 
-def unpacked(tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def unpack_quantized(tensors: Mapping[str, Any], config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A folder's tensors with those that are stored in codes under one name each, where config.json says that there
     are such; matrices in codes of a byte are of `dtype` then. Raises CheckpointError for codes and scales of shapes
     that do not go together."""
@@ -222,7 +222,7 @@ def _with_matrices(
                 f"here has a number for each {'row' if block is None else 'block of ' + str(block)} of a matrix; fetch "
                 "it again, or take the original"
             )
-        found[name] = CodedMatrix(tensors[name], scales, tuple(size), dtype)
+        found[name] = QuantizedMatrix(tensors[name], scales, tuple(size), dtype)
     return found
 
 
@@ -232,13 +232,13 @@ def _with_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
         whole = name.removesuffix(BLOCKS)
         if whole + SCALES not in tensors:
             continue  # listed as no tensor of this model
-        blocks, scales = found.pop(name), found.pop(whole + SCALES)
-        fits = len(blocks.shape) == 4 and blocks.shape[3] * 2 == SCALED_TOGETHER
-        if not fits or blocks.shape[:3] != scales.shape or {blocks.dtype, scales.dtype} != {"U8"}:
+        row_slices, scales = found.pop(name), found.pop(whole + SCALES)
+        fits = len(row_slices.shape) == 4 and row_slices.shape[3] * 2 == SCALED_TOGETHER
+        if not fits or row_slices.shape[:3] != scales.shape or {row_slices.dtype, scales.dtype} != {"U8"}:
             raise CheckpointError(
-                f"{name} is {list(blocks.shape)} of {blocks.dtype} and its scales {list(scales.shape)} of "
+                f"{name} is {list(row_slices.shape)} of {row_slices.dtype} and its scales {list(scales.shape)} of "
                 f"{scales.dtype}, but MXFP4 is uint8 [experts, out, in / 32, 16] and [experts, out, in / 32]; fetch it "
                 "again"
             )
-        found[whole] = PackedExperts(blocks, scales)
+        found[whole] = MXFP4Experts(row_slices, scales)
     return found

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalith.bridge.families import family_of
 from megalith.bridge.family import VOCABULARY
-from megalith.bridge.importer import SEED, open_source
+from megalith.bridge.importer import SEED, open_hf_folder
 from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
@@ -42,28 +42,28 @@ def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> P
     Raises CheckpointError when they are not the same model; the certificate then says in what they differ.
     """
     opened = open_checkpoint(checkpoint, parts=("model",))
-    fit = open_source(folder, allow=True)
+    matched = open_hf_folder(folder, allow=True)
     certificate = {
         "checkpoint": str(opened.folder),
-        "folder": str(fit.source.path),
-        "architecture": fit.source.config.get("architectures"),
+        "folder": str(matched.source.path),
+        "architecture": matched.source.config.get("architectures"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: _version(name) for name in ("megalith", "torch", "transformers")},
-        "allowed": {"missing": fit.missing, "extra": fit.extra},
-        "tensors": compare_tensors(opened, fit),
-        "logits": compare_logits(opened, fit),
+        "allowed": {"missing": matched.missing, "extra": matched.extra},
+        "tensors": compare_tensors(opened, matched),
+        "logits": compare_logits(opened, matched),
     }
     passed = not certificate["tensors"]["different"] and certificate["logits"]["within_bound"]
     path = Path(f"{beside}.certificate.json")
     path.write_text(json.dumps({"passed": passed, **certificate}, indent=2) + "\n", encoding="utf-8")
     if not passed:
         raise CheckpointError(
-            f"{opened.folder} and {fit.source.path} are not the same model; {path} says in what"
+            f"{opened.folder} and {matched.source.path} are not the same model; {path} says in what"
         )
     return path
 
 
-def verdict(certificate: Path) -> str:
+def certificate_line(certificate: Path) -> str:
     """A line of what a certificate says."""
     found = json.loads(certificate.read_text(encoding="utf-8"))
     tensors, logits = found["tensors"]["compared"], found["logits"]
@@ -74,39 +74,39 @@ def verdict(certificate: Path) -> str:
     )
 
 
-def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
+def compare_tensors(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     """How many tensors of theirs were compared, of how many bytes, and the names of those that differ."""
-    dtypes, different, count, size = fit.dtypes, [], 0, 0
-    compared = [group for group in fit.groups if not set(group.sources) & set(fit.missing)]
-    with Progress("verify", sum(map(fit.bytes, compared))) as progress:
+    dtypes, different, count, size = matched.dtypes, [], 0, 0
+    compared = [group for group in matched.groups if not set(group.sources) & set(matched.missing)]
+    with Progress("verify", sum(map(matched.bytes, compared))) as progress:
         for group in compared:
             kinds = {dtypes[name] for name in group.sources}
             for offset, shape in group.boxes():
                 ours = checkpoint.read("model", group.name, Extent(offset, shape))
                 for name, value in to_theirs(group, ours, dtypes, first_expert=offset[0]):
                     count, size = count + 1, size + value.nbytes
-                    if not same_bits(value, fit.source.read(name)):
+                    if not same_bits(value, matched.source.read(name)):
                         different.append(name)
                     progress.add(value.nbytes)
-                back = fit.ours(group, SEED, offset, shape)
+                back = matched.ours(group, SEED, offset, shape)
                 if len(kinds) == 1 and not same_bits(back, ours.to(min(kinds, key=str)).float()):
                     different.append(group.name)
     return {"compared": count, "bytes": size, "different": different}
 
 
 @torch.no_grad()
-def compare_logits(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
+def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     """The largest difference between the logits of a probe batch, with what it was taken against."""
-    model = fit.groups[0].model
+    model = matched.groups[0].model
     ours = make_model(model, device="cpu").eval()
     rows = {name: model.vocab_size for name in VOCABULARY if name in checkpoint.table("model")}
     load_model(checkpoint, ours, rows, show_progress=True)
-    _round(ours, fit)
+    _round(ours, matched)
     generator = torch.Generator().manual_seed(SEED)
     shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
     ids = torch.randint(0, model.vocab_size, shape, generator=generator)
     against = "transformers" if importlib.util.find_spec("transformers") else "megalith"
-    theirs = _their_logits(fit, ids) if against == "transformers" else _own_logits(fit, ids)
+    theirs = _their_logits(matched, ids) if against == "transformers" else _own_logits(matched, ids)
     difference, largest = (ours(ids) - theirs).abs().max().item(), theirs.abs().max().item()
     return {
         "against": against,
@@ -125,28 +125,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _round(model: Transformer, fit: Match) -> None:
+def _round(model: Transformer, matched: Match) -> None:
     """Gives our weights the precision that they have in the folder."""
     state = model.state_dict()
-    for group in fit.groups:
-        kinds = {fit.dtypes[name] for name in group.sources if name in fit.dtypes}
+    for group in matched.groups:
+        kinds = {matched.dtypes[name] for name in group.sources if name in matched.dtypes}
         if len(kinds) == 1:
             state[group.name].copy_(state[group.name].to(kinds.pop()))
 
 
-def _their_logits(fit: Match, ids: Tensor) -> Tensor:
+def _their_logits(matched: Match, ids: Tensor) -> Tensor:
     import transformers
 
-    family = family_of(fit.source.config, str(fit.source.path))
-    kind = getattr(transformers, fit.source.wrapper or family.architecture)
-    with without_bars():
-        model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
+    family = family_of(matched.source.config, str(matched.source.path))
+    kind = getattr(transformers, matched.source.wrapper or family.architecture)
+    with no_progress_bars():
+        model = kind.from_pretrained(matched.source.path, dtype=torch.float32, attn_implementation="eager")
     given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model.eval()(ids, **given)[0]
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Without transformers' own progress bars, which it draws into files and pipes too."""
     from transformers.utils import logging
 
@@ -159,9 +159,9 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _own_logits(fit: Match, ids: Tensor) -> Tensor:
-    model = make_model(fit.groups[0].model, device="cpu").eval()
-    load_source(fit, model, SEED, show_progress=True)
+def _own_logits(matched: Match, ids: Tensor) -> Tensor:
+    model = make_model(matched.groups[0].model, device="cpu").eval()
+    load_source(matched, model, SEED, show_progress=True)
     return model(ids)
 
 

@@ -54,9 +54,9 @@ def run_import(args: argparse.Namespace) -> int:
     step = import_hf(args.source, args.out, allow=args.allow)
     print(f"wrote {printable(step)}")
     if args.verify:
-        from megalith.bridge.verify import certify, verdict
+        from megalith.bridge.verify import certificate_line, certify
 
-        print(verdict(certify(step, args.source, args.out)))
+        print(certificate_line(certify(step, args.source, args.out)))
     return 0
 
 
@@ -203,9 +203,9 @@ def run_export(args: argparse.Namespace) -> int:
         print(printable(note), file=sys.stderr)
     print(f"wrote {printable(result.path)} ({result.family.architecture})")
     if args.verify:
-        from megalith.bridge.verify import certify, verdict
+        from megalith.bridge.verify import certificate_line, certify
 
-        print(verdict(certify(result.checkpoint.folder, result.path, args.out)))
+        print(certificate_line(certify(result.checkpoint.folder, result.path, args.out)))
     return 0
 
 

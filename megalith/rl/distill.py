@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.load import begin_from, with_init_from
+from megalith.bridge.load import load_initial_weights, with_init_from
 from megalith.comm.collectives import all_gather_replicated, gather_json
 from megalith.config import RunConfig, require_run_config
 from megalith.config.rl import DistillConfig
@@ -207,7 +207,7 @@ class Teacher:
     def _load(self) -> ParallelModel:
         run, model = self.run, build_model(self.run, self._mesh, self._device)
         rows = vocabulary_rows(run)
-        begin_from(
+        load_initial_weights(
             run.model.init_from, model.chunks, rows, run.train.seed, self._mesh.world, run.checkpoint.trust
         )
         return model

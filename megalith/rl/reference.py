@@ -19,7 +19,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from megalith.bridge.load import begin_from
+from megalith.bridge.load import load_initial_weights
 from megalith.comm.collectives import gather_json
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
@@ -58,7 +58,9 @@ def _first_weights(run: Run) -> ParallelModel:
     if config.model.init_from is not None:
         rows = vocabulary_rows(config)
         trust = config.checkpoint.trust
-        begin_from(config.model.init_from, model.chunks, rows, config.train.seed, run.mesh.world, trust)
+        load_initial_weights(
+            config.model.init_from, model.chunks, rows, config.train.seed, run.mesh.world, trust
+        )
     return model
 
 

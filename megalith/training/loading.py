@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.folder import is_model_folder
-from megalith.bridge.importer import SEED, common_dtype, open_source
-from megalith.bridge.load import begin_from, check_base, config_of, load_source
+from megalith.bridge.importer import SEED, common_dtype, open_hf_folder
+from megalith.bridge.load import check_base, config_of, load_initial_weights, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.checkpoint import Checkpoint, load_model, open_existing
 from megalith.checkpoint.state import base_fingerprint
@@ -61,7 +61,7 @@ def _add_adapters(
     if base is None:
         initialize(model, config.model, seed)
     else:
-        begin_from(base, model, vocabulary_rows(config), seed, ALONE)
+        load_initial_weights(base, model, vocabulary_rows(config), seed, ALONE)
         check_base(checkpoint, base_fingerprint(model, vocabulary_rows(config)), base)
     add_adapters(model, config.lora)
     for _, adapter in adapters(model):
@@ -71,7 +71,7 @@ def _add_adapters(
 def _load_hugging_face(
     path: str | Path | StorePath, device: str | torch.device, show_progress: bool
 ) -> tuple[Transformer, Tokenizer | None]:
-    fit = open_source(path)
+    fit = open_hf_folder(path)
     shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, shape.vocab_size)
     model = make_model(shape, compute_dtype=common_dtype(fit), device=device)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapter_folder import begin_from_peft
-from megalith.bridge.load import begin_from, check_base, config_of
+from megalith.bridge.adapter_folder import load_peft_adapters
+from megalith.bridge.load import check_base, config_of, load_initial_weights
 from megalith.bridge.settings import changed_settings
 from megalith.checkpoint import (
     Checkpoint,
@@ -46,13 +46,15 @@ def load_run(run: Run) -> Path | StorePath | None:
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
     if config.model.init_from is not None and (frozen or checkpoint is None):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
-        begin_from(config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust)
+        load_initial_weights(
+            config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust
+        )
         if frozen:
             _remember_base(run, checkpoint)
             run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
     if checkpoint is None:
         if config.lora.load is not None:
-            begin_from_peft(config.lora.load, config.model, run.model.chunks)
+            load_peft_adapters(config.lora.load, config.model, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
     run.notes += _notes_on_change(run, checkpoint)

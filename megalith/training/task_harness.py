@@ -24,7 +24,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalith.bridge.load import begin_from
+from megalith.bridge.load import load_initial_weights
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.data.batch import Batch, document_ends
@@ -86,7 +86,7 @@ def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, asked: TaskReques
         mesh = build_mesh(config.parallel, process.world_size, device.type, has_experts=experts)
         model = build_model(config, mesh, device)
         rows, trust = vocabulary_rows(config), config.checkpoint.trust
-        begin_from(config.model.init_from, model.chunks, rows, config.train.seed, mesh.world, trust)
+        load_initial_weights(config.model.init_from, model.chunks, rows, config.train.seed, mesh.world, trust)
         harness = HarnessModel(model.eval(), tokenizer, config)
         options = dict(
             num_fewshot=asked.num_fewshot, limit=asked.limit, task_manager=manager, log_samples=False

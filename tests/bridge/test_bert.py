@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
-from megalith.bridge.importer import import_hf, open_source
+from megalith.bridge.importer import import_hf, open_hf_folder
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.models.encoders.bert import Bert
@@ -169,7 +169,7 @@ def test_every_value_of_a_config_json_is_read_or_refused_in_a_sentence(tmp_path:
 
     def read(content: dict) -> None:
         (tmp_path / "config.json").write_text(json.dumps(content))
-        open_source(tmp_path)
+        open_hf_folder(tmp_path)
 
     count, refused, found = problems(spoiled(config, ()), read)
     assert not found and count > 500 and refused > count / 3

@@ -18,7 +18,7 @@ from peft_formula import random_adapters, save
 from megalith.bridge.families import family_of
 from megalith.bridge.family import COUNTS, LAYER_COUNTS, LISTS, NUMBERS, OBJECTS
 from megalith.bridge.folder import SourceFolder, list_tensors
-from megalith.bridge.importer import import_hf, open_source
+from megalith.bridge.importer import import_hf, open_hf_folder
 from megalith.bridge.load import model_of
 from megalith.bridge.match import match
 from megalith.bridge.megatron.megatron_importer import open_megatron
@@ -60,7 +60,7 @@ def test_what_a_model_would_take_is_found_before_it_is_taken(hf_folder, tmp_path
     def read(changes: dict) -> None:
         (folder / "config.json").write_text(json.dumps(config | changes))
         for reads in (
-            open_source,
+            open_hf_folder,
             model_of,
             lambda path: import_hf(path, tmp_path / "out", show_progress=False),
         ):
@@ -148,7 +148,7 @@ def test_every_value_of_an_index_and_of_the_small_files(hf_folder, tmp_path: Pat
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
         SourceFolder(folder)
 
-    def read_small(content: object) -> None:
+    def read_folder_file(content: object) -> None:
         (folder / "hugging_face_dtypes.json").write_text(json.dumps(content))
         read_origin(folder)
 
@@ -156,7 +156,7 @@ def test_every_value_of_an_index_and_of_the_small_files(hf_folder, tmp_path: Pat
     cases = [*spoiled({"metadata": {"total_size": 1}, "weight_map": small}), *((repr(v), v) for v in VALUES)]
     assert not problems(iter(cases), read_index)[2]
     cases = [*spoiled({"model.norm.weight": "float16"}), *((repr(v), v) for v in VALUES)]
-    assert not problems(iter(cases), read_small)[2]
+    assert not problems(iter(cases), read_folder_file)[2]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from lm_eval.api.instance import Instance
 
-from megalith.bridge.load import begin_from
+from megalith.bridge.load import load_initial_weights
 from megalith.bridge.origin import tokenizer_of
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
@@ -51,5 +51,5 @@ def of_layout(folder: str, parallel: dict, tokens: list[tuple[list[int], list[in
     config = prepare(config, size).config
     mesh = build_mesh(config.parallel, size, "cpu")
     model = build_model(config, mesh, torch.device("cpu"))
-    begin_from(folder, model.chunks, vocabulary_rows(config), 1, mesh.world if size > 1 else Axis())
+    load_initial_weights(folder, model.chunks, vocabulary_rows(config), 1, mesh.world if size > 1 else Axis())
     return figures(HarnessModel(model.eval(), tokenizer_of(Path(folder)), config), tokens)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from megalith.bridge.exporter import export_hf
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, is_there
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, path_exists
 from megalith.bridge.importer import PRECISIONS, SEED, common_dtype, import_hf
-from megalith.bridge.load import config_of, is_source, open_weights
+from megalith.bridge.load import config_of, is_foreign_weights, open_weights
 from megalith.bridge.megatron.megatron_importer import (
     LATEST,
     arguments_of,
@@ -108,14 +108,14 @@ def export_megatron(
 
 
 def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress: bool) -> _Exported:
-    if is_source(source):
+    if is_foreign_weights(source):
         if with_optimizer:
             raise ConfigError(f"{source} is no run of ours, so no optimizer's state is written; leave it out")
-        fit = open_weights(source, trust)
-        by_name = {group.name: group for group in fit.groups}
-        config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(fit)]}})
-        config = config.model_copy(update={"model": fit.groups[0].model})
-        return _Exported(config, lambda part, name, *box: fit.ours(by_name[name], SEED, *box))
+        matched = open_weights(source, trust)
+        by_name = {group.name: group for group in matched.groups}
+        config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(matched)]}})
+        config = config.model_copy(update={"model": matched.groups[0].model})
+        return _Exported(config, lambda part, name, *box: matched.ours(by_name[name], SEED, *box))
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     checkpoint = open_existing(source, parts, show_progress=show_progress)
     config = config_of(checkpoint)
@@ -293,7 +293,7 @@ def convert(
     if is_megatron_folder(path):
         kind = "megatron"
         _check_source(path, sizes, trust)
-    elif not is_source(path):
+    elif not is_foreign_weights(path):
         kind = "megalith"
         if open_checkpoint(path, ()) is None:
             raise CheckpointError(
@@ -301,7 +301,7 @@ def convert(
                 "Megatron's, no run of ours; give the folder that does"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
-        if not is_there(open_location(path)):
+        if not path_exists(open_location(path)):
             raise CheckpointError(f"there is no folder {path}; check the path")
         raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
     if kind == target != "megatron":
@@ -312,7 +312,7 @@ def convert(
         return import_megatron(path, out, trust=trust) if kind == "megatron" else import_hf(path, out)
     if kind == "megalith":
         return export_hf(path, out).path
-    if is_there(open_location(out)):
+    if path_exists(open_location(out)):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
     with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent) as between:
         import_megatron(path, f"{between}/run", trust=trust)

@@ -353,7 +353,7 @@ class MegatronSource:
         self.path, self.tensors = path, tensors
         self._last: tuple[str, Tensor] | None = None
 
-    def complete_names(self, family: object) -> None:
+    def normalize_names(self, family: object) -> None:
         """The names are whole."""
 
     def read(self, name: str) -> Tensor:
@@ -379,8 +379,8 @@ def import_megatron(
     default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
     ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
     """
-    fit = open_megatron(source, trust, vocab_size, allow)
-    return write_run(fit, out, None, show_progress=show_progress)
+    matched = open_megatron(source, trust, vocab_size, allow)
+    return write_run(matched, out, None, show_progress=show_progress)
 
 
 def is_megatron_folder(path: str | Path) -> bool:

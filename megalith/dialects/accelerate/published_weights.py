@@ -20,7 +20,7 @@ from megalith.bridge.families import FAMILIES, family_of
 from megalith.bridge.family import Family, Group
 from megalith.bridge.load import load_source
 from megalith.bridge.transfer import to_ours, to_theirs
-from megalith.bridge.verify import without_bars
+from megalith.bridge.verify import no_progress_bars
 from megalith.checkpoint.state import Model, base_shards
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
@@ -247,7 +247,7 @@ def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
     """Gives a module, which may be on the meta device, the tensors of published names. `sharded`: by its names, what
     trains in their place; `has_gradients`: whether that has gradients of a step; `is_outdated`: whether it has changed
     since."""
-    with without_bars():
+    with no_progress_bars():
         fresh = type(module).from_pretrained(None, config=module.config, state_dict=state).to(dtype)
     filled, gathered = fresh.state_dict(), {}
     for name, parameter in fresh.named_parameters(remove_duplicate=False):

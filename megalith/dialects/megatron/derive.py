@@ -575,12 +575,14 @@ def _at_step(load: str, step: int) -> str:
 
 def _take_stored(flags: ParsedFlags, load: str, section: str, names: Collection[str]) -> None:
     """Puts what the checkpoint's run had in place of what the flags say."""
-    from megalith.bridge.load import is_foreign  # torch: only where it is asked for
+    from megalith.bridge.load import is_foreign_folder  # torch: only where it is asked for
     from megalith.checkpoint.open import open_checkpoint
     from megalith.errors import MegalithError
 
     try:
-        if is_foreign(load):  # its model is taken where nothing is said of it; of its schedule nothing is
+        if is_foreign_folder(
+            load
+        ):  # its model is taken where nothing is said of it; of its schedule nothing is
             own = flags.tree.get(section, {})
             flags.tree[section] = {name: value for name, value in own.items() if name not in names}
             return

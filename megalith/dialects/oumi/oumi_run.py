@@ -22,9 +22,9 @@ from typing import Any
 
 from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf, merge_hf
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, find_folder, read_config_json
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, read_config_json, resolve_folder
 from megalith.bridge.importer import PRECISIONS, import_hf
-from megalith.bridge.load import is_source, model_of
+from megalith.bridge.load import is_foreign_weights, model_of
 from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.chat.chat_files import chat_files, read_records
@@ -72,13 +72,17 @@ def open_run(
     Raises ConfigError, DataError or CheckpointError, in Oumi's words.
     """
     with in_keys():
-        folder = find_folder(asked.model_name) if is_source(asked.model_name) else Path(asked.model_name)
+        folder = (
+            resolve_folder(asked.model_name)
+            if is_foreign_weights(asked.model_name)
+            else Path(asked.model_name)
+        )
         shape, notes = model_of(str(folder)), [*asked.notes]
         config = asked.config({"init_from": str(folder)})
         found: dict[str, Any] = pipeline_split(config, shape, notes)
         if asked.finds_precision:
             found["train.precision"] = _precision_of(folder)
-        words = folder if asked.tokenizer_name is None else find_folder(asked.tokenizer_name)
+        words = folder if asked.tokenizer_name is None else resolve_folder(asked.tokenizer_name)
         if asked.tokenizer_name is not None or (words / "tokenizer.json").is_file():
             found |= {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(words)}
         if asked.exports and config.lora.rank is None:
@@ -280,7 +284,7 @@ def converted(opened: OpenedRun, process: Process) -> Path:
     mark = path / SOURCE
     if process.is_first and not mark.exists():
         shutil.rmtree(path, ignore_errors=True)  # what an import that was killed has left
-        if is_source(source):
+        if is_foreign_weights(source):
             import_hf(source, path, show_progress=False)
         else:
             path.mkdir(parents=True, exist_ok=True)
@@ -299,7 +303,7 @@ def converted(opened: OpenedRun, process: Process) -> Path:
             f"{path} was made of {found}, but model.model_name is {source}; remove it, or choose another "
             "training.output_dir"
         )
-    return path if is_source(source) else Path(source)
+    return path if is_foreign_weights(source) else Path(source)
 
 
 def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
