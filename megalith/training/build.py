@@ -1,4 +1,4 @@
-"""What a run is made of, from its configuration: tokenizer, model, data."""
+"""Build a run's tokenizer, model and data from its configuration."""
 
 from __future__ import annotations
 
@@ -43,30 +43,34 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.progress import Progress
 from megalith.report.report import Work
 
-RunConfig.model_rebuild()  # its validators: 0.2 s that processes forked from one which has this module need not spend
+RunConfig.model_rebuild()  # builds the validators here, so that forked processes save 0.2 s
 COLLATES: dict[str, Collate | None] = {"gpt": None, "bert": make_bert_batch, "t5": make_t5_batch}
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PreparedRun(NamedTuple):
-    """A run that is possible."""
+    """Result of `prepare`."""
 
     config: RunConfig
-    """With what it left to the tokenizer and the data."""
+    """Configuration with the settings that come from the tokenizer, the data or imported weights."""
     tokenizer: Tokenizer | None
     notes: list[str]
-    """What the user should know: settings that change nothing, and what is only unwise."""
+    """Notes for the user: settings without effect, and doubtful choices."""
 
 
 def prepare(config: RunConfig, world_size: int) -> PreparedRun:
-    """Raises ConfigError where the run cannot be trained on `world_size` processes."""
+    """Complete and check a configuration for `world_size` processes.
+
+    Returns:
+        The configuration with all derived settings, the tokenizer, and notes.
+
+    Raises:
+        ConfigError: the run is not possible on `world_size` processes.
+    """
     load = config.checkpoint.load
     config = with_foreign_load(config)
-    begins = (
-        [f"{load} is no run of ours: its weights are the initial ones"]
-        if config.checkpoint.load != load
-        else []
-    )
+    imported = config.checkpoint.load != load
+    import_notes = [f"{load} is not a Megalith run; only its weights are loaded"] if imported else []
     config = _with_tokenizer_of_weights(with_init_from(config))
     tokenizer = build_run_tokenizer(config)
     config = _with_epochs(with_lora_load(resolve_config(config, tokenizer)), tokenizer)
@@ -76,15 +80,15 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     parse_split(config.data.split)
     config = _with_short_evaluations(config, tokenizer)
     if config.checkpoint.export_hf:
-        family_for(config.model)  # there has to be one
-    return PreparedRun(config, tokenizer, [*config.notes, *begins, *warnings, *idle_notes(config)])
+        family_for(config.model)  # raises if the model has no Hugging Face architecture
+    return PreparedRun(config, tokenizer, [*config.notes, *import_notes, *warnings, *idle_notes(config)])
 
 
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
-    """Where post-training names no tokenizer, it is that of its weights: a Hugging Face folder's, or a run's."""
+    """Use the tokenizer of `model.init_from` (a Hugging Face folder or a run) if post-training names none."""
     weights = config.model.init_from
-    wanted = config.chat is not None or config.rl.prompts
-    if not wanted or config.data.tokenizer_type is not None or weights is None:
+    needs_text = config.chat is not None or config.rl.prompts
+    if not needs_text or config.data.tokenizer_type is not None or weights is None:
         return config
     folder = tokenizer_folder(weights)
     if folder is None:
@@ -95,7 +99,7 @@ def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
 
 
 def open_chat(config: RunConfig, tokenizer: Tokenizer | None) -> ChatSplits:
-    """The run's chat data, tokenized."""
+    """Open the run's tokenized chat data."""
     vocab_size, train = config.model.vocab_size, config.train
     cache = Path(train.output_dir) / "cache"
     return open_chat_data(
@@ -104,7 +108,7 @@ def open_chat(config: RunConfig, tokenizer: Tokenizer | None) -> ChatSplits:
 
 
 def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """With the steps that num_train_epochs takes in its place. The last one is whole: it may begin another pass."""
+    """Replace num_train_epochs by the number of steps, rounded up. The last step may begin another epoch."""
     if config.chat is None or config.chat.num_train_epochs is None:
         return config
     check_epochs(config)
@@ -114,8 +118,7 @@ def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 
 def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps; one of
-    chat data takes all of it, once."""
+    """Set `eval_iters` if the run file does not: at most a tenth of the run's steps, or one pass over chat data."""
     train = config.train
     if "eval_iters" in train.model_fields_set:
         return config
@@ -134,7 +137,7 @@ def _boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryR
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """The tokenizer that `data` names, or None when it names none."""
+    """Build the tokenizer named in `data`. None if it names none."""
     data = config.data
     if data.tokenizer_type is None:
         return None
@@ -142,7 +145,7 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     if data.tokenizer_type == "TikTokenizer":
         vocab_size = config.model.vocab_size
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is not None:
-        vocab_size = config.model.vocab_size - 1  # it adds the end of document, which model.vocab_size counts
+        vocab_size = config.model.vocab_size - 1  # it adds EOD, which model.vocab_size includes
     tokenizer = build_tokenizer(
         data.tokenizer_type,
         data.tokenizer_model,
@@ -151,34 +154,34 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         vocab_size=vocab_size,
     )
     if config.chat is not None and config.chat.chat_template_path is not None:
-        # Among its files it goes into the checkpoints and the export.
+        # Stored with the tokenizer's files in checkpoints and exports.
         tokenizer.files[CHAT_TEMPLATE] = read_template(config.chat.chat_template_path)
     return tokenizer
 
 
 def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """`config` with what it left to the tokenizer and the data: the vocabulary and the longest sequence.
+    """Return `config` with the vocabulary size and the maximum sequence length filled in from tokenizer and data.
 
-    Raises ConfigError for a tokenizer with more entries than the model has.
+    Raises ConfigError if the tokenizer has more entries than the model.
     """
-    model, found = config.model, {}
+    model, settings = config.model, {}
     if tokenizer is not None and model.vocab_size is None:
-        found["model.vocab_size"] = tokenizer.model_vocab_size
+        settings["model.vocab_size"] = tokenizer.model_vocab_size
         if model.encoder_layers and not config.data.mock:
-            found["model.vocab_size"] = _span_tokens(config, tokenizer).words.vocab_size
+            settings["model.vocab_size"] = _span_tokens(config, tokenizer).words.vocab_size
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
-            "raise it, or leave it out to take the tokenizer's"
+            "raise it, or omit it to use the tokenizer's"
         )
     if model.max_position_embeddings is None:
         lengths = [config.data.seq_length, *[config.data.decoder_length] * (model.encoder_layers > 0)]
-        found["model.max_position_embeddings"] = max(lengths)
-    return config.with_settings(found)
+        settings["model.max_position_embeddings"] = max(lengths)
+    return config.with_settings(settings)
 
 
 def build_meta_model(config: RunConfig) -> Transformer:
-    """The whole model on the meta device: names, shapes and types, without values."""
+    """Build the complete model on the meta device: names, shapes and dtypes without values."""
     model = make_model(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
@@ -191,12 +194,12 @@ def build_meta_model(config: RunConfig) -> Transformer:
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """This rank's part of the model on `device` with its initial weights, ready to train."""
+    """Build this rank's part of the model on `device`, initialized and ready to train."""
     return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
-    """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
+    """Return the parameters with one row per vocabulary entry, and the number of their rows that are not padding."""
     return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 
@@ -206,11 +209,21 @@ def open_datasets(
     tokenizer: Tokenizer | None,
     show_progress: bool = False,
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
-    """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
+    """Open the train, valid and test data with the given numbers of samples.
+
+    Args:
+        config: the run's configuration.
+        samples: number of train, valid and test samples.
+        tokenizer: the run's tokenizer, if any.
+        show_progress: show a progress bar while indices are built.
+
+    Returns:
+        Three datasets; valid and test are None if their split is empty or no samples are requested.
+    """
     data, model, seed = config.data, config.model, config.train.seed
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
-        raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
+        raise ConfigError(f"rl.{name} requires `megalith grpo`; use that, or omit the setting to pre-train")
     masking = build_masking(config)
     if data.mock and model.encoder_layers:
         lengths = data.seq_length, data.decoder_length
@@ -236,15 +249,15 @@ def open_datasets(
         return train, valid, test
     if data.data_path is not None:
         bounds = parse_split(data.split)
-        wanted = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
+        evaluated = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
     else:
-        own = (data.valid_data_path, data.test_data_path)
-        wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]
+        paths = (data.valid_data_path, data.test_data_path)
+        evaluated = [count if path is not None else 0 for count, path in zip(samples[1:], paths)]
     return build_datasets(
         data.data_path,
         data.split,
         data.seq_length,
-        (samples[0], *wanted),
+        (samples[0], *evaluated),
         seed,
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
@@ -257,29 +270,29 @@ def open_datasets(
 
 
 def build_masking(config: RunConfig) -> Masking | None:
-    """How the samples of an encoder are masked; None where there is none."""
+    """Return the masking settings of an encoder's samples. None for decoders."""
     data, model = config.data, config.model
     if model.causal:
         return None
     if model.bert_binary_head and model.tokentypes == 1:
         raise ConfigError(
             "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set it to 2 or "
-            "more, or to 0 for none"
+            "more, or to 0"
         )
     settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
     for name, value in (SPANS if model.encoder_layers else {}).items():
         settings[name] = value if settings[name] is None else settings[name]
-    given = {name: value for name, value in settings.items() if value is not None}
-    return Masking(**given, classification_head=model.bert_binary_head)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return Masking(**settings, classification_head=model.bert_binary_head)
 
 
 def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> MakeDataset:
-    """As build_datasets takes it: samples of documents, which their sentences are the sequences of."""
+    """Return a dataset factory for `build_datasets`, for documents whose sequences are sentences."""
     data, model, seed = config.data, config.model, config.train.seed
     if tokenizer is None:
         raise ConfigError(
-            f"model.model_type {model.model_type} masks words of data.data_path, but data.tokenizer_type is not set, "
-            "which says what a word is; name the tokenizer that the data was preprocessed with"
+            f"model.model_type {model.model_type} masks words, which needs a tokenizer, but data.tokenizer_type is not "
+            "set; name the tokenizer that data.data_path was preprocessed with"
         )
     if model.encoder_layers:
         tokens, lengths = _span_tokens(config, tokenizer), (data.seq_length, data.decoder_length)
@@ -298,20 +311,20 @@ def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: M
 
 
 def _span_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpanTokens:
-    found, size = SpanTokens.of(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
-    if size is not None and size < found.words.vocab_size:
+    tokens, size = SpanTokens.of(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
+    if size is not None and size < tokens.words.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {found.words.vocab_size} entries with {len(found.sentinels)} sentinels "
+            f"the tokenizer has {tokens.words.vocab_size} entries with {len(tokens.sentinels)} sentinels "
             f"(data.vocab_extra_ids), but model.vocab_size is {size}; raise it, or lower vocab_extra_ids"
         )
-    return found
+    return tokens
 
 
 class Data:
-    """The datasets of a run and the loaders over them."""
+    """Datasets of a run and their loaders."""
 
     make_chat_batch = staticmethod(make_chat_batch)
-    """Collates rows of chat data."""
+    """Collate function for chat data."""
 
     def __init__(
         self,
@@ -322,7 +335,7 @@ class Data:
         dp: Axis,
         show_progress: bool = False,
     ):
-        """`dp`: every rank of it gets micro-batches of its own, every other rank of the mesh the same as they."""
+        """Ranks along `dp` read different micro-batches; all other ranks of the mesh read the same ones."""
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
@@ -337,11 +350,11 @@ class Data:
             )
         else:
             self.train, self.valid, self.test = open_datasets(config, samples, tokenizer, show_progress)
-        again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
-        if again and config.data.dataloader_type == "single":
+        epochs = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
+        if epochs and config.data.dataloader_type == "single":
             self.notes.append(
-                f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
-                f"over the documents more than once: {', '.join(again)}"
+                f"the run's {samples[0]:,} samples, read in order (data.dataloader_type single), cover documents more "
+                f"than once: {', '.join(epochs)}"
             )
 
     def train_loader(
@@ -351,7 +364,8 @@ class Data:
         device: torch.device,
         left_out: Sequence[Sequence[int]] = (),
     ) -> Loader:
-        """Micro-batches from after `consumed_samples` to the end of the run, without `left_out` (see data/order.py)."""
+        """Return a loader of micro-batches from `consumed_samples` to the end of the run, without the ranges `left_out`
+        (see data/order.py)."""
 
         def sizes() -> Iterable[int]:
             consumed = consumed_samples
@@ -365,28 +379,29 @@ class Data:
         return self._loader(self.train, self._order, sizes(), device, consumed_samples)
 
     def work(self, consumed_samples: int, batch_size: int) -> Work | None:
-        """What the next `batch_size` samples of the loader that was made last are; None: whole sequences."""
+        """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
+        full."""
         if not isinstance(self.train, ChatDataset):
             return None
         rows = [self._order(consumed_samples + at) for at in range(batch_size)]
         return Work(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
+        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`."""
         return self._batch_sizes.micro_batches(consumed_samples)
 
     def files(self) -> dict[str, dict[str, int | str]]:
-        """Of each indexed dataset that is trained on, by its prefix, what tells whether it is the same (`identity`)."""
+        """Return the identity of each training dataset (`identity`), by prefix."""
         if isinstance(self.train, ChatDataset):
             return {"chat data": self.train.identity()}
         return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
 
     def preserves_order(self, num_samples: int) -> bool:
-        """Whether a run of so many samples takes the same ones, as far as both go."""
+        """Return True if a run with `num_samples` samples reads the same samples, up to the shorter length."""
         return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
-        """The same eval_iters global batches at every evaluation, from the dataset's beginning."""
+        """Return a loader of the first eval_iters global batches of `dataset`, the same in every evaluation."""
         sizes = [self._batch_sizes.global_batch_size] * self._config.train.eval_iters
         return self._loader(dataset, SingleOrder(len(dataset), wrap=True), sizes, device)
 

@@ -1,12 +1,12 @@
-"""What a training loop of one's own is made of: the same pieces as `megalith.train`, without its run.
+"""Building blocks for custom training loops: the components of `megalith.train` without its run.
 
-    mesh, device = init_mesh(config.parallel)                # under torchrun, or `megalith.launch`
-    model = parallelize(config, mesh, device)                # or a ModelSpec in the place of config
-    optimizer = Optimizer(model, config.optim)
-    loss = model.backward(micro_batches)
-    result = optimizer.step()
+     mesh, device = init_mesh(config.parallel)                # under torchrun or `megalith.launch`
+     model = parallelize(config, mesh, device)                # or a ModelSpec instead of config
+     optimizer = Optimizer(model, config.optim)
+     loss = model.backward(micro_batches)
+     result = optimizer.step()
 
-examples/train_loop.py is such a loop.
+examples/train_loop.py is a complete loop.
 """
 
 from __future__ import annotations
@@ -39,26 +39,42 @@ from megalith.training.build import build_model, resolve_config, vocabulary_rows
 def init_mesh(
     parallel: ParallelConfig | None = None, device: str = "auto", *, has_experts: bool = False
 ) -> tuple[Mesh, torch.device]:
-    """Joins the job's other processes, if it has any; this process's axes and device.
+    """Join the other processes of the job, if any, and build the device mesh. Every process calls it once.
 
-    Every process calls it once. Of many processes only the first keeps its standard output. `has_experts`: of the model
-    that is to be parallelized. Raises ConfigError where the sizes do not divide the number of processes.
+    Only the first process keeps its standard output.
+
+    Args:
+        parallel: sizes of the parallel axes.
+        device: device type or name; "auto" prefers a GPU.
+        has_experts: the model to be parallelized has experts.
+
+    Returns:
+        The mesh and this process's device.
+
+    Raises:
+        ConfigError: the sizes do not divide the number of processes.
     """
     process = this_process()
-    own = pick_device(device, process.local_rank)
-    init_distributed(own)
+    local_device = pick_device(device, process.local_rank)
+    init_distributed(local_device)
     parallel = parallel or ParallelConfig()
-    return build_mesh(parallel, process.world_size, own.type, has_experts=has_experts), own
+    mesh = build_mesh(parallel, process.world_size, local_device.type, has_experts=has_experts)
+    return mesh, local_device
 
 
 def parallelize(
     spec: RunConfig | ModelSpec, mesh: Mesh, device: torch.device, parallel: ParallelConfig | None = None
 ) -> ParallelModel:
-    """This rank's part of the model that a configuration's `model` describes, or a spec of one's own, with its initial
-    weights. Every rank calls it.
+    """Build this rank's part of a model with its initial weights. Every rank calls it.
 
-    `parallel` is what the mesh was made with; None: the configuration's, or no setting. Raises ConfigError for a layout
-    that the model cannot be in.
+    Args:
+        spec: a run's configuration, whose `model` section describes the model, or a custom ModelSpec.
+        mesh: mesh from `init_mesh`.
+        device: device from `init_mesh`.
+        parallel: the settings that the mesh was built with. Default: those of the configuration, or none.
+
+    Raises:
+        ConfigError: the model does not support the layout.
     """
     if isinstance(spec, RunConfig):
         return build_model(resolve_config(spec, None), mesh, device)
@@ -68,10 +84,10 @@ def parallelize(
 
 
 class Optimizer:
-    """The optimizer that `config` names, over this rank's shards, with the clipped, checked step of a run."""
+    """The configured optimizer over this rank's shards, with clipping and skipping of non-finite gradients."""
 
     def __init__(self, model: ParallelModel, config: OptimConfig, precision: str = "fp32"):
-        """`precision` is the compute type's: fp16 has a dynamic loss scale."""
+        """With `precision` fp16 the loss scale is dynamic."""
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
         self.optimizer = build_optimizer(
@@ -85,11 +101,22 @@ class Optimizer:
     def step(
         self, lr: float | None = None, weight_decay: float | None = None, decoupled_lr: float | None = None
     ) -> StepResult:
-        """Clips and applies the gradients that `model.backward(…, loss_scale=self.loss_scale.scale)` has left, and
-        clears them; a step whose gradient is not finite changes nothing. None: what the configuration says."""
-        asked, config = (lr, weight_decay, decoupled_lr), self.config
-        given = (config.lr, config.weight_decay, config.decoupled_lr)
-        set_learning_rate(self.optimizer, *(b if a is None else a for a, b in zip(asked, given)))
+        """Clip and apply the gradients left by `model.backward(…, loss_scale=self.loss_scale.scale)`, then clear them.
+
+        A step with a non-finite gradient changes nothing.
+
+        Args:
+            lr: learning rate. Default: the configuration's, like the other two.
+            weight_decay: weight decay of matrices.
+            decoupled_lr: learning rate of the word embedding and the output layer.
+        """
+        config = self.config
+        set_learning_rate(
+            self.optimizer,
+            config.lr if lr is None else lr,
+            config.weight_decay if weight_decay is None else weight_decay,
+            config.decoupled_lr if decoupled_lr is None else decoupled_lr,
+        )
         result = optimizer_step(self.optimizer, self.loss_scale, config.clip_grad, self._total_squares)
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
@@ -103,9 +130,21 @@ class Optimizer:
 def save_checkpoint(
     folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0
 ) -> Path | StorePath:
-    """Saves model and optimizer into folder/step_NNNNNNNN, which it returns when it is whole. Every rank calls it.
+    """Save model and optimizer in folder/step_NNNNNNNN. Every rank calls it.
 
-    Tensors are global, so that any layout loads them. Raises CheckpointError where they cannot be written.
+    Tensors are stored unsharded, so that any layout can load them.
+
+    Args:
+        folder: folder of the steps.
+        optimizer: holds the model and its state.
+        step: number of the step.
+        consumed_samples: stored in the record.
+
+    Returns:
+        The step's folder, once it is complete.
+
+    Raises:
+        CheckpointError: the files cannot be written.
     """
     model = optimizer.model
     run = getattr(model.spec, "run", None)
@@ -128,10 +167,17 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, optimizer: Optimizer) -> RunRecord:
-    """Fills model and optimizer, bitwise, from the newest whole step in `folder`, or from the step that it is; its
-    record has `step` and `consumed_samples`. Every rank calls it.
+    """Load model and optimizer, bitwise. Every rank calls it.
 
-    Raises CheckpointError where there is none, or one of another model or optimizer.
+    Args:
+        folder: a step folder, or a folder of steps; then the newest complete one is loaded.
+        optimizer: its state and its model are filled.
+
+    Returns:
+        The record, with `step` and `consumed_samples`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it belongs to another model or optimizer.
     """
     model = optimizer.model
     run, world = getattr(model.spec, "run", None), model.mesh.world
@@ -139,7 +185,7 @@ def load_checkpoint(folder: str | Path, optimizer: Optimizer) -> RunRecord:
     checkpoint = open_checkpoint(folder, world=world)
     if checkpoint is None:
         raise CheckpointError(
-            f"there is no checkpoint in {folder}; give the folder that save_checkpoint was given"
+            f"there is no checkpoint in {folder}; pass the folder that was passed to save_checkpoint"
         )
     load_model(checkpoint, model.chunks, rows, world)
     load_optimizer(checkpoint, optimizer.optimizer, rows, model.chunks, world)

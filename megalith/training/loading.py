@@ -1,4 +1,4 @@
-"""A trained model from its checkpoint, ready to use."""
+"""Load a trained model from its checkpoint for inference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ from megalith.training.build import COMPUTE_DTYPES, vocabulary_rows
 
 
 def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Transformer:
-    """The model of a run folder, one of its steps, or a Hugging Face folder, in evaluation mode on `device`.
+    """Load the model of a run folder, a step folder or a Hugging Face folder, in evaluation mode.
 
-    `model(input_ids)`, with int64 [batch, seq], gives logits [batch, seq, vocab] in the run's precision, or in the
-    type of the folder's weights. Raises CheckpointError when there is no whole checkpoint, ConfigError for a Hugging
-    Face model that cannot be built here.
+    Args:
+        path: folder or URL.
+        device: device of the weights.
+
+    Returns:
+        A module. `model(input_ids)` maps int64 [batch, seq] to logits [batch, seq, vocab], in the run's precision or in
+            the
+        dtype of the folder's weights.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+        ConfigError: the Hugging Face model is not supported.
     """
     return load_with_tokenizer(path, device)[0]
 
@@ -36,7 +45,7 @@ def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Tr
 def load_with_tokenizer(
     path: str | Path | StorePath, device: str | torch.device = "cpu", show_progress: bool = False
 ) -> tuple[Transformer, Tokenizer | None]:
-    """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
+    """Like `load`, but also return the tokenizer stored with the checkpoint. None if the run had none."""
     if is_model_folder(path):
         return _load_hugging_face(path, device, show_progress)
     checkpoint = open_existing(path, show_progress=show_progress)
@@ -56,7 +65,7 @@ def load_with_tokenizer(
 def _add_adapters(
     model: Transformer, checkpoint: Checkpoint, config: RunConfig, device: str | torch.device
 ) -> None:
-    """Gives a model without values those of its base, and adapters without values."""
+    """Load the base weights into an empty model and add adapters without values."""
     base, seed = config.model.init_from, config.train.seed
     if base is None:
         initialize(model, config.model, seed)

@@ -1,12 +1,12 @@
-"""What a job would be refused for, found before a process of it starts; and a run up to its first step without devices.
+"""Checks of a job before its processes start, and dry runs.
 
-The ranks refuse the same by the same rules, each when it has come so far: after seconds of imports, and after all of
-them have met. Here one process asks what takes no device and little time. On several machines the output folder and
-its checkpoints are left to rank 0: a launcher that joins a running job finds there what that job has written.
+`check_job` applies the ranks' rules in one process, without a device and within seconds, so that mistakes appear before
+all ranks have started. On several machines, rank 0 checks the output folder: a launcher that joins a running job would
+find that job's files there.
 
-`megalith train run.yaml --dry-run --world-size N` opens settings, tokenizer, data and checkpoint as a run would. The
-layout is then built as rank 0, the last rank and one rank of each pipeline stage would build it, over a process group
-that exchanges nothing and on the meta device, and the bytes of weights that each has are laid beside the planner's.
+`megalith train run.yaml --dry-run --world-size N` opens settings, tokenizer, data and checkpoint like a run. It then
+builds the model as rank 0, the last rank and one rank per pipeline stage, on the meta device and with a fake process
+group, and compares their bytes of weights with the planner's.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from megalith.report.layout_text import layout_text, memory_unit, wrap_paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import check_resumable
 
-MOST_INDEX_BYTES = (
-    2**27
-)  # of .idx files that are read whole here: six million documents, a fraction of a second
+# Total size of .idx files that are opened here: six million documents, a fraction of a second.
+MAX_INDEX_BYTES = 2**27
 
 
 def check_job(
@@ -58,10 +57,17 @@ def check_job(
     one_machine: bool,
     check_data: Callable[[RunConfig, Tokenizer | None], object] | None = None,
 ) -> None:
-    """Raises the MegalithError with which every rank would refuse `config`.
+    """Check a job before it starts.
 
-    `world_sizes` are those that the job may have: one of them has to be possible. `nproc` processes are on this
-    machine. `check_data` is of data that is not pre-training's.
+    Args:
+        config: the run's configuration.
+        world_sizes: possible numbers of processes in ascending order; one must be valid.
+        nproc: number of processes on this machine.
+        one_machine: all processes run on this machine, so that the output folder can be checked.
+        check_data: check for data that is not pre-training data.
+
+    Raises:
+        MegalithError: the error that every rank would raise.
     """
     check_base(config)
     (prepared, tokenizer, _), world_size = _prepare_any(config, world_sizes)
@@ -72,7 +78,7 @@ def check_job(
         for warning in memory_warnings(layout, memory):
             print(wrap_paragraph(warning), flush=True)
     (check_data or _check_data)(prepared, tokenizer)
-    if config.train.skip_train:  # it writes nothing
+    if config.train.skip_train:  # writes no files
         _check_checkpoint(prepared, tokenizer)
     elif one_machine:
         with OutputLock(config.train.output_dir):
@@ -82,8 +88,14 @@ def check_job(
 
 
 def check_opens(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
-    """The prepared configuration of a run on `world_size` processes, and its notes, once data and checkpoint are open:
-    what a dry run asks. Raises the MegalithError with which every rank would refuse it."""
+    """Prepare a run for `world_size` processes and open its data and checkpoint.
+
+    Returns:
+        The prepared configuration and its notes.
+
+    Raises:
+        MegalithError: the error that every rank would raise.
+    """
     check_base(config)
     prepared, tokenizer, notes = prepare(config, world_size)
     _check_data(prepared, tokenizer)
@@ -92,7 +104,7 @@ def check_opens(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str
 
 
 def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[PreparedRun, int]:
-    """The run on the largest possible number of processes, and that number."""
+    """Prepare the run for the largest valid number of processes. Return it with that number."""
     for world_size in reversed(world_sizes):
         try:
             return prepare(config, world_size), world_size
@@ -103,55 +115,65 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[Prepare
 
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Its files are there, and small ones whole and enough for the splits."""
-    if config.chat is not None:  # tokenized by the ranks, unless its length was needed already
+    """Check that the data files exist and, if they are small, that they are intact and suffice for the splits."""
+    if config.chat is not None:  # tokenized later by the ranks, unless `prepare` needed its length
         data = config.data
         for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
             if path is not None:
                 chat_files(path)
         return
     index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
-    if sum(index_bytes) <= MOST_INDEX_BYTES:
+    if sum(index_bytes) <= MAX_INDEX_BYTES:
         evaluated = min(config.train.eval_iters, 1)
         open_datasets(config, (1, evaluated, evaluated), tokenizer)
 
 
 def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """The one to load is there and, by its manifest, of this model."""
+    """Check that the checkpoint to be loaded exists and that its manifest matches the model."""
     if config.checkpoint.load is None:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks warn of steps that are damaged
-        found = open_checkpoint(config.checkpoint.load, ())
-    checkpoint = check_resumable(found, config, tokenizer)
+        warnings.simplefilter("ignore")  # the ranks warn about damaged steps
+        checkpoint = open_checkpoint(config.checkpoint.load, ())
+    checkpoint = check_resumable(checkpoint, config, tokenizer)
     if checkpoint is not None:
         check_model_fits(checkpoint, build_meta_model(config), vocabulary_rows(config))
 
 
-DIFFERENCE = 0.02  # of bytes
+TOLERANCE = 0.02  # relative difference in bytes
 
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """A rank's part of the model, as its own code has built it."""
+    """Weights of one rank, as built by the parallel code."""
 
     rank: int
     weights: int
-    """Bytes that it has."""
+    """Bytes of this rank's weights."""
     even: float
-    """The same if all shards were alike: of fewer rows than ranks the first have one, and the last none."""
+    """Bytes if all shards had the same size. FSDP gives no row of a small parameter to the last ranks."""
     expected: int
-    """The planner's."""
+    """Bytes expected by the planner."""
 
     @property
     def agrees(self) -> bool:
-        return abs(self.even - self.expected) <= DIFFERENCE * self.expected
+        return abs(self.even - self.expected) <= TOLERANCE * self.expected
 
 
 def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus_per_node: int = 8) -> str:
-    """What a run of `world_size` processes would begin with, as text; `rates`: of the GPUs by whose memory and links an
-    `auto` is chosen. Raises the MegalithError that it would end with, a ConfigError where the job is not expected to
-    fit these GPUs, and a TrainingError where a rank has other weights than the planner counts."""
+    """Describe the start of a run with `world_size` processes as text.
+
+    Args:
+        config: the run's configuration.
+        world_size: number of processes.
+        rates: measured rates of the GPUs; `auto` settings are chosen by their memory and links.
+        gpus_per_node: GPUs per node.
+
+    Raises:
+        MegalithError: the error that the run would raise.
+        ConfigError: the job is not expected to fit on these GPUs.
+        TrainingError: a rank's weights differ from the planner's count.
+    """
     config, notes = check_opens(config, world_size)
     machine = Machine(min(gpus_per_node, world_size), ranks=world_size)
     if rates is not None:
@@ -165,29 +187,31 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
         require_fit(layout, rates)
     ranks = build_ranks(layout)
     lines = [*map(wrap_paragraph, [*notes, *chosen]), layout_text(layout)]
-    figures: dict[tuple[int, float, int], list[int]] = {}
+    by_bytes: dict[tuple[int, float, int], list[int]] = {}
     for built in ranks:
-        figures.setdefault((built.weights, built.even, built.expected), []).append(built.rank)
+        by_bytes.setdefault((built.weights, built.even, built.expected), []).append(built.rank)
     name, unit = memory_unit([max(built.weights, built.expected) for built in ranks])
-    told = [
+    weight_lines = [
         wrap_paragraph(
-            f"rank{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}: {weights / unit:.4f} {name} of weights built, "
-            f"{planned / unit:.4f} planned{', were all shards alike' * (abs(weights - even) > DIFFERENCE * even)}"
+            f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {weights / unit:.4f} {name} of weights "
+            f"built, {planned / unit:.4f} planned"
+            f"{' for shards of equal size' * (abs(weights - even) > TOLERANCE * even)}"
         )
-        for (weights, even, planned), alike in figures.items()
+        for (weights, even, planned), numbers in by_bytes.items()
     ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
-            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts: {'; '.join(told)}"
+            f"the weights of ranks {', '.join(map(str, wrong))} differ from the planner's count: "
+            f"{'; '.join(weight_lines)}"
         )
     used = "no device was used"
     if rates is None and config.runtime.device != "cpu":
-        used += ", and auto is chosen as on CPUs; with --device NAME as on such GPUs"
-    return "\n".join([*lines, *told, f"dry run: {world_size} processes can train this; {used}"])
+        used += ", and auto settings were chosen for CPUs; use --device NAME to choose them for that GPU"
+    return "\n".join([*lines, *weight_lines, f"dry run: {world_size} processes can train this; {used}"])
 
 
 def build_ranks(layout: Layout) -> list[BuiltRank]:
-    """The first rank, the last, and one of each pipeline stage."""
+    """Build the weights of the first rank, the last rank and one rank per pipeline stage."""
     each = layout.world_size // len(layout.stages)
     chosen = sorted({*range(0, layout.world_size, each), layout.world_size - 1})
     return [_build(layout, rank) for rank in chosen]
@@ -200,13 +224,13 @@ def _build(layout: Layout, rank: int) -> BuiltRank:
             config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
         )
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
-        own = [parameter for chunk in chunks for parameter in _own(chunk.parameters())]
-        weights, even = sum(local(each).nbytes for each in own), sum(map(_even_share, own))
+        parameters = [parameter for chunk in chunks for parameter in _unique(chunk.parameters())]
+        weights, even = sum(local(each).nbytes for each in parameters), sum(map(_even_share, parameters))
     return BuiltRank(rank, weights, even, layout.stage_of(rank).memory.weights)
 
 
 def _even_share(parameter: torch.nn.Parameter) -> float:
-    """Bytes of a rank's shard, if all were alike."""
+    """Return the bytes of a shard if all shards had the same size."""
     ranks = 1
     if isinstance(parameter, DTensor):
         sharded = (axis for axis, each in enumerate(parameter.placements) if hasattr(each, "dim"))
@@ -214,14 +238,13 @@ def _even_share(parameter: torch.nn.Parameter) -> float:
     return parameter.numel() * parameter.element_size() / ranks
 
 
-def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:
-    """Each once."""
+def _unique(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is one and no other is there."""
+    """Simulate rank `rank` of a job with `world_size` processes, without the other processes."""
     if world_size == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""Going on: which checkpoint a run starts from, whether it fits, and the run's state as it was then."""
+"""Resume a run: find its checkpoint, check that it fits, and restore the state."""
 
 from __future__ import annotations
 
@@ -35,15 +35,21 @@ from megalith.training.skipped_steps import SkippedSteps
 
 
 def load_run(run: Run) -> Path | StorePath | None:
-    """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
+    """Fill a new run from the checkpoint that `checkpoint.load` names.
 
-    None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
-    of `lora.load`. Raises CheckpointError, on all ranks, where it is damaged or does not fit.
+    Without a checkpoint, load `model.init_from` if set, otherwise keep the initial weights, and load adapters from
+    `lora.load`.
+
+    Returns:
+        The checkpoint's folder, or None.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint is damaged or does not fit.
     """
     checkpoint, config, world = _first_checkpoint(run), run.config, run.mesh.world
-    found = collectively(world, lambda: {} if world.rank else run.data.files())[0]
-    run.data_files = {prefix: DataRecord(**files) for prefix, files in found.items()}
-    frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
+    identities = collectively(world, lambda: {} if world.rank else run.data.files())[0]
+    run.data_files = {prefix: DataRecord(**files) for prefix, files in identities.items()}
+    frozen = config.lora.rank is not None  # checkpoints then contain only the adapters
     if config.model.init_from is not None and (frozen or checkpoint is None):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
         load_initial_weights(
@@ -62,7 +68,7 @@ def load_run(run: Run) -> Path | StorePath | None:
 
 
 def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """What to tell where the run goes on otherwise than that of the checkpoint would have."""
+    """Describe how the run differs from what the checkpoint's run would have done."""
     if not run.consumed_samples:
         return []
     before = config_of(checkpoint)
@@ -71,21 +77,21 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
             *_notes_on_length(run, before, checkpoint)
         ]
         return [*samples, *_notes_on_updates(run, before, checkpoint)]
-    except ConfigError as error:  # no run can have had it
+    except ConfigError as error:  # an impossible configuration: the manifest is damaged
         raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
-    """Settings that decide `what`, that a run reads, and that are not as they were: with both values."""
-    found = []
+    """Return the settings that determine `what`, are used, and differ from before, with both values."""
+    changes = []
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)
         unread = was.unread(before).keys() & now.unread(config).keys()
         for name in was.deciding(what):
             values = getattr(was, name), getattr(now, name)
             if values[0] != values[1] and name not in unread:
-                found.append(_was_and_is(f"{section}.{name}", *values))
-    return found
+                changes.append(_was_and_is(f"{section}.{name}", *values))
+    return changes
 
 
 def _was_and_is(name: str, was: Any, now: Any) -> str:
@@ -93,45 +99,45 @@ def _was_and_is(name: str, was: Any, now: Any) -> str:
 
 
 def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    """Where the samples to come are not those that the run of the checkpoint would have taken."""
+    """Warn if the next samples differ from those that the checkpoint's run would have read."""
     others = _changed(before, run.config, Decides.SAMPLES)
     for prefix, was in checkpoint.manifest.data.items():
         now = run.data_files.get(prefix, was)
         others += [_was_and_is(f"{name} of {prefix}", a, b) for (name, a), (_, b) in zip(was, now) if a != b]
     if others:
         yield (
-            f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
-            f"training continues after the first {run.consumed_samples:,} of what is set now. To restart its data, "
-            f"start a run of its own with model.init_from={checkpoint.folder}"
+            f"samples may differ from those that the run of {checkpoint.folder} would have read: {'; '.join(others)}; "
+            f"training continues after the first {run.consumed_samples:,} samples of the current settings. To restart "
+            f"the data, start a new run with model.init_from={checkpoint.folder}"
         )
 
 
 def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    """Where the same samples move the weights otherwise."""
+    """Warn if the same samples update the weights differently."""
     others, position = _changed(before, run.config, Decides.UPDATES), run.schedule_position
     was, now = (build_schedule(c.optim, c.train).learning_rate(*position) for c in (before, run.config))
     if was != now:
         others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
     if others:
-        yield f"training continues otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+        yield f"training continues differently from the run of {checkpoint.folder}: {'; '.join(others)}"
 
 
 def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
-    """Where the samples are those of before, but a run of another length takes them in another order."""
+    """Warn if the samples are the same but a different run length changes their order."""
     sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
     was = sizes.samples_for_iterations(sizes.iterations(before.train))
     now = run.batch_sizes.samples_for_iterations(run.total_steps)
     if was != now and not run.data.preserves_order(was):
         yield (
-            f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset "
-            "are shuffled for the length, so from here on samples come in another order, some of them again and "
-            "others not. To stop early and go on as if nothing had been, give a run its whole length and end it with "
-            "train.exit_interval or train.exit_duration_in_mins"
+            f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the order of samples "
+            "depends on the length and changes here, so some are repeated and others skipped. To stop early and resume "
+            "without a difference, set the full length and stop with train.exit_interval or "
+            "train.exit_duration_in_mins"
         )
 
 
 def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Notes which weights the adapters are trained on; those of `checkpoint` have to be of the same."""
+    """Store the fingerprint of the adapters' base weights. Raises CheckpointError if `checkpoint` has another base."""
     run.base = base_fingerprint(run.model.chunks, vocabulary_rows(run.config), run.mesh.world)
 
     def check() -> None:
@@ -153,13 +159,14 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
 def check_resumable(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
-    """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
+    """Return `checkpoint`, opened from `checkpoint.load`, if the run can resume from it. Raises CheckpointError
+    otherwise."""
     load, output = open_location(config.checkpoint.load), open_location(config.run_folder)
     if checkpoint is None:
         if not is_inside(load, output):
             raise CheckpointError(
-                f"there is no checkpoint in {load}, which checkpoint.load names; only the run's own folder {output} "
-                "may be empty, at the first start: correct the path, or leave it out"
+                f"there is no checkpoint in {load} (checkpoint.load); only the run's own folder {output} may be empty, "
+                "at the first start: correct the path, or omit it"
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)
@@ -168,7 +175,7 @@ def check_resumable(
 
 
 def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
-    """Puts the run where it stood when `checkpoint` was saved. Every rank calls it."""
+    """Restore the run's state from `checkpoint`. Every rank calls it."""
     record, rows, world = checkpoint.manifest, vocabulary_rows(run.config), run.mesh.world
     is_first = world.rank == 0
     load_model(checkpoint, run.model.chunks, rows, world, is_first)
@@ -184,10 +191,8 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
 
 
 def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
-    """Of the steps in the run's own folder those that are not the past of a run that goes on from `checkpoint`.
-
-    As ranges [first, end) of save numbers: what `checkpoint` had left behind, and what was saved after it.
-    """
+    """Return the ranges [first, end) of save numbers in the run's folder that do not belong to the history of
+    `checkpoint`: those it had abandoned, and those saved after it."""
     folder = run.saves
     if not is_inside(checkpoint.folder, folder):
         return []
@@ -197,9 +202,10 @@ def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
 
 
 def open_newest_before(run: Run, last_step: int) -> Checkpoint | None:
-    """The newest whole checkpoint of the run's own past that was saved after `last_step` or an earlier step.
+    """Open the newest complete checkpoint of the run's history saved at or before step `last_step`. None if there is
+    none.
 
-    The same on every rank, all of which call it; what is damaged is noted and passed over.
+    Collective; every rank gets the same one. Damaged checkpoints are logged and skipped.
     """
     folder = run.saves
 
@@ -230,7 +236,7 @@ def _open(run: Run, path: Path | StorePath, with_optimizer: bool) -> Checkpoint 
 
 
 def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
-    """Refuses weights whose token ids mean other words."""
+    """Raise CheckpointError if the weights were trained with another tokenizer."""
     trained = checkpoint.manifest.tokenizer
     if tokenizer and trained and trained.fingerprint != tokenizer.fingerprint:
         raise CheckpointError(
@@ -241,13 +247,14 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
 
 
 def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> None:
-    """Refuses the weights in `folder` which were `trained` to be used in another way, whether or not they would fit."""
+    """Raise CheckpointError if the settings in `config` change what the weights in `folder`, trained with `trained`,
+    compute, even if their shapes fit."""
     for name in LoraConfig.deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
-                f"{folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
-                "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
+                f"{folder} was saved with lora.{name} {before}, but this run has {now}, so its adapters would not "
+                "match; set it as before, or merge them first: megalith lora merge"
             )
     learned = config.model.learns_positions
     others = changed_settings(
@@ -255,9 +262,9 @@ def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> Non
     )
     if others:
         raise CheckpointError(
-            f"{folder} is of another model: "
-            f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}; its weights would "
-            "mean something else, or not fit: leave the model as it was"
-            + f", or start a run of its own with model.init_from={folder}"
+            f"{folder} contains another model: "
+            f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}, so its weights "
+            "would not match; restore the model settings"
+            + f", or start a new run with model.init_from={folder}"
             * all(name in ModelConfig.deciding(Decides.REACH) for name, _, _ in others)
         )

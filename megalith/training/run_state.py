@@ -1,4 +1,4 @@
-"""State of a run in progress on one rank: its parts, its position, and one step, evaluation or save."""
+"""State of a run on one rank: its components, its position, and one step, evaluation or save."""
 
 from __future__ import annotations
 
@@ -36,57 +36,65 @@ MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Task:
-    """What a run trains for: its data, its loss and further figures of a step. This one is pre-training's."""
+    """Training task of a run: its data, loss and metrics. This class is pre-training; post-training tasks derive from
+    it.
+
+    Methods that take a run are called by every rank.
+    """
 
     loss: Loss | None = None
-    """None: the model's own."""
+    """Training loss. None: the model's own."""
     evaluation_loss: Loss = CrossEntropy()
     console_metrics: tuple[str, ...] = ()
-    """The figures that the console shows."""
+    """Names of the step metrics that the console shows."""
 
     def build_data(self, run: Run) -> Data:
-        """The run's data. It is asked for first, when `run` has its configuration, tokenizer, mesh and device alone."""
+        """Build the run's data. Called first, when `run` has only its configuration, tokenizer, mesh and device."""
         if run.config.dpo.enabled:
             raise ConfigError(
-                "dpo.enabled is what `megalith dpo` sets; use that, or leave it out to pre-train"
+                "dpo.enabled requires `megalith dpo`; use that, or omit the setting to pre-train"
             )
         if run.config.distill.teacher_or_logits is not None:
             raise ConfigError(
-                "distill.teacher and distill.logits_dir are what `megalith distill` learns from; use that, or leave "
-                "them out"
+                "distill.teacher and distill.logits_dir require `megalith distill`; use that, or omit them to pre-train"
             )
         is_first = run.mesh.world.rank == 0
         return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp, is_first)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]] | None:
-        """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""
+        """Return a function that reads the metrics of the current step, for metrics.jsonl. Called once gradients are
+        ready."""
         return None
 
     def state_files(self, run: Run) -> dict[str, bytes]:
-        """What a checkpoint of this moment has of it besides the counters, contents by file name. Every rank calls it;
-        those of the first are saved."""
+        """Return the task's state for a checkpoint, contents by file name. Rank 0's are saved."""
         return {}
 
     def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
-        """Takes what `state_files` gave when the checkpoint that `run` stands at was saved."""
+        """Restore the state that `state_files` returned when the checkpoint was saved."""
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
-        """Figures of held-out data, of a task whose evaluation is no mean loss. Every rank calls it.
+        """Evaluate on held-out data, for tasks whose evaluation is not a mean loss.
 
-        `before` is called ahead of each part with the number done and that of all, `stops` after it: what is true ends
-        it, and there are none.
+        Args:
+            run: the run.
+            before: called before each part with the number of finished parts and the total.
+            stops: called after each part; a true result ends the evaluation without metrics.
+
+        Returns:
+            Metrics by name. None: the task has no such evaluation, or it was stopped.
         """
         return None
 
     def evaluation_metrics(self, run: Run) -> dict[str, float] | None:
-        """Of the evaluation that has just ended; None: its loss is a mean over tokens. Every rank calls it."""
+        """Return metrics of the evaluation that has just ended. None: its loss is a mean over tokens."""
         return None
 
 
 class Run:
-    """The pieces and the position of a run. The loop that moves it is the trainer's (trainer.py)."""
+    """Components and position of a run. `Trainer` (trainer.py) advances it."""
 
     def __init__(
         self,
@@ -96,7 +104,7 @@ class Run:
         device: torch.device,
         task: Task | None = None,
     ):
-        """With the initial weights; `load_run` (resume.py) puts it where a checkpoint stands."""
+        """Build a run with initial weights. `load_run` (resume.py) restores a checkpoint."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
         self.saves = open_location(config.run_folder) / CHECKPOINTS
@@ -105,7 +113,7 @@ class Run:
         self.task = task or Task()
         self.data = self.task.build_data(self)
         self.notes: list[str] = list(self.data.notes)
-        """What the report says first."""
+        """Notes at the start of the report."""
         self.model = build_model(config, mesh, device)
         self.updates = Optimizer(self.model, config.optim, config.train.precision)
         self.optimizer, self.loss_scale = self.updates.optimizer, self.updates.loss_scale
@@ -126,19 +134,16 @@ class Run:
             self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh)
         self.timers = PhaseTimers(device, config.log.timing_log_level)
         self.log: Callable[[str], None] = lambda text: None
-        """Takes a line for the reader of the run's log."""
+        """Writes a line to the run's log."""
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
-        self.skipped = SkippedSteps()  # for fp16's overflows; schedules do not count them
-        self.totals: dict[str, int | float] = {}  # running ones of the task, kept in checkpoints
-        self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
-        self.base: str | None = (
-            None  # with adapters: the fingerprint of the weights from init_from; on rank 0
-        )
-        self.data_files: dict[str, DataRecord] = {}  # of the training data, by prefix
-        self.abandoned: list[
-            list[int]
-        ] = []  # ranges of save numbers in the output folder, of steps gone back from
+        self.skipped = SkippedSteps()  # fp16 overflows, excluded from schedules
+        self.totals: dict[str, int | float] = {}  # running totals of the task, stored in checkpoints
+        self.left_out: list[list[int]] = []  # ranges of the data stream skipped after loss spikes
+        self.base: str | None = None  # with adapters, on rank 0: fingerprint of the weights from init_from
+        self.data_files: dict[str, DataRecord] = {}  # identity of the training data, by prefix
+        # Ranges of save numbers in the output folder that this run has gone back from.
+        self.abandoned: list[list[int]] = []
 
     def train_step(
         self,
@@ -147,23 +152,28 @@ class Run:
     ) -> PendingStep:
         """Train one step on the mean loss over the global batch.
 
-        `before_update` is called with the step's loss and micro-batches before the optimizer step; it may recompute the
-        gradients.
+        Args:
+            batches: iterator of micro-batches.
+            before_update: called with the step's loss and micro-batches before the optimizer step; may recompute the
+                gradients.
+
+        Returns:
+            The step's metrics, partly on the device.
         """
         batch_size = self.batch_sizes.size(self.consumed_samples)
         count = self.data.micro_batches(self.consumed_samples)
         with self.timers("batch-generator"):
             micro_batches = [next(batches) for _ in range(count)]
         interval = self.config.log.log_fp8_interval if self.config.train.fp8_format else 0
-        counts = interval > 0 and (self.step + 1) % interval == 0
+        counts_fp8 = interval > 0 and (self.step + 1) % interval == 0
         for counter in self.counters.values():
-            counter.begin_step(counts)
+            counter.begin_step(counts_fp8)
         with self.timers("forward-backward"):
             before_update(self.gradients(micro_batches), micro_batches)
-        figures = self.task.step_metrics(self)
-        if counts:
-            of_task, of_fp8 = figures or dict, gather_counts(self.counters, self.mesh.world)
-            figures = lambda: {**of_task(), **of_fp8}  # noqa: E731
+        metrics = self.task.step_metrics(self)
+        if counts_fp8:
+            task_metrics, fp8_counts = metrics or dict, gather_counts(self.counters, self.mesh.world)
+            metrics = lambda: {**task_metrics(), **fp8_counts}  # noqa: E731
         lr = self.schedule.learning_rate(*self.schedule_position)
         weight_decay = self.schedule.weight_decay(*self.schedule_position)
         decoupled = self.schedule.decoupled
@@ -192,18 +202,18 @@ class Run:
             mtp_losses=self.model.mtp_losses,
             tallies=self.model.tallies,
             timers=self.timers,
-            extra_metrics=figures,
+            extra_metrics=metrics,
             console_metrics=self.task.console_metrics,
             work=work,
         )
 
     @property
     def schedule_position(self) -> tuple[int, int]:
-        """Steps and samples that moved the schedules of learning rate and weight decay on."""
+        """Numbers of steps and samples that advanced the schedules of learning rate and weight decay."""
         return self.step - self.skipped.steps, self.consumed_samples - self.skipped.samples
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
+        """Compute the step's gradients, times the loss scale, into `.grad`. Return its loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, self.task.loss, loss_scale=self.loss_scale.scale)
 
@@ -213,9 +223,11 @@ class Run:
         before: Callable[[int], None] = lambda done: None,
         stops: Callable[[], str | None] = lambda: None,
     ) -> float | None:
-        """The mean loss over the evaluation's tokens of `dataset`; None where there is nothing to evaluate.
+        """Return the mean loss over the evaluation's tokens of `dataset`. None if there is nothing to evaluate or it
+        was stopped.
 
-        `before` is called ahead of each global batch with the number done, `stops` after it: what is true ends it.
+        `before` is called before each global batch with the number of finished ones. `stops` is called after it; a true
+        result ends the evaluation.
         """
         total = self.config.train.eval_iters
         if dataset is None or total == 0:
@@ -235,9 +247,10 @@ class Run:
         return (loss / tokens).item()
 
     def save(self) -> None:
-        """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on.
+        """Save a checkpoint, or start a background save with `async_save`. A failed save is logged and training
+        continues.
 
-        Raises CheckpointError after `checkpoint.max_failed_saves` failures in a row.
+        Raises CheckpointError after `checkpoint.max_failed_saves` consecutive failures.
         """
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
@@ -246,10 +259,10 @@ class Run:
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:
-        """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
+        """Ensure that the current state is saved, and return its folder.
 
-        Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.
-        Raises CheckpointError when it cannot be saved.
+        Without `also_new`, wait for the save in progress and return the last folder, if any. Raises CheckpointError if
+        saving fails.
         """
         self.log_saves(wait=True)
         if also_new and not self._is_saved():
@@ -261,7 +274,7 @@ class Run:
         return last and last.folder
 
     def log_saves(self, wait: bool = False) -> None:
-        """Logs how the saves went that have ended; with `wait`, also the one in flight."""
+        """Log the results of completed saves; with `wait`, wait for the save in progress."""
         for saved in self.saver.completed_saves(wait):
             self.log(str(saved))
             if self.config.checkpoint.megatron_tracker and self.mesh.world.rank == 0 and saved.error is None:
@@ -297,7 +310,7 @@ class Run:
         )
 
     def _seed_fused_dropout(self) -> None:
-        """A GPU kernel's attention dropout is the one user of a random state: it is seeded by each step."""
+        """Seed the random state per step. Only the attention dropout of GPU kernels uses it."""
         if self.device.type == "cuda" and self.config.model.attention_dropout:
             key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
             torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))

@@ -1,4 +1,4 @@
-"""Count of the steps that fp16 skipped for an overflow, which learning rate schedules leave out."""
+"""Count of steps skipped for an fp16 overflow, which learning-rate schedules exclude."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SkippedSteps:
-    """Counts skipped steps and their samples while the device stays busy.
+    """Counts skipped steps and their samples without waiting for the device.
 
     A step's flag is copied to the host in the background. It is read when the count is next needed: for the learning
     rate of the next step, after that step's forward and backward passes have been queued.

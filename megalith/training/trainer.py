@@ -1,5 +1,5 @@
-"""Training: one loop, read top to bottom. `train` is the whole of a run and `Trainer.train` the loop; its step is
-`Run.train_step` (run_state.py)."""
+"""The training loop. `train` runs a whole training run, `Trainer.train` is the loop, and `Run.train_step`
+(run_state.py) is one step."""
 
 from __future__ import annotations
 
@@ -47,26 +47,32 @@ from megalith.training.run_state import Run, Task
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended."""
+    """Result of a run."""
 
     step: int
     consumed_samples: int
     loss: float | None  # of the last step
     validation_loss: float | None  # of the last evaluation
-    checkpoint: (
-        Path | StorePath | None
-    )  # the last one saved; None where `checkpoint.save_at_end` is off and none was
-    ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
+    checkpoint: Path | StorePath | None  # the last one saved; None if none was
+    ended: str  # reason: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
     test_loss: float | None = None  # after training
-    validation_figures: Mapping[str, float] | None = None  # of the last evaluation, where its loss is not all
+    validation_figures: Mapping[str, float] | None = None  # metrics of the last evaluation, besides its loss
 
 
 def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
-    """Trains as `config` says, from its start or from the checkpoint that `checkpoint.load` names.
+    """Train a model from its start, or from the checkpoint in `checkpoint.load`. Every process of the run calls it.
 
-    `task`: what for, where it is not pre-training. Every process of the run calls it; where torchrun or `launch`
-    started several, they find each other first. Raises ConfigError, DataError or CheckpointError before anything is
-    written when the run is not possible.
+    Processes started by torchrun or `launch` connect to each other first.
+
+    Args:
+        config: the run's configuration.
+        task: what to train for. Default: pre-training.
+
+    Returns:
+        The run's last step, losses and checkpoint.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: the run is not possible. Nothing has been written.
     """
     require_run_config(config, "megalith.train")
     process, attempt, starting = this_process(), this_attempt(), StartupTimer()
@@ -76,14 +82,14 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     config, tokenizer, notes = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     notes += offload_notes(config, device.type)
-    if process.is_first:  # who prints them
+    if process.is_first:  # the rank that prints notes
         notes += tokenizer_notes(config.model, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_seconds)
     output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
         guard_standard_streams() if process.is_first else nullcontext(),
         StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
-        locked_output_dir(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
+        locked_output_dir(config, attempt) if process.is_first and writes else nullcontext(False) as resuming,
         record_failures(output, attempt, process.rank),
     ):
         with signals.during_rendezvous() if process.world_size > 1 else nullcontext():
@@ -98,12 +104,12 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
-        if any_rank(goes_on, mesh.world):
-            own = {
+        if any_rank(resuming, mesh.world):
+            resume_settings = {
                 "checkpoint.load": config.run_folder,
                 "checkpoint.load_optim": config.checkpoint.save_optim,
             }
-            config = config.with_settings(own)
+            config = config.with_settings(resume_settings)
         run, heartbeat = None, Heartbeat(mesh, timeout)
         starting.mark("settings and processes")
         try:
@@ -112,8 +118,10 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
                 trainer = Trainer(run, heartbeat, signals, starting, notes)
                 result = trainer.train()
         except torch.OutOfMemoryError as error:
-            made = (run.model.chunks, run.optimizer) if run else ()
-            raise out_of_memory(error, config, process.world_size, process.rank, device, *made) from error
+            components = (run.model.chunks, run.optimizer) if run else ()
+            raise out_of_memory(
+                error, config, process.world_size, process.rank, device, *components
+            ) from error
         end_distributed()
         exported = output / "hf_model"
         is_exported = result.checkpoint == trainer.loaded_from and exported.exists()
@@ -131,8 +139,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         return result
 
 
-def _saves_when(ended: str, checkpoint: CheckpointConfig) -> bool:
-    """Whether a run that `ended` so, a key of EXIT_CODES, leaves a checkpoint of its last step."""
+def _saves_at_end(ended: str, checkpoint: CheckpointConfig) -> bool:
+    """Return True if a run with this end, a key of EXIT_CODES, saves its last step."""
     if ended == "train_iters":
         return checkpoint.save_at_end
     when = checkpoint.save_when_stopped
@@ -140,7 +148,7 @@ def _saves_when(ended: str, checkpoint: CheckpointConfig) -> bool:
 
 
 class Trainer:
-    """The loop of a run: its steps, and what comes between them."""
+    """The training loop of a run: its steps, evaluations and saves."""
 
     def __init__(
         self,
@@ -150,7 +158,7 @@ class Trainer:
         starting: StartupTimer | None = None,
         notes: Sequence[str] = (),
     ):
-        """`notes` are what the report is to say at the start."""
+        """`notes` appear at the start of the report."""
         self.run, self.config = run, run.config
         run.notes[:0] = notes
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
@@ -163,15 +171,15 @@ class Trainer:
         self.starting.mark("data and model")
 
     def train(self) -> TrainingResult:
-        """Trains to the end of the run or to an early exit, and leaves a checkpoint (`checkpoint.save_at_end`).
+        """Train to the end of the run or to an early exit, then save a checkpoint (`checkpoint.save_at_end`).
 
-        A run that is over writes nothing.
+        A run that is already complete writes nothing.
         """
         run, config = self.run, self.config
         if config.train.skip_train:
             return self._evaluate_alone()
         if self.loaded_from and run.step >= run.total_steps:
-            return self._nothing_left()
+            return self._already_complete()
         pipeline = run.model.pipeline
         with (
             open_report(
@@ -193,11 +201,11 @@ class Trainer:
                     f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
                 )
             ended = None
-            while ended is None:  # again where a loss spike has sent the run back to an earlier step
-                ended = self._train_on()
+            while ended is None:  # repeats after a loss spike, from an earlier step
+                ended = self._train_steps()
             self.report.end()
             self.report.flush()
-            checkpoint = self._save_last(_saves_when(ended, config.checkpoint))
+            checkpoint = self._save_last(_saves_at_end(ended, config.checkpoint))
             if ended != "train_iters":
                 resume = (
                     f"resume with checkpoint.load={config.run_folder}"
@@ -213,12 +221,13 @@ class Trainer:
             elif (test_loss := self.mean_loss(run.data.test)) is not None:
                 self.test_loss, figures = test_loss, run.task.evaluation_metrics(run)
                 figures = {"perplexity": perplexity(test_loss)} if figures is None else figures
-                told = "".join(f", {name} {value:.4g}" for name, value in figures.items())
-                run.log(f"test loss {test_loss:.4f}{told}")
+                metrics = "".join(f", {name} {value:.4g}" for name, value in figures.items())
+                run.log(f"test loss {test_loss:.4f}{metrics}")
         return self._result(checkpoint, ended, self.report.last_loss)
 
-    def _train_on(self) -> str | None:
-        """Trains from where the run stands. Returns why it ended; None when it stands at an earlier step now."""
+    def _train_steps(self) -> str | None:
+        """Train from the current step. Return the reason for the end, or None if the run has gone back to an earlier
+        step."""
         run, report = self.run, self.report
         with run.data.train_loader(run.step, run.consumed_samples, run.device, run.left_out) as batches:
             self.heartbeat.end_long("training")
@@ -229,7 +238,7 @@ class Trainer:
                 report.add(run.train_step(batches, self.faults.rerun_if_suspect))
                 stop = self.stops.after_step(run.step)
                 if stop or self._is_due(self.config.checkpoint.save_interval):
-                    report.flush()  # what is saved has been judged
+                    report.flush()  # so that faults are detected before the save
                 if self.faults.after_step():
                     return None
                 if self.stops.stop_reason is None:
@@ -239,10 +248,10 @@ class Trainer:
         return "train_iters"
 
     def _between_steps(self) -> None:
-        """What the intervals ask for; a run that is to end in a hurry saves and does nothing else.
+        """Check replicas, evaluate and save at their intervals. A run that must stop at once only saves.
 
-        Evaluates first, at the end too: a run that is killed meanwhile makes the steps since the last save again, and
-        evaluates again.
+        Evaluation comes first, also at the end: a run killed during it repeats the steps since the last save, and the
+        evaluation.
         """
         if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
             self._check_replicas()
@@ -264,12 +273,12 @@ class Trainer:
         if self.run.replicas is not None:
             self.run.replicas.check(self.run.step)
 
-    def _nothing_left(self) -> TrainingResult:
+    def _already_complete(self) -> TrainingResult:
         run = self.run
         if run.mesh.world.rank == 0:
             print(
                 f"nothing is left to train: {self.loaded_from} is step {run.step}, and the run's length is "
-                f"{run.total_steps} steps; to go on, raise it (train.train_iters, or train.train_samples)"
+                f"{run.total_steps} steps; to continue, raise it (train.train_iters, or train.train_samples)"
             )
         return self._result(self.loaded_from, "train_iters", None)
 
@@ -281,18 +290,17 @@ class Trainer:
         )
 
     def _evaluate_alone(self) -> TrainingResult:
-        """The loss of the weights as they are on the validation and the test data, or what else they are judged by,
-        printed as Megatron-LM does."""
+        """Evaluate the loaded weights on the validation and test data and print the results as Megatron-LM does."""
         run = self.run
         self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
-        self.validation_figures = self._judged()
+        self.validation_figures = self._evaluate_task()
         if self.validation_figures is not None:
             if run.mesh.world.rank == 0:
                 print(megatron_evaluation_line(run.step, None, "", self.validation_figures), flush=True)
             return self._result(self.loaded_from, "train_iters", None)
         if run.data.valid is run.data.test is None:
             raise ConfigError(
-                "the data have no validation and no test part to evaluate; give data.split shares for them"
+                "the data has no validation and no test split to evaluate; set shares for them in data.split"
             )
         losses = []
         for name, dataset in (("validation", run.data.valid), ("test", run.data.test)):
@@ -306,17 +314,17 @@ class Trainer:
         return self._result(self.loaded_from, self.stops.stop_reason or "train_iters", None)
 
     def evaluate(self) -> None:
-        """The mean loss over the evaluation's tokens, or what else the weights are judged by, reported and kept."""
+        """Evaluate, by mean loss or by the task's own metrics, and report the results."""
         run = self.run
         self.report.flush()
         loss = self.mean_loss(run.data.valid)
-        figures = self._judged() if loss is None else run.task.evaluation_metrics(run)
+        figures = self._evaluate_task() if loss is None else run.task.evaluation_metrics(run)
         if loss is not None or figures is not None:
             self.validation_loss, self.validation_figures = loss, figures
             self.report.evaluation(run.step, loss, figures)
 
-    def _judged(self) -> dict[str, float] | None:
-        """As the task's; None also where a stop signal breaks it off."""
+    def _evaluate_task(self) -> dict[str, float] | None:
+        """Return the task's evaluation metrics. None also if a stop signal interrupts it."""
         if not self.config.train.eval_iters or self.stops.stop_reason:
             return None
         step, parts = self.run.step, 0
@@ -334,7 +342,7 @@ class Trainer:
         return figures
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
-        """As the run's; None also where a stop signal breaks it off."""
+        """Return the run's mean loss on `dataset`. None also if a stop signal interrupts it."""
         step, total = self.run.step, self.config.train.eval_iters
         if dataset is None or not total or self.stops.stop_reason:
             return None

@@ -91,7 +91,7 @@ def test_the_run_ends_after_so_many_lost_steps_in_a_row(tmp_path):
     running = Ranks(command, 2, tmp_path / "log", prepare=partial(poison, samples=range(8, 99), times=99))
     assert running.end() == [5, 5], running.text()
     assert [record["skipped"] for record in records(output / "metrics.jsonl")] == [0, 0, 1, 1, 1]
-    assert "3 steps in a row, up to step 5" in running.text(0)
+    assert "3 consecutive steps up to step 5" in running.text(0)
     assert len(events(output, "lost_step")) == 1
 
 

@@ -64,7 +64,7 @@ def test_without_a_checkpoint_from_before_it_the_run_goes_on_and_says_so(tmp_pat
     running = Ranks(command, 1, tmp_path / "log", prepare=partial(spoil, seen=tmp_path / "seen"))
     assert running.end() == [0], running.text()
     (event,) = events(output, "loss_spike")
-    assert event["step"] == SPIKE and "no checkpoint from before it" in event["text"]
+    assert event["step"] == SPIKE and "no earlier checkpoint" in event["text"]
 
 
 @pytest.mark.fault(14)

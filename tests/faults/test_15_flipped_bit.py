@@ -26,11 +26,11 @@ def flip(rank: int) -> None:
 def test_the_rank_with_other_weights_is_named_and_nothing_of_it_is_saved(tmp_path, copies):
     output = tmp_path / "run"
     layout = {"train__global_batch_size": 6}
-    size, named = 3, "rank 2 holds other weights than its replicas"
+    size, named = 3, "the weights of rank 2 differ from its replicas"
     if copies == "hybrid":  # ranks 0 and 2 hold one half, 1 and 3 the other
         layout = {"parallel__data_parallel_sharding_strategy": "optim"}
         layout |= {"parallel__num_distributed_optimizer_instances": 2}
-        size, named = 4, "ranks 0, 2 hold different weights, and no majority says which are right"
+        size, named = 4, "the weights of ranks 0, 2 differ, without a majority that agrees"
     command = words(
         output,
         train__train_iters=20,
@@ -42,5 +42,5 @@ def test_the_rank_with_other_weights_is_named_and_nothing_of_it_is_saved(tmp_pat
     assert running.end() == [5] * size, running.text()
     said = running.text(0)
     assert f"after step 6 {named}" in said and "layers.0.mlp.linear_fc1.weight" in said
-    assert "the copies were the same at step 3" in said
+    assert "the replicas were identical at step 3" in said
     assert saved(output) == []

@@ -109,7 +109,7 @@ def test_a_finished_run_that_is_started_again_writes_nothing_whatever_it_is_give
     before = contents(tmp_path / "run")
     other = dict(data=dict(dataloader_type="single"), log=dict(tensorboard=True))
     again = run(train=dict(train_iters=2, seed=7), checkpoint=dict(load=str(tmp_path / "run")), **other)
-    assert "step 2, and the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
+    assert "step 2, and the run's length is 2 steps; to continue, raise it" in capsys.readouterr().out
     assert contents(tmp_path / "run") == before
     assert (again.step, again.consumed_samples, again.ended) == (2, 16, "train_iters")
     assert again.checkpoint == first.checkpoint
@@ -148,10 +148,10 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
     assert "data.dataloader_type was 'cyclic' and is 'single'; train.seed was 1234 and is 77" in printed
-    assert "training continues after the first 16 of what is set now" in printed
+    assert "training continues after the first 16 samples of the current settings" in printed
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
-    assert "samples need not be" not in capsys.readouterr().out
+    assert "samples may differ" not in capsys.readouterr().out
 
 
 def test_load_of_the_own_empty_folder_is_a_first_start_and_any_other_without_a_checkpoint_is_refused(
@@ -285,10 +285,10 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
     assert re.search(
         re.escape(said[name]) if name in said else f"{re.escape(plain)}|{resolved}", str(refused.value)
     )
-    assert "leave the model as it was" in str(refused.value)
+    assert "restore the model settings" in str(refused.value)
     of_positions = name in ("rotary_base", "rope_scaling")
     assert of_positions == (name in ModelConfig.deciding(Decides.REACH))
-    assert ("or start a run of its own with model.init_from=run/step" in str(refused.value)) == of_positions
+    assert ("or start a new run with model.init_from=run/step" in str(refused.value)) == of_positions
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def goes_on(name, run, capsys, folder, **sections) -> str:
 def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, capsys):
     folder = run(train=dict(train_iters=8, exit_interval=4)).checkpoint
     same = goes_on("same", run, capsys, folder, train=dict(micro_batch_size=2), optim=dict(adam_eps=1e-8))
-    assert "training continues otherwise" not in same and "samples need not" not in same
+    assert "training continues differently" not in same and "samples may differ" not in same
     other = goes_on(
         "other",
         run,
@@ -347,7 +347,7 @@ def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, c
         train=dict(global_batch_size=16),
     )
     assert (
-        f"training continues otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
+        f"training continues differently from the run of {folder}: model.hidden_dropout was 0.0 and is 0.1; "
         "optim.lr was 0.01 and is 0.005; train.global_batch_size was 8 and is 16; the learning rate of the next step "
         "would have been 0.005 and is 0.0025"
     ) in other
@@ -368,11 +368,13 @@ def test_a_run_that_goes_on_with_other_files_under_the_same_name_says_so(run, ca
 
     write([40, 50, 60] * 9)
     folder = run(data=data, train=dict(train_iters=8, exit_interval=4)).checkpoint
-    assert "samples need not" not in goes_on("same", run, capsys, folder, data=data)
+    assert "samples may differ" not in goes_on("same", run, capsys, folder, data=data)
     write([50, 40, 60] * 9)  # as large, in another order
     said = goes_on("other", run, capsys, folder, data=data)
-    assert f"need not be those that the run of {folder} would have taken: idx_sha256 of {prefix} was " in said
+    assert (
+        f"may differ from those that the run of {folder} would have read: idx_sha256 of {prefix} was " in said
+    )
     write([40, 50, 61] * 9)
-    assert f"taken: bin_bytes of {prefix} was 1350 and is 1359; idx_sha256" in goes_on(
+    assert f"read: bin_bytes of {prefix} was 1350 and is 1359; idx_sha256" in goes_on(
         "longer", run, capsys, folder, data=data
     )

@@ -76,7 +76,7 @@ def test_rows_that_are_longer_than_what_longrope_calls_short_are_warned_of():
     rope = {"type": "longrope", "original_max_position_embeddings": 16, "factor": 2}
     config = RunConfig.from_tree({"model": {"rope_scaling": rope}, "data": {"seq_length": 32}})
     with pytest.warns(
-        UserWarning, match="data.seq_length 32 is longer than the 16 tokens .* all of long_factor"
+        UserWarning, match="data.seq_length 32 is longer than the 16 tokens .* use long_factor"
     ):
         HarnessModel(None, SimpleNamespace(prefix=[0]), config)
 
@@ -122,7 +122,7 @@ def test_a_task_of_ones_own_from_the_command_line(folder, tmp_path, capsys, monk
     task["test_split"] = "nowhere"
     (tmp_path / "tiny.yaml").write_text(json.dumps(task))
     for wrong, told in (
-        ([*asked[:3], str(tmp_path / "none")], "is no folder; check the path"),
+        ([*asked[:3], str(tmp_path / "none")], "is not a folder; check the path"),
         (asked[:4], "cannot be read (KeyError: 'nowhere')"),
         ([*asked[:4], "--limit", "0"], "--limit is 0; give 1 or more"),
         (["--limit", "2"], "--limit requires --tasks"),
