@@ -20,7 +20,7 @@ from megalith.parallel.pipeline.timeline import Timeline, write_timeline
 from megalith.report.metrics import MetricsWriter, StepMetrics
 from megalith.report.plot import plot_run
 from megalith.report.profiler import StepProfiler
-from megalith.report.trackers import TensorBoardTracker, _identity
+from megalith.report.trackers import TensorBoardTracker, _load_or_create_id
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ WRITTEN = {
     "evaluations.jsonl": write_metrics,
     "experts.jsonl": write_metrics,
     "events.jsonl": write_metrics,
-    "wandb_id": lambda output: _identity(output / "wandb_id"),
+    "wandb_id": lambda output: _load_or_create_id(output / "wandb_id"),
     "failures": fail,
     "failures/attempt_000_rank_00000.txt": fail,
     "profile": trace,

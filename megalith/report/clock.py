@@ -1,4 +1,4 @@
-"""Clocks: the duration of each step and of its phases, and the time from process start to the first step."""
+"""Timers of steps and their phases, and of the startup: the time from process start to the end of the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalith.launch.parent import process_start_time
 
 
 def process_age() -> float | None:
-    """Seconds since the system started this process; None where it does not tell."""
+    """Return the seconds since this process was started; None if the system does not report it."""
     started = process_start_time(os.getpid())
     if started is None:
         return None
@@ -22,18 +22,18 @@ def process_age() -> float | None:
 
 
 class StartupTimer:
-    """Where the seconds go from the start of the process to the end of its first step."""
+    """Times the phases of startup, from process start to the end of the first step."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[str, float]] = []  # what, and the process's age at its end
+        self._parts: list[tuple[str, float]] = []  # phase, and the process's age at its end, in seconds
 
     def mark(self, part: str) -> None:
-        """What has been done since the mark before."""
+        """End the phase `part`, which began at the previous mark."""
         if (age := process_age()) is not None:
             self._parts.append((part, age))
 
     def __str__(self) -> str:
-        """A sentence; empty where the system does not tell the process's age."""
+        """Return a sentence with all phases; empty if the process's age is unknown."""
         if not self._parts:
             return ""
         ends = [0.0, *(age for _, age in self._parts)]
@@ -42,7 +42,7 @@ class StartupTimer:
 
 
 class StepTimer:
-    """Times spans on a device's own stream. `start` and `stop` never wait; `milliseconds` does, once for all."""
+    """Times spans on a device's current stream. Only `milliseconds` synchronizes."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -55,7 +55,7 @@ class StepTimer:
         self._spans.append((self._began, self._now()))
 
     def milliseconds(self) -> list[float]:
-        """The duration of every span since the last call."""
+        """Return the duration of every span since the last call, in ms."""
         spans, self._spans = self._spans, []
         if not self._cuda:
             return [(end - begin) * 1e3 for begin, end in spans]
@@ -71,16 +71,16 @@ class StepTimer:
 
 
 class PhaseTimers:
-    """Times the phases of each step, by Megatron-LM's names and levels: those above `level` are not timed."""
+    """Times the phases of each step, under Megatron-LM's names. Phases above timing level `level` are skipped."""
 
     LEVELS: ClassVar = {"forward-backward": 1, "optimizer": 1, "batch-generator": 2}
 
     def __init__(self, device: torch.device, level: int):
-        self._clocks = {name: StepTimer(device) for name, own in self.LEVELS.items() if own <= level}
+        self._clocks = {name: StepTimer(device) for name, minimum in self.LEVELS.items() if minimum <= level}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Around a phase of LEVELS; never waits for the device."""
+        """Time the phase `name` without synchronizing the device."""
         clock = self._clocks.get(name)
         if clock is not None:
             clock.start()
@@ -89,13 +89,18 @@ class PhaseTimers:
             clock.stop()
 
     def means(self) -> dict[str, float]:
-        """Milliseconds a step of each phase since the last call; waits for the device."""
+        """Return each phase's mean milliseconds per step since the last call. Synchronizes the device."""
         spans = {name: clock.milliseconds() for name, clock in self._clocks.items()}
         return {name: sum(times) / len(times) for name, times in spans.items() if times}
 
 
 def format_timers(ranks: Sequence[Mapping[str, float]], option: str) -> str:
-    """Megatron-LM's lines of each rank's times in ms: the least and greatest, the greatest alone, or all."""
+    """Return Megatron-LM's timer lines.
+
+    Args:
+        ranks: by rank, milliseconds by phase.
+        option: `minmax`, `max` or `all`, as `--timing-log-option`.
+    """
     heads = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
     lines = [f"{heads[option]} across ranks (ms):"]
     for name in ranks[0]:

@@ -1,8 +1,8 @@
-"""What a run says while it trains: a live line on a terminal, Megatron's log lines in a file or a pipe.
+"""Console output of a training run: a live line on a terminal, Megatron-LM's log lines in a file or a pipe.
 
-Scripts that read Megatron-LM's logs read ours: the line has its fields, order and widths, and behind them, where
-log.console is not `lines`, the time left. On a terminal a line at the bottom follows every step, and a permanent line
-stands for each log interval. Both give the means over the steps since the last permanent line.
+Scripts that parse Megatron-LM's logs can parse these: the lines have the same fields, order and widths. Unless
+log.console is `lines`, the remaining time follows at the end. On a terminal, a live line at the bottom shows every
+step and one permanent line is printed per log interval. Both show means over the log interval.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
-WIDTH = 100  # of what is printed into a file or a pipe
-NARROWEST = 20  # columns that lines are broken for
-Figures = Mapping[str, float | None]
-NO_FIGURES: Figures = MappingProxyType({})
+WIDTH = 100  # columns in a file or a pipe, and the maximum on a terminal
+MIN_WIDTH = 20  # columns that lines are wrapped for
+Metrics = Mapping[str, float | None]
+NO_METRICS: Metrics = MappingProxyType({})
 
 
 class TrainingConsole(AbstractContextManager):
-    """Takes what the loop reports. One process of a run has one; use it as a context manager."""
+    """Base class of the consoles, and a context manager. Only rank 0 of a run has one."""
 
     def __init__(self, total_steps: int, log_interval: int):
         self._total_steps, self._log_interval = total_steps, log_interval
@@ -44,52 +44,57 @@ class TrainingConsole(AbstractContextManager):
         self._left = EtaEstimator(total_steps)
 
     def log_step(
-        self, metrics: StepMetrics, figures: Figures = NO_FIGURES, losses: Figures = NO_FIGURES
+        self, metrics: StepMetrics, extra_metrics: Metrics = NO_METRICS, losses: Metrics = NO_METRICS
     ) -> None:
-        """Takes every step, with further figures and losses; prints at each log interval and at the last step."""
+        """Record a step with its extra metrics and losses. Prints at each log interval and at the last step."""
         self._left.add(metrics)
         self._interval.steps.append(metrics)
-        self._interval.figures.append(figures)
+        self._interval.extra_metrics.append(extra_metrics)
         self._interval.losses.append(losses)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
-            self._log_interval_of(self._interval)
+            self._print_interval(self._interval)
             self._interval = LogInterval()
 
-    def _log_interval_of(self, interval: LogInterval) -> None:
+    def _print_interval(self, interval: LogInterval) -> None:
         raise NotImplementedError
 
     def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
-        """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
+        """Show that `done` of `total` batches of the evaluation after `step` are done."""
 
     def log_evaluation(
-        self, step: int, validation_loss: float | None, figures: Figures | None = None
+        self, step: int, validation_loss: float | None, extra_metrics: Metrics | None = None
     ) -> None:
-        """Prints the validation loss after `step` with `figures`; None: it is a mean over tokens, in nats, and has a
-        perplexity."""
+        """Print the results of the evaluation after `step`.
+
+        Args:
+            validation_loss: None if the evaluation has no loss.
+            extra_metrics: other validation metrics; None: the loss is a mean over tokens, in nats, and the line shows
+                its perplexity.
+        """
 
     def note(self, text: str) -> None:
-        """Prints a line of its own, such as a checkpoint's path."""
+        """Print a separate line, such as a checkpoint's path."""
 
 
 def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None) -> TrainingConsole:
-    """The console that fits `stream` (standard output when None)."""
+    """Return a LiveConsole if `stream` (standard output by default) is a terminal, else a LogConsole."""
     stream = stream or sys.stdout
-    interval, own = log.log_interval, log.console == "auto"
-    if stream.isatty() and own:
+    interval, is_auto = log.log_interval, log.console == "auto"
+    if stream.isatty() and is_auto:
         console = Console(file=stream, force_terminal=True)
         if progress.supports_live_line(console):
             return LiveConsole(total_steps, interval, console)
-    return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=own)
+    return LogConsole(total_steps, interval, stream, throughput=log.log_throughput, eta=is_auto)
 
 
 class EtaEstimator:
-    """Of a run, by a moving mean of its steps' times and by what came between them so far: evaluations and saves."""
+    """Estimates the remaining time: a moving mean of step times, plus the mean time spent between steps."""
 
     def __init__(self, total_steps: int):
         self._total_steps, self._last_step = total_steps, 0
-        self._mean = self._sum = 0.0  # of the steps' times, in seconds
-        self._began: float | None = None  # the end of the first step
-        self._steps = 0  # since then
+        self._mean = self._sum = 0.0  # of the step times, in seconds
+        self._began: float | None = None  # when the first step ended
+        self._steps = 0  # since the first
 
     def add(self, metrics: StepMetrics) -> None:
         seconds, now = metrics.step_time_ms / 1e3, time.monotonic()
@@ -110,8 +115,8 @@ class LogInterval:
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
-        self.figures: list[Figures] = []
-        self.losses: list[Figures] = []
+        self.extra_metrics: list[Metrics] = []
+        self.losses: list[Metrics] = []
 
     @property
     def last(self) -> StepMetrics:
@@ -119,11 +124,11 @@ class LogInterval:
 
     @property
     def loss(self) -> float:
-        """Mean of the finite losses, of steps that were not skipped if there are any, as in Megatron-LM; NaN when none
-        is, so that a lost loss never vanishes from the log."""
-        known = [s for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
-        known = [s.loss for s in known if not s.skipped] or [s.loss for s in known]
-        return sum(known) / len(known) if known else math.nan
+        """Mean of the finite losses, as in Megatron-LM without skipped steps if any other step has one. NaN if no loss
+        is finite, so that the log shows it."""
+        finite = [s for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
+        losses = [s.loss for s in finite if not s.skipped] or [s.loss for s in finite]
+        return sum(losses) / len(losses) if losses else math.nan
 
     @property
     def step_time_ms(self) -> float:
@@ -131,12 +136,12 @@ class LogInterval:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of the further figures, over the steps that have them."""
-        return _means(self.figures)
+        """Means of the extra metrics over the steps that have them."""
+        return _means(self.extra_metrics)
 
     @property
     def mean_extra_losses(self) -> dict[str, float]:
-        """Of the further losses."""
+        """Means of the extra losses."""
         return _means(self.losses)
 
     @property
@@ -148,7 +153,7 @@ class LogInterval:
         return sum(s.nan_iterations for s in self.steps)
 
     def rate(self, field: str) -> float | None:
-        """Mean over time of a per-second figure; None when a step does not know it."""
+        """Return the mean of a per-second metric, weighted by step time; None if it is unknown for a step."""
         values = [getattr(s, field) for s in self.steps]
         if None in values:
             return None
@@ -156,16 +161,16 @@ class LogInterval:
         return sum(value * s.step_time_ms for value, s in zip(values, self.steps)) / total
 
 
-def _means(figures: Sequence[Figures]) -> dict[str, float]:
+def _means(steps: Sequence[Metrics]) -> dict[str, float]:
     return {
-        name: sum(known) / len(known)
-        for name in figures[-1]
-        if (known := [value for each in figures if (value := each.get(name)) is not None])
+        name: sum(values) / len(values)
+        for name in steps[-1]
+        if (values := [value for each in steps if (value := each.get(name)) is not None])
     }
 
 
 class LogConsole(TrainingConsole):
-    """Megatron's lines, one a log interval, flushed at once."""
+    """Prints one Megatron-LM line per log interval and flushes it at once."""
 
     def __init__(
         self,
@@ -179,7 +184,7 @@ class LogConsole(TrainingConsole):
         super().__init__(total_steps, log_interval)
         self._stream, self._clock, self._throughput, self._eta = stream, clock, throughput, eta
 
-    def _log_interval_of(self, interval: LogInterval) -> None:
+    def _print_interval(self, interval: LogInterval) -> None:
         line = megatron_line(interval, self._total_steps, self._clock(), self._throughput)
         self.note(f"{line} ETA: {self._left} |" if self._eta else line)
 
@@ -194,9 +199,9 @@ class LogConsole(TrainingConsole):
             self._evaluation.end()
 
     def log_evaluation(
-        self, step: int, validation_loss: float | None, figures: Figures | None = None
+        self, step: int, validation_loss: float | None, extra_metrics: Metrics | None = None
     ) -> None:
-        line = megatron_evaluation_line(step, validation_loss, figures=figures)
+        line = megatron_evaluation_line(step, validation_loss, extra_metrics=extra_metrics)
         rule = "-" * (len(line) + 1)
         self.note(f"{rule}\n{line}\n{rule}")
 
@@ -209,7 +214,7 @@ class LogConsole(TrainingConsole):
 
 
 def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throughput: bool = True) -> str:
-    """Megatron-LM's training line for the steps of `interval`; a figure that is not known is left out."""
+    """Return Megatron-LM's training log line for `interval`, without fields whose value is unknown."""
     last = interval.last
     fields = [
         f"iteration {last.step:8d}/{total_steps:8d}",
@@ -241,26 +246,26 @@ def megatron_line(interval: LogInterval, total_steps: int, now: datetime, throug
 
 
 def megatron_evaluation_line(
-    step: int, validation_loss: float | None, where: str = "", figures: Figures | None = None
+    step: int, validation_loss: float | None, where: str = "", extra_metrics: Metrics | None = None
 ) -> str:
-    """Megatron-LM's line for an evaluation, with its trailing blank. `figures`: in place of the perplexity."""
-    told = {} if validation_loss is None else {"lm loss value": f"{validation_loss:.6E}"}
-    if figures is None:
-        told |= {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
+    """Return Megatron-LM's evaluation line, with its trailing blank. `extra_metrics` replace the perplexity."""
+    values = {} if validation_loss is None else {"lm loss value": f"{validation_loss:.6E}"}
+    if extra_metrics is None:
+        values |= {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
     else:
-        told |= {name: f"{value:.4f}" for name, value in figures.items()}
-    fields = "".join(f" | {name}: {value}" for name, value in told.items())
-    what = "validation" if validation_loss is None else "validation loss"
-    return f" {what} at iteration {step}{where}{fields} | "
+        values |= {name: f"{value:.4f}" for name, value in extra_metrics.items()}
+    fields = "".join(f" | {name}: {value}" for name, value in values.items())
+    subject = "validation" if validation_loss is None else "validation loss"
+    return f" {subject} at iteration {step}{where}{fields} | "
 
 
 class LiveConsole(TrainingConsole):
-    """A line that follows each step at the bottom of a terminal, above it one line a log interval."""
+    """Shows a live line for each step at the bottom of a terminal, and above it one line per log interval."""
 
     def __init__(self, total_steps: int, log_interval: int, console: Console, refresh_seconds: float = 0.1):
         super().__init__(total_steps, log_interval)
         self._refresh_seconds, self._refreshed = refresh_seconds, -math.inf
-        # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
+        # log_step refreshes it: a thread could hold a lock while data workers fork.
         position = Column(no_wrap=True, min_width=len(f"step {total_steps}/{total_steps}"))  # never cut off
         self._progress = Progress(
             TextColumn(
@@ -277,15 +282,15 @@ class LiveConsole(TrainingConsole):
         self._evaluation: TaskID | None = None
 
     def log_step(
-        self, metrics: StepMetrics, figures: Figures = NO_FIGURES, losses: Figures = NO_FIGURES
+        self, metrics: StepMetrics, extra_metrics: Metrics = NO_METRICS, losses: Metrics = NO_METRICS
     ) -> None:
         status = f"loss {_loss(metrics.loss)}"
-        for name, value in figures.items():
+        for name, value in extra_metrics.items():
             status += "" if value is None else f"  {name} {value:.4g}"
         status += f"  lr {metrics.lr:.2e}"
         if metrics.tokens_per_second_per_device is not None:
             status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
-        super().log_step(metrics, figures, losses)
+        super().log_step(metrics, extra_metrics, losses)
         self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
 
@@ -306,21 +311,21 @@ class LiveConsole(TrainingConsole):
             self._progress.refresh()
 
     def log_evaluation(
-        self, step: int, validation_loss: float | None, figures: Figures | None = None
+        self, step: int, validation_loss: float | None, extra_metrics: Metrics | None = None
     ) -> None:
         line = self._position(step)
-        told = "" if validation_loss is None else f" loss {_loss(validation_loss)}"
-        line.append(f"  validation{told}", style="bold green")
-        if figures is None:
+        loss = "" if validation_loss is None else f" loss {_loss(validation_loss)}"
+        line.append(f"  validation{loss}", style="bold green")
+        if extra_metrics is None:
             line.append(f"  perplexity {perplexity(validation_loss):.2f}", style="green")
-        for name, value in (figures or {}).items():
+        for name, value in (extra_metrics or {}).items():
             line.append(f"  {name} {value:.4f}", style="green")
         self._print(line)
 
     def note(self, text: str) -> None:
         self._print(Text(printable(text, LINES)))
 
-    def _log_interval_of(self, interval: LogInterval) -> None:
+    def _print_interval(self, interval: LogInterval) -> None:
         last = interval.last
         line = self._position(last.step)
         line.append(
@@ -352,7 +357,7 @@ class LiveConsole(TrainingConsole):
         return Text(f"{step:>{len(str(self._total_steps))}}/{self._total_steps}")
 
     def _print(self, line: Text) -> None:
-        """Broken between words, unless one is wider than the terminal: a path stays whole for who copies it."""
+        """Print the line wrapped between words; unwrapped if a word, such as a path, is wider than the terminal."""
         console = self._progress.console
         console.print(line, soft_wrap=max(map(cell_len, line.plain.split()), default=0) > console.width)
 
@@ -365,38 +370,40 @@ class LiveConsole(TrainingConsole):
 
 
 def columns() -> int:
-    """That standard output has, WIDTH at most; a file or a pipe has these."""
+    """Return the width of standard output, at most WIDTH; a file or a pipe has WIDTH columns."""
     wide = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
-    return min(max(wide, NARROWEST), WIDTH)
+    return min(max(wide, MIN_WIDTH), WIDTH)
 
 
 def render(table: Table) -> str:
-    """The table as plain lines, none longer than WIDTH. On a narrower terminal that has no room for it each row is
-    words, its figures behind their headings."""
-    heading, rows = rendered(table)
+    """Return the table as plain text, at most WIDTH wide. If the terminal is too narrow for it, each row becomes
+    `heading value, heading value, …`."""
+    heading, rows = render_lines(table)
     return "\n".join([*heading, *rows])
 
 
-def rendered(table: Table) -> tuple[list[str], list[str]]:
-    """The same: the heading's lines, and the rows'."""
+def render_lines(table: Table) -> tuple[list[str], list[str]]:
+    """Return the lines of the heading and those of the rows, as in `render`."""
     console = Console(width=WIDTH, force_terminal=False, color_system=None)
     width = columns()
     if width < WIDTH and console.measure(table).maximum > width:
         headings = [str(column.header) for column in table.columns]
-        return [], [_words(headings, row, width) for row in zip(*(column.cells for column in table.columns))]
+        return [], [
+            _row_as_text(headings, row, width) for row in zip(*(column.cells for column in table.columns))
+        ]
     with console.capture() as capture:
         console.print(table)
     lines = [line.rstrip() for line in capture.get().splitlines()]
     return (lines[:2], lines[2:]) if table.show_header else ([], lines)
 
 
-def _words(headings: Sequence[str], row: Sequence[object], width: int) -> str:
+def _row_as_text(headings: Sequence[str], row: Sequence[object], width: int) -> str:
     pairs = [f"{heading} {cell}".strip() for heading, cell in zip(headings, row) if str(cell)]
     return fill(", ".join(pairs), width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def si(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits and a suffix: 81200 → `81.2k`, 124439808 → `124M`."""
+    """Return `value` with `digits` significant digits and an SI suffix: 81200 → `81.2k`, 124439808 → `124M`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if float(f"{value:.{digits}g}") >= factor:
             scaled = value / factor

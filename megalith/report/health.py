@@ -1,8 +1,8 @@
-"""What is wrong with a step by its figures: a loss or gradient that is lost, or a loss far above those before it.
+"""Detection of bad steps (NaN or Inf in the loss or gradients) and of loss spikes.
 
-Figures come from the device at the log's interval, so judging them costs no wait of its own; a bad step is then known
-some steps late, never its update applied: the optimizer has left that out (optim/step.py). A dynamic loss scale that
-still falls is no fault, for it is how fp16 finds its scale.
+Metrics are read from the device at each log interval, so the check adds no synchronization and finds a bad step up to
+an interval late. The optimizer has skipped its update already (optim/step.py). Skipped updates while a dynamic fp16
+loss scale is still decreasing are not counted as bad.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalith.config import RunConfig
 
 @dataclass(frozen=True)
 class ReadStep:
-    """A step's figures, on the host, the same on every rank."""
+    """Metrics of a step on the host, the same on every rank."""
 
     step: int
     consumed_samples: int
@@ -41,41 +41,41 @@ class ReadStep:
 
 @dataclass(frozen=True)
 class HealthStatus:
-    """What the last steps read call for; a healthy run's has nothing."""
+    """Result of a check. All fields are empty for a healthy run."""
 
     bad_step: ReadStep | None = None
-    """The first of a row of steps with NaN or Inf."""
+    """The first of consecutive steps with NaN or Inf."""
 
     spike: ReadStep | None = None
-    """The first step with a loss far above those before it."""
+    """The first step with a loss spike."""
 
     step_before_spike: ReadStep | None = None
-    """The step before the spike, whose update its forward pass was the first to see."""
+    """The step before the spike: the spike's forward pass is the first that uses its update."""
 
     too_many_bad_steps: bool = False
-    """So many steps in a row were lost that the run should end."""
+    """The run should end: runtime.max_bad_steps consecutive steps were bad."""
 
 
 class HealthMonitor:
-    """Judges every step once, in order, on all ranks alike."""
+    """Checks every step once, in order, with the same result on all ranks."""
 
     def __init__(self, config: RunConfig, world: Axis):
         runtime, optim = config.runtime, config.optim
-        self._world, self._most = world, runtime.max_bad_steps
+        self._world, self._max_bad_steps = world, runtime.max_bad_steps
         self._threshold = runtime.loss_spike_threshold
         self._history: deque[ReadStep] = deque(maxlen=runtime.loss_spike_window)
         dynamic = config.train.precision == "fp16" and optim.loss_scale is None
-        self._least_scale = optim.min_loss_scale if dynamic else math.inf
-        self._bad_steps: list[int] = []  # in a row
+        self._min_loss_scale = optim.min_loss_scale if dynamic else math.inf
+        self._bad_steps: list[int] = []  # consecutive
 
     def check(self, steps: Sequence[ReadStep]) -> HealthStatus:
-        """What `steps`, read since the last call, call for."""
-        lost = spike = None
+        """Check the steps read since the last call. A collective call."""
+        bad = spike = None
         for step in steps:
             if self.is_bad_step(step.loss, step.skipped, step.loss_scale):
-                lost = lost or (step if not self._bad_steps else None)
+                bad = bad or (step if not self._bad_steps else None)
                 self._bad_steps.append(step.step)
-                if len(self._bad_steps) == self._most:
+                if len(self._bad_steps) == self._max_bad_steps:
                     break
                 continue
             self._bad_steps.clear()
@@ -83,41 +83,41 @@ class HealthMonitor:
                 spike = step
             elif spike is None:
                 self._history.append(step)
-        enough = len(self._bad_steps) >= self._most
-        return self._agreed(steps, lost, spike, enough)
+        too_many = len(self._bad_steps) >= self._max_bad_steps
+        return self._agree(steps, bad, spike, too_many)
 
     def is_bad_step(self, loss: float, skipped: bool, loss_scale: float) -> bool:
-        """Whether a step is lost to NaN or Inf, and not to a loss scale that is still falling."""
-        return not math.isfinite(loss) or (skipped and loss_scale <= self._least_scale)
+        """Return True for NaN or Inf, unless the update was skipped while the loss scale was still decreasing."""
+        return not math.isfinite(loss) or (skipped and loss_scale <= self._min_loss_scale)
 
     def is_loss_spike(self, loss: float) -> bool:
-        """Whether a loss is so many times the mean of a whole window before it."""
+        """Return True if the loss exceeds the threshold times the mean over a full window of earlier steps."""
         if self._threshold is None or len(self._history) < self._history.maxlen:
             return False
         return loss > self._threshold * sum(step.loss for step in self._history) / len(self._history)
 
     def rewind_history(self, step: int) -> None:
-        """Forgets the steps after `step`, which are going to be made again."""
+        """Forget the steps after `step`, which will be repeated."""
         kept = [one for one in self._history if one.step <= step]
         self._history.clear()
         self._history.extend(kept)
         self._bad_steps.clear()
 
     def accept_spike(self, step: ReadStep) -> None:
-        """Takes a spike as what losses are like now."""
+        """Add a spike to the history, so that later losses are compared with it too."""
         self._history.append(step)
 
-    def _agreed(
-        self, steps: Sequence[ReadStep], lost: ReadStep | None, spike: ReadStep | None, enough: bool
+    def _agree(
+        self, steps: Sequence[ReadStep], bad: ReadStep | None, spike: ReadStep | None, too_many: bool
     ) -> HealthStatus:
-        """What one rank found holds for all, though a last bit may differ between them."""
+        """Combine the results of all ranks, whose losses may differ in the last bit."""
         if not steps:
             return HealthStatus()
-        found = [step.step if step else 0 for step in (lost, spike)]
-        first = all_reduce_no_grad(torch.tensor([*found, enough]), self._world, "max")
-        lost_step, spike_step, enough = first.tolist()
+        numbers = [step.step if step else 0 for step in (bad, spike)]
+        agreed = all_reduce_no_grad(torch.tensor([*numbers, too_many]), self._world, "max")
+        bad_step, spike_step, too_many = agreed.tolist()
         by_number = {step.step: step for step in (*self._history, *steps)}
         before = max((number for number in by_number if number < spike_step), default=0)
         return HealthStatus(
-            by_number.get(lost_step), by_number.get(spike_step), by_number.get(before), bool(enough)
+            by_number.get(bad_step), by_number.get(spike_step), by_number.get(before), bool(too_many)
         )

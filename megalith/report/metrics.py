@@ -1,18 +1,13 @@
-"""What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
+"""A run's metrics as files in its output folder: `metrics.jsonl`, `evaluations.jsonl`, `events.jsonl` and others.
 
-Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics` (with experts `ExpertStepMetrics`), in
-that order, and with multi-token prediction `mtp_1_loss` and so on; every line of `evaluations.jsonl` has `step`,
-`validation_loss` and `validation_perplexity`, or other `validation_…` figures. A figure that is not known is null. So
-is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
-`"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so that no
-step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`, the `event`'s
-kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log interval
-`tokens`, for each layer the tokens sent to each of its experts. `starts.jsonl` has a line for each time that the run
-was started, with its machine and layout, and `measured_step.json` each rank's times of one step.
-
-How a step's tokens were spread over the experts, in figures for the log.
-
-A text file that lines are appended to, for as long as the disk takes them.
+- `metrics.jsonl`: one object per step with the fields of `StepMetrics` (`ExpertStepMetrics` for MoE models), in that
+  order, then `mtp_1_loss` and so on. Unknown, NaN and infinite values are null; a bad step has `"loss": null` and
+  `"nan_iterations": 1`. A run that resumes at step k first removes later lines, so that no step is there twice.
+- `evaluations.jsonl`: `step`, `validation_loss` and `validation_perplexity`, or other `validation_…` metrics.
+- `events.jsonl`: one object per unusual event with `time`, `event`, `text` and values. Nothing is ever removed.
+- `experts.jsonl` (MoE models): at each log interval `tokens`, the number of tokens per layer and expert.
+- `starts.jsonl`: one object per start of the run, with machine and layout.
+- `measured_step.json`: each rank's times of one step.
 """
 
 from __future__ import annotations
@@ -28,15 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from megalith.config import ModelConfig, RunConfig
 from megalith.errors import DataError
 from megalith.io import open_file
-from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location, size_of
-from megalith.report.trackers import BALANCING_LOSSES, Tracker
+from megalith.report.line_writer import LineWriter
+from megalith.report.trackers import Tracker
 from megalith.small_files import RefusedFile, read_small_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -46,8 +38,8 @@ EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 STARTS_FILE = "starts.jsonl"
 MEASURED_FILE = "measured_step.json"
-ASKED_FOR = ("num_zeros", "params_norm")  # keys that a line has where there is a figure
-MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
+OPTIONAL_KEYS = ("num_zeros", "params_norm")  # left out of a line if they have no value
+MAX_PERPLEXITY_EXPONENT = 20  # as in Megatron-LM
 
 
 @dataclass(frozen=True)
@@ -57,70 +49,67 @@ class StepMetrics:
     step: int
     """Counted from 1."""
     loss: float | None
-    """Mean over the step's tokens; NaN or infinite when it was lost."""
+    """Mean over the step's tokens; NaN or infinite for a bad step."""
     grad_norm: float | None
     """Before clipping."""
     lr: float
     global_batch_size: int
     """Sequences in this step."""
     consumed_samples: int
-    """Sequences since the start of the run, this step's included."""
+    """Sequences since the start of the run, including this step."""
     step_time_ms: float
     tokens_per_second_per_device: float | None
     tflops_per_device: float | None
     """In the causal convention (see planner/counts.py)."""
     mfu: float | None
-    """0 to 1; None on a device without a known peak."""
+    """0 to 1; None if the device's peak is unknown."""
     max_memory_gb: float | None
-    """Most memory allocated on the device so far, in 10^9 bytes."""
+    """Peak memory allocated on the device so far, in 10^9 bytes."""
     skipped: int = 0
-    """1 when the update was skipped (a gradient overflowed), else 0."""
+    """1 if the update was skipped (a gradient overflowed), else 0."""
     nan_iterations: int = 0
-    """1 when the loss was NaN or infinite, else 0: a sum over lines counts them."""
+    """1 if the loss was NaN or infinite, else 0."""
     loss_scale: float | None = None
     """fp16 only."""
     num_zeros: float | None = None
-    """Elements of the gradient that are 0: a key at the log intervals of log.log_num_zeros_in_grad alone."""
+    """Zeros in the gradients. The key is written only at log intervals with log.log_num_zeros_in_grad."""
     params_norm: float | None = None
-    """Norm of the weights after the step: likewise, of log.log_params_norm."""
+    """Norm of the weights after the step. Likewise, with log.log_params_norm."""
 
 
 @dataclass(frozen=True)
 class ExpertStepMetrics(StepMetrics):
-    """A step of a model with experts, whose lines have these keys too."""
+    """Metrics of one step of an MoE model."""
 
     moe_aux_loss: float | None = None
-    """The experts' balancing loss before its coefficient, mean over layers and micro-batches; 1 when balanced."""
+    """Balancing loss before its coefficient, mean over layers and micro-batches; 1 if balanced."""
     moe_z_loss: float | None = None
-    """The router's z-loss before its coefficient, likewise."""
+    """Router z-loss before its coefficient, likewise."""
     moe_dropped: float | None = None
-    """Share of the choices of token and expert that capacities dropped, 0 to 1."""
+    """Fraction of (token, expert) assignments dropped by the capacity, 0 to 1."""
     moe_imbalance: float | None = None
-    """The most tokens of an expert against the mean, averaged over layers; 1 when balanced."""
+    """Tokens of the busiest expert over the mean, averaged over layers; 1 if balanced."""
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), at most e^20; NaN for NaN."""
+    """Return exp(loss), at most e^20; NaN for NaN."""
     return loss if math.isnan(loss) else math.exp(min(loss, MAX_PERPLEXITY_EXPONENT))
 
 
 def finite(value: Any) -> Any:
-    """`value`, or None when it is a NaN or infinite float."""
+    """Return `value`, or None for a NaN or infinite float."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsWriter:
-    """Appends to the two files of `output_dir` and passes the same figures on to `sinks`.
+    """Writes the metrics files and passes the metrics of steps and evaluations to trackers. Only rank 0 has one."""
 
-    start_step: the last step that this process will not repeat; lines beyond it are cut off. One process of
-    a run has a writer.
-    """
-
-    def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Tracker] = ()):
+    def __init__(self, output_dir: str | Path, start_step: int = 0, trackers: Sequence[Tracker] = ()):
+        """`start_step`: the last step before this process starts; lines of later steps are removed."""
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._sinks = list(sinks)
-        self._events = LineWriter(self._folder / EVENTS_FILE, late=True)
+        self._trackers = list(trackers)
+        self._events = LineWriter(self._folder / EVENTS_FILE, lazy=True)
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
@@ -128,54 +117,60 @@ class MetricsWriter:
             truncate_after_step(self._folder / name, start_step)
         self._metrics = LineWriter(self._folder / METRICS_FILE)
         self._evaluations = LineWriter(self._folder / EVALUATIONS_FILE)
-        self._experts = LineWriter(self._folder / EXPERTS_FILE, late=True)
+        self._experts = LineWriter(self._folder / EXPERTS_FILE, lazy=True)
 
     def rewind(self, step: int) -> None:
-        """Cuts off what was written of the steps after `step`."""
+        """Remove the metrics of the steps after `step`."""
         self._close()
         self._open(step)
-        for sink in self._sinks:
-            sink.rewind(step)
+        for tracker in self._trackers:
+            tracker.rewind(step)
 
     def _close(self) -> None:
         for file in (self._metrics, self._evaluations, self._experts):
             file.close()
 
     def log_event(self, record: dict[str, Any]) -> None:
-        """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
+        """Append an event, given as JSON values; NaN and infinite values become null."""
         self._events.write(_dated(record))
 
     def log_start(self, record: dict[str, Any]) -> None:
-        """`record`: from which step, on what machine, in which layout."""
-        starts = LineWriter(self._folder / STARTS_FILE, late=True)
+        """Append a start of the run: its step, machine and layout."""
+        starts = LineWriter(self._folder / STARTS_FILE, lazy=True)
         starts.write(_dated(record))
         starts.close()
 
-    def log_step(self, metrics: StepMetrics, more: Mapping[str, Any] | None = None) -> None:
-        """`more`: what the line has besides."""
+    def log_step(self, metrics: StepMetrics, extra_metrics: Mapping[str, Any] | None = None) -> None:
+        """Append a step's metrics, followed by `extra_metrics`."""
         record = {
             key: finite(value)
-            for key, value in (asdict(metrics) | dict(more or {})).items()
-            if value is not None or key not in ASKED_FOR
+            for key, value in (asdict(metrics) | dict(extra_metrics or {})).items()
+            if value is not None or key not in OPTIONAL_KEYS
         }
         self._metrics.write(json.dumps(record, allow_nan=False))
         self._send("train", record)
 
     def log_timers(self, step: int, times: dict[str, float]) -> None:
-        """`times`: milliseconds a step of each phase, of the slowest rank; for the trackers alone."""
+        """Send each phase's milliseconds per step on the slowest rank to the trackers."""
         self._send("timers", {"step": step, **times})
 
     def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
-        """`tokens`: those sent to each expert, by layer number."""
+        """Append the number of tokens sent to each expert, by layer number."""
         self._experts.write(json.dumps({"step": step, "tokens": tokens}))
 
     def log_evaluation(
-        self, step: int, validation_loss: float | None, figures: Mapping[str, float] | None = None
+        self, step: int, validation_loss: float | None, extra_metrics: Mapping[str, float] | None = None
     ) -> None:
-        """`figures`: what the line has besides; None: the loss is a mean over tokens, in nats, and has a perplexity.
-        Weights that are judged otherwise have no loss."""
-        figures = {"perplexity": perplexity(validation_loss)} if figures is None else figures
-        named = {f"validation_{name}": value for name, value in {"loss": validation_loss, **figures}.items()}
+        """Append an evaluation.
+
+        Args:
+            validation_loss: None if the evaluation has no loss.
+            extra_metrics: other metrics; None: the loss is a mean over tokens, in nats, and its perplexity is added.
+        """
+        if extra_metrics is None:
+            extra_metrics = {"perplexity": perplexity(validation_loss)}
+        metrics = {"loss": validation_loss, **extra_metrics}
+        named = {f"validation_{name}": value for name, value in metrics.items()}
         record = {"step": step, **{name: finite(value) for name, value in named.items()}}
         self._evaluations.write(json.dumps(record, allow_nan=False))
         self._send("validation", record)
@@ -183,27 +178,27 @@ class MetricsWriter:
     def close(self) -> None:
         self._close()
         self._events.close()
-        for sink in list(self._sinks):
-            self._guarded(sink, sink.close)
+        for tracker in list(self._trackers):
+            self._call(tracker, tracker.close)
 
     def _send(self, group: str, record: dict[str, Any]) -> None:
-        figures = {
+        metrics = {
             f"{group}/{key.removeprefix('validation_')}": value
             for key, value in record.items()
             if key != "step" and value is not None
         }
-        for sink in list(self._sinks):
-            self._guarded(sink, partial(sink.write, record["step"], figures))
+        for tracker in list(self._trackers):
+            self._call(tracker, partial(tracker.write, record["step"], metrics))
 
-    def _guarded(self, sink: Tracker, call: Callable[[], None]) -> None:
-        """A tracker that fails gets no more figures: it is no reason to end a run."""
+    def _call(self, tracker: Tracker, call: Callable[[], None]) -> None:
+        """Call a tracker, and stop using it if it fails: a failing tracker does not end a run."""
         try:
             call()
         except Exception as error:
-            self._sinks.remove(sink)
+            self._trackers.remove(tracker)
             warnings.warn(
-                f"{type(sink).__name__} gets no more figures, it failed with {type(error).__name__}: {error}; "
-                f"{self._folder / METRICS_FILE} has them all",
+                f"{type(tracker).__name__} is disabled, it failed with {type(error).__name__}: {error}; "
+                f"{self._folder / METRICS_FILE} has all metrics",
                 stacklevel=3,
             )
 
@@ -221,16 +216,20 @@ def _dated(record: dict[str, Any]) -> str:
 
 
 def metrics_size(folders: Sequence[str | Path]) -> int:
-    """What the metrics of these runs take."""
+    """Return the total size of the runs' metrics files, in bytes."""
     paths = [open_location(folder) / METRICS_FILE for folder in folders]
     return sum(size_of(path) for path in paths if path.is_file())
 
 
 def read_records(path: str | Path | StorePath, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """The objects of a metrics or evaluations file, also of a store; none when there is no file.
+    """Read the objects of a metrics or evaluations file, local or in a store.
 
-    A last line that a crash tore is left out; any other line that is not one is a DataError naming it. `progress`
-    counts the bytes.
+    Args:
+        path: the file. A missing file has no records.
+        progress: counts the bytes.
+
+    Raises:
+        DataError: a line is not a JSON object with a step. A last line cut off by a crash is ignored.
     """
     path = open_location(path)
     if not path.is_file():
@@ -240,7 +239,7 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
     except RefusedFile as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     lines = content.decode(errors="replace").split("\n")
-    torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
+    torn = lines.pop()  # after the last newline: empty, or a line cut off by a crash
     records = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
@@ -257,15 +256,20 @@ def read_records(path: str | Path | StorePath, progress: Progress | None = None)
 
 
 def last_step(path: str | Path) -> int:
-    """The last step in a metrics file, whatever else it holds; 0 where there is none."""
+    """Return the last step in a metrics file, ignoring invalid lines; 0 if there is none."""
     path = Path(path)
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)
 
 
 def truncate_after_step(path: str | Path, step: int) -> None:
-    """Drops what stands in `path` from the first line of a later step on, and a torn last line. It is cut off in its
-    place, which takes no room on the disk; a file that needs no cut is not touched. Raises OSError."""
+    """Truncate the file before the first line of a step after `step`, or before a last line cut off by a crash.
+
+    The file is truncated in place, which needs no disk space. It is left untouched if nothing has to be removed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path = Path(path)
     if not path.is_file():
         return
@@ -287,88 +291,3 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def add_expert_metrics(
-    metrics: StepMetrics, tallies: Tensor, config: RunConfig
-) -> tuple[ExpertStepMetrics, dict[int, list[int]]]:
-    """A step's metrics with those of its experts, and the tokens sent to each expert, by layer number.
-
-    From the tallies float32 [layers with experts, experts + 3], which it reads on the host.
-    """
-    model, rows = config.model, tallies.double().cpu()
-    micro_batches = metrics.global_batch_size // config.train.micro_batch_size
-    counts = rows[:, : model.num_experts]
-    losses = rows[:, [AUX, Z]].mean(0).div(micro_batches).tolist()
-    balances = model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
-    found = ExpertStepMetrics(
-        **vars(metrics),
-        moe_aux_loss=losses[0] if balances else None,
-        moe_z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
-        moe_dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
-        moe_imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
-    )
-    return found, dict(zip(model.expert_layers, counts.long().tolist()))
-
-
-def extra_losses(
-    metrics: StepMetrics, further: Sequence[float], model: ModelConfig
-) -> dict[str, float | None]:
-    """Return the step's losses besides the next token's, by Megatron-LM's names and in its order.
-
-    `further`: those of the layers of multi-token prediction.
-    """
-    losses = {}
-    if isinstance(metrics, ExpertStepMetrics):
-        name = BALANCING_LOSSES.get(model.moe_router_load_balancing_type, "")
-        losses = {name: metrics.moe_aux_loss, "z_loss": metrics.moe_z_loss}
-    return {name: loss for name, loss in losses.items() if loss is not None} | {
-        f"mtp_{depth} loss": loss for depth, loss in enumerate(further, 1)
-    }
-
-
-class LineWriter:
-    """Hands each line to the system at once, so that a killed process loses none.
-
-    What a full disk refuses waits in memory and is written, in order, with the next line that finds room: a run's log
-    is no reason to end it. A warning tells of the first refusal. One process has a file open. Raises OSError only when
-    it is made, and not with `late`: then the first line opens the file.
-    """
-
-    def __init__(self, path: Path, late: bool = False):
-        self._path = path
-        self._descriptor: int | None = None
-        self._waiting = b""
-        self._refused = False
-        if not late:
-            self._open()
-
-    def write(self, line: str) -> None:
-        """Appends a line, without its end."""
-        self._waiting += line.encode() + b"\n"
-        try:
-            self._open()
-            while self._waiting:  # a disk that fills up takes a part
-                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
-            self._refused = False
-        except OSError as error:
-            if not self._refused:
-                warnings.warn(
-                    f"{self._path} could not be written: {error.strerror}; its lines are buffered until it can",
-                    stacklevel=2,
-                )
-            self._refused = True
-
-    def close(self) -> None:
-        """Closes the file; lines that no room was found for are lost."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _open(self) -> None:
-        if self._descriptor is not None:
-            return
-        self._descriptor = open_file(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            self._waiting = b"\n" + self._waiting  # a crash has cut the last line off before its end

@@ -12,7 +12,7 @@ from megalith.io import atomic_path
 from megalith.planner.goodput import Goodput
 from megalith.planner.plan_result import PlannedLayout, PlanResult, changed
 from megalith.planner.step_time import PARTS, caution
-from megalith.report.console import columns, render, rendered, si
+from megalith.report.console import columns, render, render_lines, si
 from megalith.report.layout_text import (
     MEMORY_HEADINGS,
     format_amount,
@@ -83,7 +83,7 @@ def best_table(answer: PlanResult, tokens: float | None, price: float | None) ->
             days = answer.days(each, tokens)
             row += [f"{days:,.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
         table.add_row(*row)
-    heading, rows = rendered(table)
+    heading, rows = render_lines(table)
     indent = " " * (len(str(len(rows))) + 3)
     names = [
         fill(each.name, columns(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

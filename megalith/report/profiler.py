@@ -15,16 +15,16 @@ TABLE_ROWS = 40
 
 
 def traced_steps(log: LogConfig) -> range:
-    """The window of steps that `log` asks to trace; empty where it asks for none."""
+    """Return the steps that `log.profile` traces; empty if it is off."""
     return range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
 
 
 class StepProfiler:
-    """Traces the steps in `window` into `output_dir/profile/`; an empty range traces none.
+    """Traces the steps in `window` into `output_dir/profile/`. Use it as a context manager.
 
-    Call `before_step` at the head of every step, inside `with`. The trace opens in Perfetto (ui.perfetto.dev) or
-    chrome://tracing, each step marked. A window that the end of training or an error cuts short is written
-    too. `report` gets what was written, once, such as the console's `note`.
+    Call `before_step` before every step. The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing, with each
+    step marked. If training ends within the window, the trace of the steps so far is written. `report` is called with
+    the paths of the written files.
     """
 
     def __init__(
@@ -41,14 +41,13 @@ class StepProfiler:
         self._traced: list[int] = []
 
     def before_step(self, step: int) -> None:
-        """Outside the window this costs a comparison."""
+        """Start, continue or finish the trace."""
         if step in self._window:
             self._begin(step)
         elif self._profile is not None:
             self._finish()
 
     def _begin(self, step: int) -> None:
-
         if self._profile is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -63,7 +62,6 @@ class StepProfiler:
         self._traced.append(step)
 
     def _finish(self) -> None:
-
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.synchronize()
@@ -78,7 +76,7 @@ class StepProfiler:
                 profile.export_chrome_trace(str(partial))
             replace_file(table, profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
             written = f"{trace}, {table}"
-        except (OSError, RuntimeError) as error:  # torch's own, where its writing fails
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch could not write the trace
             written = f"not written ({error})"
         self._report(f"profile of steps {self._traced[0]} to {self._traced[-1]}: {written}")
 

@@ -1,4 +1,4 @@
-"""Report of a run: reads the figures of each step from the device and logs them on one rank."""
+"""Reads the metrics of each step from the device and logs them on rank 0."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_rank_locations, topology_notes
 from megalith.report.clock import PhaseTimers, StartupTimer, StepTimer, format_timers
 from megalith.report.console import TrainingConsole, open_console
+from megalith.report.expert_metrics import add_expert_metrics, extra_losses
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, wrap_paragraph
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
     StepMetrics,
-    add_expert_metrics,
-    extra_losses,
     last_step,
 )
 from megalith.report.profiler import StepProfiler, traced_steps
@@ -43,17 +42,17 @@ from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_trackers
 
 
-class Work(NamedTuple):
-    """How much a step trained on, over all ranks, without padding."""
+class TokenCounts(NamedTuple):
+    """Tokens that a step trained on, over all ranks, without padding."""
 
     tokens: int
-    squares: int
-    """Σ of the squared lengths of what attends to itself alone."""
+    squared_lengths: int
+    """Sum of the squared lengths of the documents, which attention does not cross."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose figures may still be on the device."""
+    """Metrics of a step, which may still be on the device."""
 
     step: int
     consumed_samples: int
@@ -64,30 +63,30 @@ class PendingStep:
     skipped: Tensor
     loss_scale: Tensor
     num_zeros: Tensor | None = None
-    """Elements of the gradient that are 0, where it was counted."""
+    """Number of zeros in the gradients, if counted."""
     params_norm: Tensor | None = None
-    """Norm of the weights after the step, where it was taken."""
+    """Norm of the weights after the step, if computed."""
     timers: PhaseTimers | None = None
-    """Of the run, with the times since the last log line."""
+    """The run's phase timers, with the times since the last log line."""
     mtp_losses: Tensor | None = None
-    """Mean loss of each layer of multi-token prediction, float32 [layers]."""
+    """Mean loss of each MTP layer, float32 [layers]."""
     tallies: Tensor | None = None
-    """What the experts got, float32 [layers with experts, experts + 3]."""
+    """Expert load, float32 [MoE layers, experts + 3]."""
     extra_metrics: Callable[[], dict[str, Any]] | None = None
-    """Gives what else the step's line has; waits for the device."""
+    """Returns further metrics of the step. Synchronizes the device."""
     console_metrics: Sequence[str] = ()
-    """Which of these the console shows."""
-    work: Work | None = None
-    """What the step trained on; None: whole sequences."""
+    """Names of the extra metrics that the console shows."""
+    token_counts: TokenCounts | None = None
+    """Tokens that the step trained on; None: full sequences."""
 
     def read(self) -> ReadStep:
-        """Its figures on the host; waits for the device."""
-        figures = {
-            name: figure
+        """Copy the metrics to the host. Synchronizes the device."""
+        metrics = {
+            name: value
             for name in ("loss", "grad_norm", "skipped", "loss_scale", "num_zeros", "params_norm")
-            if (figure := getattr(self, name)) is not None
+            if (value := getattr(self, name)) is not None
         }
-        read = dict(zip(figures, torch.stack([figure.double() for figure in figures.values()]).tolist()))
+        read = dict(zip(metrics, torch.stack([value.double() for value in metrics.values()]).tolist()))
         read["skipped"] = bool(read["skipped"])
         return ReadStep(self.step, self.consumed_samples, self.batch_size, **read)
 
@@ -101,30 +100,31 @@ def open_report(
     step: int,
     total_steps: int,
     pipeline: Pipeline | None = None,
-    starting: StartupTimer | None = None,
+    startup_timer: StartupTimer | None = None,
 ) -> Iterator[Report]:
-    """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
+    """Open the report of a run that has completed `step` of `total_steps` steps. Only rank 0 prints and writes.
 
-    At the start it prints the summary, where there are several ranks the layout, and `notes`, and writes the resolved
-    configuration into the output folder.
+    Prints the summary, the layout if there are several ranks, and `notes`; writes the resolved configuration into the
+    output folder.
     """
     layout = build_layout(config, mesh.world.size)
-    places = gather_rank_locations(mesh, device)
+    locations = gather_rank_locations(mesh, device)
     if mesh.world.rank != 0:
         yield Report(layout, mesh, device, step, pipeline)
         return
     output = Path(config.train.output_dir)
     with config_errors(output):
-        sinks = open_trackers(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
+        trackers = open_trackers(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
-        metrics = MetricsWriter(output, step, sinks)
+        metrics = MetricsWriter(output, step, trackers)
     rows = print_summary(layout, local_device_info(device))
-    metrics.log_start(start_record(layout, [place.host for place in places], step, rows))
+    hosts = [location.host for location in locations]
+    metrics.log_start(start_record(layout, hosts, step, rows))
     if mesh.world.size > 1:
-        print(layout_text(layout, [place.host for place in places]))
+        print(layout_text(layout, hosts))
     for note in notes:
         print(f"note: {printable(note)}")
-    for note in topology_notes(layout, places):
+    for note in topology_notes(layout, locations):
         print(wrap_paragraph(note))
     if config.log.console == "lines":
         print(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
@@ -133,20 +133,23 @@ def open_report(
         open_console(total_steps, config.log) as console,
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
-        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, starting)
+        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, startup_timer)
 
 
 def flops_by_length(config: RunConfig) -> Callable[[float], float]:
-    """A token's FLOPs by the length of its sequence, or the mean that its sequences have over their tokens, Σ n² / Σ n:
-    linear in it, but for windows of attention."""
+    """Return a function from the mean document length, weighted by tokens (Σ n² / Σ n), to FLOPs per token.
+
+    FLOPs are linear in the length, so it interpolates between 1 token and the full sequence. This is inexact with
+    sliding-window attention.
+    """
     model, lora, length = config.model, config.lora, config.data.seq_length
     share = config.data.decoder_length / length
-    short, whole = (flops_per_token(model, n, lora, n * share).causal for n in (1, length))
-    return lambda mean: whole + (whole - short) * (mean - length) / max(length - 1, 1)
+    shortest, longest = (flops_per_token(model, n, lora, n * share).causal for n in (1, length))
+    return lambda mean: longest + (longest - shortest) * (mean - length) / max(length - 1, 1)
 
 
 class Report:
-    """Turns steps into metrics at each log interval, so that between two the host never waits for the device."""
+    """Logs the metrics of steps. Only the steps at log intervals synchronize the device to read them."""
 
     def __init__(
         self,
@@ -158,19 +161,19 @@ class Report:
         metrics: MetricsWriter | None = None,
         console: TrainingConsole | None = None,
         profiler: StepProfiler | None = None,
-        starting: StartupTimer | None = None,
+        startup_timer: StartupTimer | None = None,
     ):
-        """`step` is the last step that was made before."""
+        """`step`: the last completed step; 0 for a new run."""
         self._config = config = layout.config
         self._clock = StepTimer(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
-        self._starting = starting or StartupTimer()
+        self._starting = startup_timer or StartupTimer()
         self._world, self._device = mesh.world, device
         self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
         self._stragglers = StragglerDetector(config.runtime, mesh, device, self._is_traced, self.event)
         self._gpus = GpuMonitor(device, mesh.world, self.event)
-        self._gpu_figures: dict[int, dict[str, float]] = {}  # of the step at the last log interval
+        self._gpu_metrics: dict[int, dict[str, float]] = {}  # of the step at the last log interval
         self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
         self._first = step + 1
@@ -182,7 +185,7 @@ class Report:
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:
-        """To be called at the head of every step; its time begins here and ends with `add`."""
+        """Start timing `step`. Call it before every step; `add` stops the time."""
         if self._profiler is not None:
             self._profiler.before_step(step)
         self._layout.before_step(step)
@@ -190,13 +193,13 @@ class Report:
         self._clock.start()
 
     def add(self, step: PendingStep) -> None:
-        """Takes a step; its figures are read at the end of the log interval."""
+        """Record a completed step. Its metrics are read at the end of the log interval."""
         self._clock.stop()
         self._layout.after_step()
         self._stragglers.after_step()
         self._pending.append(step)
         if step.step % self._config.log.log_interval == 0:
-            self._gpu_figures = {step.step: self._gpus.read(step.step)}
+            self._gpu_metrics = {step.step: self._gpus.read(step.step)}
         if step.step == self._first or step.step % self._interval == 0:
             self.flush()
         if step.timers is not None and step.step % self._config.log.log_interval == 0:
@@ -208,7 +211,7 @@ class Report:
                 self.note(parts)
 
     def flush(self) -> None:
-        """Reads what is pending and hands it to the log."""
+        """Read and log the metrics of all pending steps."""
         times = self._clock.milliseconds()
         pending, self._pending = self._pending, []
         for step, milliseconds in zip(pending, times):
@@ -216,17 +219,17 @@ class Report:
             self._read.append(read)
             self.last_loss = read.loss
             if self._metrics is not None:
-                metrics = self._figures(read, step, milliseconds)
+                metrics = self._step_metrics(read, step, milliseconds)
                 if step.tallies is not None:
                     metrics, tokens = add_expert_metrics(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
-                more = step.extra_metrics() if step.extra_metrics else {}
-                further = [] if step.mtp_losses is None else step.mtp_losses.tolist()
-                more |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(further, 1)}
-                self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
-                losses = extra_losses(metrics, further, self._config.model)
-                self._console.log_step(metrics, {name: more[name] for name in step.console_metrics}, losses)
+                extra = step.extra_metrics() if step.extra_metrics else {}
+                mtp_losses = [] if step.mtp_losses is None else step.mtp_losses.tolist()
+                extra |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(mtp_losses, 1)}
+                self._metrics.log_step(metrics, extra | self._gpu_metrics.pop(step.step, {}))
+                losses = extra_losses(metrics, mtp_losses, self._config.model)
+                self._console.log_step(metrics, {name: extra[name] for name in step.console_metrics}, losses)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
         means = timers.means()
@@ -238,46 +241,48 @@ class Report:
             self._metrics.log_timers(step, {name: max(rank[name] for rank in ranks) for name in means})
 
     def take_read_steps(self) -> list[ReadStep]:
-        """The steps whose figures were read since the last call, on every rank."""
+        """Return the steps read since the last call, on every rank."""
         read, self._read = self._read, []
         return read
 
     def rewind(self, step: int) -> None:
-        """Forgets what was logged of the steps after `step`: they are going to be made again."""
+        """Remove the logged metrics of the steps after `step`, which will be repeated."""
         if self._metrics is not None:
             self._metrics.rewind(step)
 
     def end(self) -> None:
-        """To be called by every rank after the last step."""
+        """Report the run's peak memory. Every rank calls it after the last step."""
         self._layout.end()
 
     def show_evaluation_progress(self, step: int, done: int, total: int) -> None:
-        """So many batches of an evaluation are done."""
+        """Show that `done` of `total` batches of an evaluation are done."""
         if self._console is not None:
             self._console.show_evaluation_progress(step, done, total)
 
-    def evaluation(self, step: int, loss: float | None, figures: Mapping[str, float] | None = None) -> None:
-        """Logs the validation loss after `step`, where there is one, with `figures`; None: it is a mean over tokens."""
+    def log_evaluation(
+        self, step: int, loss: float | None, extra_metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Log an evaluation after `step`; the arguments are those of `MetricsWriter.log_evaluation`."""
         if self._metrics is not None:
-            self._metrics.log_evaluation(step, loss, figures)
-            self._console.log_evaluation(step, loss, figures)
+            self._metrics.log_evaluation(step, loss, extra_metrics)
+            self._console.log_evaluation(step, loss, extra_metrics)
 
     def note(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Print a separate line on rank 0."""
         if self._console is not None:
             self._console.note(text)
 
-    def event(self, text: str, *, event: str, **figures: Any) -> None:
-        """Something out of the ordinary: a line of its own, and an entry in events.jsonl."""
+    def event(self, text: str, *, event: str, **values: Any) -> None:
+        """Report an unusual event: print `text` and append it with `values` to events.jsonl."""
         self.note(text)
         if self._metrics is not None:
-            self._metrics.log_event({"event": event, **figures, "text": text})
+            self._metrics.log_event({"event": event, **values, "text": text})
 
-    def _figures(self, step: ReadStep, pending: PendingStep, milliseconds: float) -> StepMetrics:
+    def _step_metrics(self, step: ReadStep, pending: PendingStep, milliseconds: float) -> StepMetrics:
         tokens, flops = step.batch_size * self._tokens, self._flops(self._tokens)
-        if pending.work is not None:
-            tokens = pending.work.tokens
-            flops = self._flops(pending.work.squares / max(tokens, 1))
+        if pending.token_counts is not None:
+            tokens = pending.token_counts.tokens
+            flops = self._flops(pending.token_counts.squared_lengths / max(tokens, 1))
         speed = throughput(tokens, milliseconds / 1e3, self._world.size, flops, self._peak)
         return StepMetrics(
             step=step.step,

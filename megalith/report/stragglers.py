@@ -2,7 +2,7 @@
 
 All ranks wait for a straggler in every step. A step takes equally long on every rank, because the ranks meet in its
 collectives. So one step per interval is measured, and the time that a rank spent neither in communication nor waiting
-for the pipeline counts as its own. It is compared with the own time of the ranks at the same pipeline stage.
+for the pipeline counts as compute. It is compared with that of the other ranks of the same pipeline stage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megalith.report.measured_step import StepMeasurement, StepTimes
 
 
 class StragglerDetector:
-    """`before_step` and `after_step` of every step, on every rank; `tell` is called with what was found, a sentence
-    and its figures."""
+    """Measures one step per interval and reports each straggler through `on_event`.
+
+    Every rank calls `before_step` and `after_step` around every step.
+    """
 
     def __init__(
         self,
@@ -28,13 +30,13 @@ class StragglerDetector:
         mesh: Mesh,
         device: torch.device,
         is_traced: Callable[[int], bool],
-        tell: Callable[..., None],
+        on_event: Callable[..., None],
     ):
-        """`is_traced` says of a step whether a profiler runs in it already."""
+        """`is_traced`: returns True for a step in which another profiler runs."""
         self._interval = config.straggler_interval
         self._enabled = config.enable_straggler_detection and mesh.world.size > 1
         self._threshold = config.straggler_threshold
-        self._mesh, self._device, self._is_traced, self._tell = mesh, device, is_traced, tell
+        self._mesh, self._device, self._is_traced, self._on_event = mesh, device, is_traced, on_event
         self._measure: StepMeasurement | None = None
         self._step = 0
 
@@ -48,15 +50,16 @@ class StragglerDetector:
             return
         times = self._measure.stop()
         self._measure = None
-        own = dict(enumerate(gather_json(own_time(times), self._mesh.world)))
+        compute_times = dict(enumerate(gather_json(compute_time(times), self._mesh.world)))
         stages: dict[int, dict[int, float]] = {}
-        for rank, milliseconds in own.items():
+        for rank, milliseconds in compute_times.items():
             stages.setdefault(self._mesh.describe(rank).pp, {})[rank] = milliseconds
         for stage in stages.values():
             for rank, ratio in slow_ranks(stage, self._threshold).items():
-                self._tell(
-                    f"rank {rank} is slow: in step {self._step} it computed for {own[rank]:.1f} ms, {ratio:.2f} times "
-                    f"the median of ranks with the same work; look at its device's clock and temperature",
+                self._on_event(
+                    f"rank {rank} is slow: in step {self._step} it computed for {compute_times[rank]:.1f} ms, "
+                    f"{ratio:.2f} times the median of ranks with the same work; look at its device's clock and "
+                    "temperature",
                     event="straggler",
                     step=self._step,
                     rank=rank,
@@ -64,12 +67,12 @@ class StragglerDetector:
                 )
 
 
-def own_time(times: StepTimes) -> float:
-    """Milliseconds that a rank took for itself."""
+def compute_time(times: StepTimes) -> float:
+    """Return the milliseconds that a rank spent neither in communication nor in the pipeline bubble."""
     return times.step - times.communication - times.bubble
 
 
 def slow_ranks(milliseconds: Mapping[int, float], threshold: float) -> dict[int, float]:
-    """Rank → how many times the median it took, of those above `threshold`. Of two ranks the quicker is the median."""
-    usual = median_low(milliseconds.values())
-    return {rank: own / usual for rank, own in milliseconds.items() if own > threshold * usual}
+    """Return rank → time / lower median, for the ranks whose ratio exceeds `threshold`."""
+    median = median_low(milliseconds.values())
+    return {rank: time / median for rank, time in milliseconds.items() if time > threshold * median}

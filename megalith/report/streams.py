@@ -1,7 +1,7 @@
-"""Standard output and standard error that may go away: a log is no reason to end a run.
+"""Standard output and standard error that tolerate failed writes, so that a lost terminal does not end a run.
 
-`| head` closes a pipe, a terminal or the program behind `| tee` dies, a quota is full. What cannot be written is then
-left out, and said once on standard error; metrics.jsonl has the figures all the same.
+Writes fail if `| head` closes the pipe, if the terminal or the program after `| tee` dies, or if a quota is full. The
+text is then dropped, with one warning on standard error. metrics.jsonl still gets all metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class GuardedStream:
-    """`stream`, whose writes raise nothing."""
+    """Wraps `stream`. Its writes never raise."""
 
     def __init__(self, stream: TextIO, name: str):
         self._stream, self._name = stream, name
@@ -34,28 +34,26 @@ class GuardedStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _try(self, call: Any, *given: str) -> None:
+    def _try(self, call: Any, *text: str) -> None:
         try:
-            call(*given)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a file that was closed, a character it has no code for
+            call(*text)
+        except (OSError, ValueError) as error:  # ValueError: the file is closed or cannot encode a character
             if not self.failed:
                 self.failed = True
-                told = f"{self._name} cannot be written ({error}); the command goes on, a run's log is in its folder"
-                print(f"warning: {told}", file=sys.stderr)
+                message = f"{self._name} cannot be written ({error}); the command continues, a run logs to its folder"
+                print(f"warning: {message}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def guard_standard_streams() -> Iterator[None]:
-    """In it, and after it where one has failed, sys.stdout and sys.stderr are lasting ones.
+    """Replace sys.stdout and sys.stderr by guarded streams.
 
-    The interpreter flushes them at its end, which may fail as well and would change the exit code.
+    A stream that has failed stays guarded afterwards: the interpreter flushes it at exit, and an error there would
+    change the exit code.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout = _lasting(sys.stdout, "standard output")
-    sys.stderr = _lasting(sys.stderr, "standard error")
+    sys.stdout = _guarded(sys.stdout, "standard output")
+    sys.stderr = _guarded(sys.stderr, "standard error")
     within = sys.stdout, sys.stderr
     try:
         yield
@@ -66,11 +64,10 @@ def guard_standard_streams() -> Iterator[None]:
                 setattr(sys, name, old)
 
 
-def _lasting(stream: TextIO | GuardedStream | None, name: str) -> GuardedStream:
+def _guarded(stream: TextIO | GuardedStream | None, name: str) -> GuardedStream:
     if isinstance(stream, GuardedStream):
         return stream
-    if (
-        stream is None
-    ):  # closed from the start; the lowest free descriptor, so that no file of ours gets its number
+    if stream is None:
+        # It was closed when the process started. Opening /dev/null takes its descriptor, so that no other file gets it.
         stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w", encoding="utf-8")
     return GuardedStream(stream, name)

@@ -1,7 +1,7 @@
-"""Other places that a run's figures go to, when asked: TensorBoard and Weights & Biases.
+"""Experiment trackers: TensorBoard and Weights & Biases.
 
-A sink takes plain numbers under names such as `train/loss` and `validation/perplexity`, and writes them under these or
-under Megatron-LM's. Another tracker needs a class with these three methods.
+A tracker gets numbers under names such as `train/loss` and `validation/perplexity`, and writes them under these names
+or under Megatron-LM's. To add a tracker, write a class with the methods of `Tracker` and open it in `open_trackers`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ from megalith.io import make_folder, make_subfolder, reject_symlink, replace_fil
 from megalith.small_files import read_optional_file
 
 BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
-"""Megatron-LM's name of the experts' balancing loss, by model.moe_router_load_balancing_type."""
+"""model.moe_router_load_balancing_type → Megatron-LM's name of the balancing loss."""
 
 
 class Tracker(Protocol):
-    """Where figures go."""
+    """Receives the metrics of a run."""
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Takes the known, finite figures of `step`."""
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of `step`, all of them finite."""
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` are going to be made again: none may stand twice."""
+        """Remove the metrics of the steps after `step`, which will be repeated."""
 
     def close(self) -> None:
-        """Writes out what is still held. The run is over."""
+        """Write buffered metrics at the end of the run."""
 
 
 def open_trackers(config: RunConfig, start_step: int, logged: int) -> list[Tracker]:
-    """The sinks that `log` asks for, of a run that goes on after `start_step` and has logged up to step `logged`.
+    """Open the trackers that `config.log` enables.
 
-    Raises ConfigError for one that is not installed.
+    Args:
+        start_step: the last completed step.
+        logged: the last step that an earlier process logged.
+
+    Raises:
+        ConfigError: a tracker is not installed.
     """
     output, log = config.train.output_dir, config.log
     balancing = config.model.moe_router_load_balancing_type
     names = MegatronNames(balancing).scalars if log.tracker_names == "megatron" else megalith_names
-    sinks: list[Tracker] = []
+    trackers: list[Tracker] = []
     if log.tensorboard:
-        sinks.append(TensorBoardTracker(output, start_step, log.tensorboard_dir, names))
+        trackers.append(TensorBoardTracker(output, start_step, log.tensorboard_dir, names))
     if log.wandb:
         run = (log.wandb_project, log.wandb_name, config.to_tree(), logged, log.wandb_entity, log.wandb_dir)
-        sinks.append(WandbTracker(output, *run, names))
-    return sinks
+        trackers.append(WandbTracker(output, *run, names))
+    return trackers
 
 
 class Scalar(NamedTuple):
-    """A figure as a tracker shows it."""
+    """A value as a tracker shows it."""
 
     name: str
     value: float
@@ -61,17 +66,17 @@ class Scalar(NamedTuple):
     """On the tracker's axis: a step, or the samples consumed so far."""
 
 
-Names = Callable[[int, Mapping[str, float]], Iterator[Scalar]]
-"""(step, figures by our names) → what is written of them."""
+NameMapping = Callable[[int, Mapping[str, float]], Iterator[Scalar]]
+"""(step, metrics under Megalith's names) → the scalars to write."""
 
 
-def megalith_names(step: int, figures: Mapping[str, float]) -> Iterator[Scalar]:
-    """Yield the figures under the names that they have."""
-    return (Scalar(name, value, step) for name, value in figures.items())
+def megalith_names(step: int, metrics: Mapping[str, float]) -> Iterator[Scalar]:
+    """Yield the metrics under Megalith's names."""
+    return (Scalar(name, value, step) for name, value in metrics.items())
 
 
 class MegatronNames:
-    """Figures under the tags of Megatron-LM's training.py. What it does not have keeps our name."""
+    """Maps metrics to the tags of Megatron-LM's training.py. Other metrics keep Megalith's names."""
 
     by_samples = {  # also written as "… vs samples"
         "train/loss": "lm loss",
@@ -94,12 +99,12 @@ class MegatronNames:
         self._by_steps = {**self.by_steps, "train/moe_aux_loss": BALANCING_LOSSES.get(balancing, balancing)}
         self._samples = 0  # consumed at the last training step
 
-    def scalars(self, step: int, figures: Mapping[str, float]) -> Iterator[Scalar]:
-        """Yield the figures of a step, in its training or its validation."""
-        if "train/consumed_samples" in figures:
-            self._samples = int(figures["train/consumed_samples"])
-            figures = {"train/loss_scale": 1.0, **figures}
-        for name, value in figures.items():
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> Iterator[Scalar]:
+        """Yield the scalars of a training step or of an evaluation."""
+        if "train/consumed_samples" in metrics:
+            self._samples = int(metrics["train/consumed_samples"])
+            metrics = {"train/loss_scale": 1.0, **metrics}
+        for name, value in metrics.items():
             if name in self.by_samples:
                 yield Scalar(self.by_samples[name], value, step)
                 yield Scalar(f"{self.by_samples[name]} vs samples", value, self._samples)
@@ -107,17 +112,17 @@ class MegatronNames:
                 yield Scalar("iteration-time", value / 1e3, step)
             elif name.startswith("timers/"):
                 yield Scalar(f"{name.removeprefix('timers/')}-time", value / 1e3, step)
-            elif further := re.fullmatch(r"train/(mtp_\d+)_loss", name):
-                yield Scalar(f"{further[1]} loss", value, step)
+            elif mtp := re.fullmatch(r"train/(mtp_\d+)_loss", name):
+                yield Scalar(f"{mtp[1]} loss", value, step)
             else:
                 yield Scalar(self._by_steps.get(name, name), value, step)
 
 
 class TensorBoardTracker:
-    """Event files in `OUTPUT/tensorboard` or `folder`.
+    """Writes event files into `output_dir/tensorboard` or `folder`.
 
-    Events beyond `start_step`, of a process that crashed, are hidden. Not so under other `names` than ours, where some
-    positions are samples, not steps: TensorBoard hides events of all names alike.
+    Events after `start_step`, written by a process that crashed, are hidden (`purge_step`). With Megatron-LM's names
+    they are not, because some positions are samples instead of steps and TensorBoard would hide both.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class TensorBoardTracker:
         output_dir: str | Path,
         start_step: int = 0,
         folder: str | None = None,
-        names: Names = megalith_names,
+        names: NameMapping = megalith_names,
     ):
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -137,15 +142,15 @@ class TensorBoardTracker:
         if folder is None:
             folder = str(make_subfolder(Path(output_dir) / "tensorboard"))
         self._open = partial(SummaryWriter, folder)
-        self._names, self._hides = names, names is megalith_names
-        self._writer = self._open(purge_step=start_step + 1 if start_step and self._hides else None)
+        self._names, self._purges = names, names is megalith_names
+        self._writer = self._open(purge_step=start_step + 1 if start_step and self._purges else None)
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value, position in self._names(step, figures):
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value, position in self._names(step, metrics):
             self._writer.add_scalar(name, value, global_step=position)
 
     def rewind(self, step: int) -> None:
-        if self._hides:
+        if self._purges:
             self._writer.close()
             self._writer = self._open(purge_step=step + 1)
 
@@ -154,12 +159,14 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run. Its id is kept in `OUTPUT/wandb_id`, so that a resumed job goes on with it.
+    """Writes to a Weights & Biases run. Its id is stored in `output_dir/wandb_id`, so that a resumed job continues it.
 
-    Mode is W&B's own setting: `WANDB_MODE=offline` writes into `OUTPUT/wandb`, or below `directory`, without a network.
-    config: the run's settings as plain values, shown beside the curves. W&B takes nothing back: of a step that is made
-    again, after a loss spike or a crash, it keeps the figures that it was sent first. `sent`: the last step that an
-    earlier process sent.
+    With `WANDB_MODE=offline`, W&B's own setting, metrics are written into `output_dir/wandb` or below `directory`. W&B
+    cannot remove metrics: of a step that is repeated after a loss spike or a crash it keeps those that it got first.
+
+    Args:
+        config: the run's settings as plain values, shown next to the curves.
+        sent: the last step that an earlier process sent.
     """
 
     def __init__(
@@ -171,7 +178,7 @@ class WandbTracker:
         sent: int = 0,
         entity: str | None = None,
         directory: str | None = None,
-        names: Names = megalith_names,
+        names: NameMapping = megalith_names,
     ):
         try:
             import wandb
@@ -191,18 +198,20 @@ class WandbTracker:
             entity=entity,
             project=project,
             name=name or folder.resolve().name,
-            id=_identity(folder / "wandb_id"),
+            id=_load_or_create_id(folder / "wandb_id"),
             resume="allow",
             config=dict(config),
         )
         self._names = names
-        self._sent: dict[str, int] = {}  # the last step of each figure
+        self._sent: dict[str, int] = {}  # metric → the last step sent
         self._sent_before = sent
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # W&B's own counter refuses to go back on a resume
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # W&B's own step counter cannot decrease after a resume
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        scalars = [scalar for scalar in self._names(step, figures) if not scalar.name.endswith(" vs samples")]
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        scalars = [scalar for scalar in self._names(step, metrics) if not scalar.name.endswith(" vs samples")]
         new = {name: value for name, value, _ in scalars if step > self._sent.get(name, self._sent_before)}
         if new:
             self._run.log({"step": step, **new})
@@ -215,11 +224,11 @@ class WandbTracker:
         self._run.finish()
 
 
-def _identity(path: Path) -> str:
-    """The run's id at W&B, made where the file has none: it may be absent, or what a crash has left of it."""
+def _load_or_create_id(path: Path) -> str:
+    """Return the run's W&B id. If the file is missing or was damaged by a crash, create a new id."""
     reject_symlink(path)
-    found = (read_optional_file(path, path.parent, largest=4096) or b"").decode(errors="replace").strip()
-    if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
-        found = uuid.uuid4().hex[:12]
-        replace_file(path, found + "\n")
-    return found
+    run_id = (read_optional_file(path, path.parent, largest=4096) or b"").decode(errors="replace").strip()
+    if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
+        run_id = uuid.uuid4().hex[:12]
+        replace_file(path, run_id + "\n")
+    return run_id

@@ -34,7 +34,8 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import DataError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import SyncReport
-from megalith.report.metrics import LineWriter, finite, truncate_after_step
+from megalith.report.line_writer import LineWriter
+from megalith.report.metrics import finite, truncate_after_step
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines import engine_of

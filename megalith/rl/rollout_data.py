@@ -30,7 +30,7 @@ from megalith.data.batch import document_ends
 from megalith.errors import DataError
 from megalith.parallel.pipeline.stages import padded_micro_batches
 from megalith.remote import open_location
-from megalith.report.report import Work
+from megalith.report.report import TokenCounts
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch, entropy_weight
 from megalith.rl.prompts import policy_entries
@@ -160,10 +160,10 @@ class RolloutData:
         together = self._run.config.train.micro_batch_size * self._run.mesh.dp.size
         return padded_micro_batches(self._run.config.parallel, -(-rows // together))
 
-    def work(self, consumed_samples: int, batch_size: int) -> Work:
+    def work(self, consumed_samples: int, batch_size: int) -> TokenCounts:
         """What the step that begins after `consumed_samples` trains on."""
         lengths = [one.tokens for row in self.step(consumed_samples // self._size).rows for one in row]
-        return Work(sum(lengths), sum(length * length for length in lengths))
+        return TokenCounts(sum(lengths), sum(length * length for length in lengths))
 
     def preserves_order(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""

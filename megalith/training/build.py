@@ -41,7 +41,7 @@ from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.progress import Progress
-from megalith.report.report import Work
+from megalith.report.report import TokenCounts
 
 RunConfig.model_rebuild()  # builds the validators here, so that forked processes save 0.2 s
 COLLATES: dict[str, Collate | None] = {"gpt": None, "bert": make_bert_batch, "t5": make_t5_batch}
@@ -378,13 +378,13 @@ class Data:
         self._order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
         return self._loader(self.train, self._order, sizes(), device, consumed_samples)
 
-    def work(self, consumed_samples: int, batch_size: int) -> Work | None:
+    def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
         """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
         full."""
         if not isinstance(self.train, ChatDataset):
             return None
         rows = [self._order(consumed_samples + at) for at in range(batch_size)]
-        return Work(*(int(each) for each in self.train.work[rows].sum(0)))
+        return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`."""

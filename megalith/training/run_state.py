@@ -204,7 +204,7 @@ class Run:
             timers=self.timers,
             extra_metrics=metrics,
             console_metrics=self.task.console_metrics,
-            work=work,
+            token_counts=work,
         )
 
     @property

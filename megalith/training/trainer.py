@@ -75,9 +75,9 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         ConfigError, DataError, CheckpointError: the run is not possible. Nothing has been written.
     """
     require_run_config(config, "megalith.train")
-    process, attempt, starting = this_process(), this_attempt(), StartupTimer()
+    process, attempt, startup_timer = this_process(), this_attempt(), StartupTimer()
     time.sleep(pause(attempt))
-    starting.mark("imports")
+    startup_timer.mark("imports")
     check_base(config)
     config, tokenizer, notes = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
@@ -111,11 +111,11 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
             }
             config = config.with_settings(resume_settings)
         run, heartbeat = None, Heartbeat(mesh, timeout)
-        starting.mark("settings and processes")
+        startup_timer.mark("settings and processes")
         try:
             with open_hang_watch(heartbeat, process, timeout, output):
                 run = Run(config, tokenizer, mesh, device, task)
-                trainer = Trainer(run, heartbeat, signals, starting, notes)
+                trainer = Trainer(run, heartbeat, signals, startup_timer, notes)
                 result = trainer.train()
         except torch.OutOfMemoryError as error:
             components = (run.model.chunks, run.optimizer) if run else ()
@@ -155,7 +155,7 @@ class Trainer:
         run: Run,
         heartbeat: Heartbeat | None = None,
         signals: StopSignals | None = None,
-        starting: StartupTimer | None = None,
+        startup_timer: StartupTimer | None = None,
         notes: Sequence[str] = (),
     ):
         """`notes` appear at the start of the report."""
@@ -167,8 +167,8 @@ class Trainer:
         self.validation_figures: Mapping[str, float] | None = None
         self.test_loss: float | None = None
         self.loaded_from = load_run(run)
-        self.starting = starting or StartupTimer()
-        self.starting.mark("data and model")
+        self.startup_timer = startup_timer or StartupTimer()
+        self.startup_timer.mark("data and model")
 
     def train(self) -> TrainingResult:
         """Train to the end of the run or to an early exit, then save a checkpoint (`checkpoint.save_at_end`).
@@ -190,7 +190,7 @@ class Trainer:
                 run.step,
                 run.total_steps,
                 pipeline,
-                self.starting,
+                self.startup_timer,
             ) as self.report,
             run.saver,
         ):
@@ -321,7 +321,7 @@ class Trainer:
         figures = self._evaluate_task() if loss is None else run.task.evaluation_metrics(run)
         if loss is not None or figures is not None:
             self.validation_loss, self.validation_figures = loss, figures
-            self.report.evaluation(run.step, loss, figures)
+            self.report.log_evaluation(run.step, loss, figures)
 
     def _evaluate_task(self) -> dict[str, float] | None:
         """Return the task's evaluation metrics. None also if a stop signal interrupts it."""

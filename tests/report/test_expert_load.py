@@ -7,7 +7,8 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.report.metrics import StepMetrics, add_expert_metrics
+from megalith.report.expert_metrics import add_expert_metrics
+from megalith.report.metrics import StepMetrics
 from megalith.report.plot import plot_run
 
 MODEL = dict(preset="tiny-mixtral", hidden_size=32, num_layers=2, vocab_size=64, moe_z_loss_coeff=0.01)

@@ -175,14 +175,12 @@ def test_a_tracker_that_fails_gets_no_more_and_the_others_and_the_run_go_on(tmp_
         def close(self):
             raise AssertionError("it was dropped")
 
-    sink = RecordingSink()
-    with MetricsWriter(tmp_path, sinks=[Failing(), sink]) as writer:
-        with pytest.warns(
-            UserWarning, match="Failing gets no more figures, it failed with OSError: .*No space"
-        ):
+    tracker = RecordingSink()
+    with MetricsWriter(tmp_path, trackers=[Failing(), tracker]) as writer:
+        with pytest.warns(UserWarning, match="Failing is disabled, it failed with OSError: .*No space"):
             writer.log_step(_step(1))
         writer.log_step(_step(2))
-    assert [step for step, _ in sink.written] == [1, 2] and len(_lines(tmp_path)) == 2
+    assert [step for step, _ in tracker.written] == [1, 2] and len(_lines(tmp_path)) == 2
 
 
 class RecordingSink:
@@ -199,16 +197,16 @@ class RecordingSink:
         self.closed = True
 
 
-def test_sinks_get_the_known_finite_figures_under_grouped_names(tmp_path):
-    sink = RecordingSink()
-    with MetricsWriter(tmp_path, sinks=[sink]) as writer:
+def test_trackers_get_the_known_finite_figures_under_grouped_names(tmp_path):
+    tracker = RecordingSink()
+    with MetricsWriter(tmp_path, trackers=[tracker]) as writer:
         writer.log_step(_step(3, loss=math.nan, nan_iterations=1))
         writer.log_evaluation(3, 2.0)
-    (_, train), (step, validation) = sink.written
+    (_, train), (step, validation) = tracker.written
     assert "train/loss" not in train and "train/mfu" not in train and "train/step" not in train
     assert train["train/grad_norm"] == 1.5 and train["train/nan_iterations"] == 1
     assert step == 3 and validation == {"validation/loss": 2.0, "validation/perplexity": math.exp(2.0)}
-    assert sink.closed
+    assert tracker.closed
 
 
 @pytest.fixture(autouse=True)
@@ -221,10 +219,12 @@ def files_from_zero(monkeypatch):
 
 
 def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
-    with MetricsWriter(tmp_path, sinks=[TensorBoardTracker(tmp_path)]) as writer:
+    with MetricsWriter(tmp_path, trackers=[TensorBoardTracker(tmp_path)]) as writer:
         for step in range(1, 6):
             writer.log_step(_step(step))
-    with MetricsWriter(tmp_path, start_step=3, sinks=[TensorBoardTracker(tmp_path, start_step=3)]) as writer:
+    with MetricsWriter(
+        tmp_path, start_step=3, trackers=[TensorBoardTracker(tmp_path, start_step=3)]
+    ) as writer:
         writer.log_step(_step(4, loss=1.0))
         writer.log_evaluation(4, 2.0)
 
@@ -248,7 +248,7 @@ def test_trackers_have_megatrons_tags_where_its_names_are_chosen(tmp_path, calls
     model = dict(num_experts=4, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
     config = RunConfig.from_tree({"model": model, "log": log, "train": {"output_dir": str(tmp_path)}})
     step = ExpertStepMetrics(**vars(_step(2, loss_scale=None)), moe_aux_loss=1.25, moe_z_loss=0.5)
-    with MetricsWriter(tmp_path, sinks=open_trackers(config, 0, 0)) as writer:
+    with MetricsWriter(tmp_path, trackers=open_trackers(config, 0, 0)) as writer:
         writer.log_step(step, {"mtp_1_loss": 4.5})
         writer.log_timers(2, {"optimizer": 20.0})
         writer.log_evaluation(2, 2.0)
@@ -267,16 +267,16 @@ def test_trackers_have_megatrons_tags_where_its_names_are_chosen(tmp_path, calls
 
 def test_megatrons_tags_keep_the_curve_by_samples_of_a_resumed_run(tmp_path):
     for start, steps in ((0, (1, 2)), (2, (3,))):
-        sink = TensorBoardTracker(tmp_path, start, names=MegatronNames().scalars)
-        with MetricsWriter(tmp_path, start, [sink]) as writer:
+        tracker = TensorBoardTracker(tmp_path, start, names=MegatronNames().scalars)
+        with MetricsWriter(tmp_path, start, [tracker]) as writer:
             for step in steps:
                 writer.log_step(_step(step))
     assert len(tensorboard(tmp_path, "lm loss vs samples")) == len(tensorboard(tmp_path, "lm loss")) == 3
 
 
-def spiked(folder, *sinks):
+def spiked(folder, *trackers):
     """Writes a run that goes back from step 5 to step 2, where it has been evaluated, and on to step 6."""
-    with MetricsWriter(folder, sinks=sinks) as writer:
+    with MetricsWriter(folder, trackers=trackers) as writer:
         for step in (1, 2, 3, 4, 5):
             writer.log_step(_step(step))
             writer.log_evaluation(step, 2.0)
@@ -350,9 +350,9 @@ def test_an_empty_or_torn_wandb_id_gets_a_new_one_that_stays(tmp_path, calls):
 
 def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, calls):
     for _ in range(2):
-        sink = WandbTracker(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
-        sink.write(7, {"train/loss": 1.0})
-        sink.close()
+        tracker = WandbTracker(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
+        tracker.write(7, {"train/loss": 1.0})
+        tracker.close()
     first, second = [kwargs for name, _, kwargs in calls if name == "init"]
     assert first["id"] == second["id"] and first["resume"] == "allow"
     assert (first["name"], first["project"], first["config"]) == (
@@ -369,9 +369,9 @@ def test_trackers_write_where_the_settings_say(tmp_path, calls):
     log = dict(tensorboard=True, tensorboard_dir=f"{tmp_path}/tb", wandb=True, wandb_entity="team")
     log |= dict(wandb_dir=f"{tmp_path}/wb")
     config = RunConfig.from_tree({"train": {"output_dir": str(tmp_path / "run")}, "log": log})
-    for sink in open_trackers(config, 0, 0):
-        sink.write(1, {"train/loss": 1.0})
-        sink.close()
+    for tracker in open_trackers(config, 0, 0):
+        tracker.write(1, {"train/loss": 1.0})
+        tracker.close()
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "run" / "tensorboard").exists()
     given = calls[0][2]
     assert (given["entity"], given["dir"]) == ("team", f"{tmp_path}/wb") and (tmp_path / "wb").is_dir()
