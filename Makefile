@@ -6,6 +6,7 @@
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
+#   make lock  writes requirements.lock: the newest versions that pyproject.toml accepts, with their hashes
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported and save what is imported, compares samples
@@ -25,16 +26,27 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements.lock
 	@echo "installing torch and the rest into $(VENV): some minutes, in which pip is silent"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --editable .
 	touch $@
+
+# Versions and hashes of everything that `make setup` installs after torch, for Python 3.11 and newer. torch and its own
+# dependencies are left out: their builds differ between CPUs and GPUs.
+lock:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv
+	echo torch > build/uv/excluded.txt
+	build/uv/bin/uv pip compile --quiet --upgrade --generate-hashes --universal --python-version 3.11 --extra test \
+	    --excludes build/uv/excluded.txt --constraint constraints.txt --no-annotate --no-header \
+	    --output-file requirements.lock pyproject.toml
 
 data/stdlib.jsonl: | $(READY)
 	$(BIN)/megalith corpus --output $@

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megalith.cli.main import main
 from megalith.launch.pool import PRELOADED
@@ -32,7 +35,7 @@ def checkout(tmp_path, monkeypatch):
     """A copy of this checkout as it was cloned, with its environment ready; the working folder."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in ("Makefile", "README.md", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "README.md", "pyproject.toml", "constraints.txt", "requirements.lock"):
         shutil.copy2(ROOT / name, folder)
     for name in ("examples", "tests"):
         shutil.copytree(ROOT / name, folder / name)
@@ -63,6 +66,23 @@ def collect(checkout: Path) -> None:
             ["--collect-only", "-qq", "--assert=plain", "-p", "no:cacheprovider", str(checkout / "tests")]
         )
     )
+
+
+def test_the_lock_has_a_version_and_hashes_of_each_requirement_of_the_tests():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "requirements.lock").read_text().replace("\\\n", "")
+    pinned = {}
+    for line in text.splitlines():
+        requirement, *hashes = line.split(" --hash=sha256:")
+        one = Requirement(requirement)
+        assert len(hashes) >= 1 and all(len(each.strip()) == 64 for each in hashes), line
+        if one.marker is None or one.marker.evaluate():
+            assert one.name not in pinned, one.name
+            pinned[one.name] = next(iter(one.specifier)).version
+    needed = map(Requirement, project["dependencies"] + project["optional-dependencies"]["test"])
+    for requirement in needed:
+        if requirement.name != "torch":  # constraints.txt has it
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
 @pytest.mark.processes
