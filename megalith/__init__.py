@@ -5,7 +5,7 @@ result = megalith.train(config)
 model = megalith.load(result.checkpoint)
 logits = model(input_ids)  # int64 [batch, seq] -> [batch, seq, vocab]
 
-And the pieces of a loop, a loss, a model or an optimizer of one's own: docs/own_model.md.
+docs/own_model.md describes the parts for custom training loops, losses, models and optimizers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-_HOMES = {
+_MODULES = {
     "RunConfig": "megalith.config",
     "train": "megalith.training.trainer",
     "grpo": "megalith.rl.grpo",
     "load": "megalith.training.loading",
     "plan": "megalith.planner.search",
-    # a loop of one's own
+    # custom training loops
     "init_mesh": "megalith.training.custom_loop",
     "parallelize": "megalith.training.custom_loop",
     "Optimizer": "megalith.training.custom_loop",
@@ -33,7 +33,7 @@ _HOMES = {
     "ModelConfig": "megalith.config",
     "OptimConfig": "megalith.config",
     "ParallelConfig": "megalith.config",
-    # a loss, a model, an optimizer of one's own
+    # custom losses, models and optimizers
     "Loss": "megalith.models.loss",
     "CrossEntropy": "megalith.models.loss",
     "Model": "megalith.models.own_model",
@@ -44,20 +44,20 @@ _HOMES = {
     "VocabParallelEmbedding": "megalith.parallel.tensor.building_blocks",
     "register_optimizer": "megalith.optim.optimizer",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use, so that the command line and the configuration start without torch."""
-    if name not in _HOMES:
+    """Import an exported name on first use, so that the command line and the configuration start without torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'megalith' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """The exported names too, which are imported on first use: for tab completion."""
-    return sorted({*globals(), *_HOMES})
+    """List the exported names as well, for tab completion."""
+    return sorted({*globals(), *_MODULES})

@@ -1,8 +1,7 @@
-"""The errors a user can meet, and text that is safe to print.
+"""Errors for users, and text that is safe to print.
 
-Each message is a sentence: the values, the rule, the way out. The command line prints it without a traceback and exits
-with `exit_code`. What an error quotes may come from a file that a stranger made, so its text is `printable` from the
-beginning, wherever it is shown later.
+Each message states the values, the rule and the way out. The command line prints it without a traceback and exits with
+`exit_code`. A message may quote an untrusted file, so its text is made `printable` when the error is created.
 """
 
 from __future__ import annotations
@@ -13,41 +12,45 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-# Control characters (C0, DEL, C1), ends of lines, marks that turn the direction of writing, and lone surrogates.
+# Control characters (C0, DEL, C1), line separators, text direction marks, and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-LINES = "\n\t"  # what a text of several lines keeps
+LINES = "\n\t"  # characters to keep in multi-line text
 
 
 def printable(text: object, keep: str = "") -> str:
-    """`text` with what would act on a terminal, or could not be encoded, as escapes: a name with ESC as `\\x1b`.
+    """Escape characters that would act on a terminal or cannot be encoded: ESC becomes `\\x1b`.
 
-    A name, a key or a path keeps nothing, so that it cannot forge a line; a text keeps `LINES`.
+    Args:
+        text: text to print.
+        keep: characters to leave as they are: none for names, keys and paths, so that they cannot forge a line;
+            `LINES` for multi-line text.
     """
 
     def escape(match: re.Match[str]) -> str:
-        one = match[0]
-        if one in keep:
-            return one
-        return f"\\x{ord(one):02x}" if ord(one) < 0x100 else f"\\u{ord(one):04x}"
+        character = match[0]
+        if character in keep:
+            return character
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
     return _UNPRINTABLE.sub(escape, str(text))
 
 
 class MegalithError(Exception):
-    """Anything that went wrong for a reason that the user can read and act on: a sentence, or one a line."""
+    """Base class of errors that the user can act on. The message is one sentence, or one per line."""
 
     exit_code = 1
 
     def __init__(self, *sentences: str):
         super().__init__("\n".join(map(printable, sentences)))
 
-    def within(self, place: object) -> Self:
-        """The same error with the file or folder that it is of before each sentence."""
-        return type(self)(*(f"{place}: {sentence}" for sentence in str(self).split("\n")))
+    def within(self, path: object) -> Self:
+        """Return the same error with a file or folder before each sentence."""
+        return type(self)(*(f"{path}: {sentence}" for sentence in str(self).split("\n")))
 
 
 class ConfigError(MegalithError):
-    """The configuration is not possible: an unknown key, a wrong type, sizes that do not fit."""
+    """The configuration is invalid: an unknown key, a wrong type, sizes that do not fit."""
 
     exit_code = 2
 
@@ -65,50 +68,50 @@ class CheckpointError(MegalithError):
 
 
 class TrainingError(MegalithError):
-    """Training cannot go on: the loss is lost, or memory has run out."""
+    """Training cannot continue: the loss is not finite, or memory has run out."""
 
     exit_code = 5
 
 
 class SeamError(MegalithError):
-    """A module was to be given something that parallel/seams.py does not declare."""
+    """An attempt to replace something that parallel/seams.py does not declare as a seam."""
 
 
 class HangError(MegalithError):
-    """A rank hangs and the others wait for it."""
+    """A rank hangs, and the others wait for it."""
 
     exit_code = 6
 
 
 REFUSALS = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code)
-"""Exit codes of a run that another start would refuse again."""
+"""Exit codes of errors that would recur after a restart."""
 
 
 NAMES_IN_ERROR = 10
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of the others."""
     more = len(names) - NAMES_IN_ERROR
     return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
-    """`; did you mean 'lr_decay_style'?`, or an empty string when nothing known is near `name`."""
+    """Return `; did you mean 'lr_decay_style'?`, or an empty string if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
 def nearest_of(name: str, known: Collection[str]) -> str:
-    """`; did you mean 'gpt2'? (known: gpt2, …)`, or `; known: gpt2, …` when nothing known is near `name`."""
+    """Return `; did you mean 'gpt2'? (known: gpt2, …)`, or `; known: gpt2, …` if no known name is similar."""
     names, near = ", ".join(known), did_you_mean(name, known)
     return f"{near} (known: {names})" if near else f"; known: {names}"
 
 
 def install_line(extra: str) -> str:
-    """The command that installs one of our extras, for a checkout as for an installed package."""
+    """Return the command that installs an extra, for a checkout or an installed package."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'megalith[{extra}]'"
-    where = "." if checkout == Path.cwd() else checkout
-    return f"pip install --editable '{where}[{extra}]'"
+    path = "." if checkout == Path.cwd() else checkout
+    return f"pip install --editable '{path}[{extra}]'"

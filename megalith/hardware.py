@@ -1,8 +1,8 @@
-"""The devices: choosing one, and what its datasheet promises.
+"""Device selection, and the peak figures of known GPUs.
 
-Model FLOP utilisation divides by a device's peak, so a wrong peak is a wrong result that looks right. The
-table therefore matches the exact name that the driver reports, and a name that is not there (every CPU, a
-laptop part, a MIG slice, a new product) has no peak: utilisation is then not reported at all.
+MFU divides by a device's peak, so a wrong peak would give a plausible but wrong result. The table therefore matches
+the exact name that the driver reports. Other devices (CPUs, laptop GPUs, MIG slices, new products) have no peak, and
+MFU is not reported for them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device, as the run's summary and the utilisation figure need it.
+    """A device's name, peak and memory.
 
-    name: as the driver reports it.
-    peak_flops: dense FLOP/s without sparsity, by dtype (`fp32`, `tf32`, `bf16`, `fp16`, `fp8`; a dtype that
-        the device does not multiply is absent), or None for a device that the table does not know.
-    memory_bytes: of this very device, or None where it cannot be asked.
+    Attributes:
+        name: as the driver reports it.
+        peak_flops: dense FLOP/s without sparsity by dtype (`fp32`, `tf32`, `bf16`, `fp16`, `fp8`; unsupported dtypes
+            are absent); None for a device that is not in the table.
+        memory_bytes: memory of this device, None if unknown.
     """
 
     name: str
@@ -36,14 +37,16 @@ class DeviceInfo:
     memory_bytes: int | None = None
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s in `dtype`, or None when it is not known."""
+        """Return dense FLOP/s in `dtype`, or None if unknown."""
         return self.peak_flops.get(dtype) if self.peak_flops is not None else None
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Vendor figures: dense TFLOP/s by dtype (matrix units with fp32 accumulation; `fp32` is the ordinary
-    units, `tf32` the matrix units on fp32 data) and memory bandwidth in GB/s. None: not supported."""
+    """Vendor figures: dense TFLOP/s by dtype, and memory bandwidth in GB/s. None: not supported.
+
+    Dense matrix units with fp32 accumulation; `fp32` is the ordinary units, `tf32` the matrix units on fp32 data.
+    """
 
     fp32: float
     tf32: float | None
@@ -63,9 +66,9 @@ class Datasheet:
         return {dtype: tera * TERA for dtype, tera in figures.items() if tera is not None}
 
 
-# Sources: the vendors' datasheets and architecture white papers. Where a sheet prints figures "with sparsity"
-# the half is taken. GeForce parts accumulate in fp32 at half the rate of fp16 accumulation: training uses the
-# former. An MI250X is two devices to PyTorch, so its row is half the package.
+# Sources: vendors' datasheets and architecture white papers. Figures "with sparsity" are halved. GeForce GPUs
+# accumulate in fp32, as training does, at half the rate of fp16 accumulation. PyTorch sees an MI250X as two devices,
+# so its row is half the package.
 V100_SXM2 = Datasheet(fp32=15.7, tf32=None, bf16=None, fp16=125, fp8=None, bandwidth=900)
 V100_PCIE = Datasheet(fp32=14.0, tf32=None, bf16=None, fp16=112, fp8=None, bandwidth=900)
 T4 = Datasheet(fp32=8.1, tf32=None, bf16=None, fp16=65, fp8=None, bandwidth=320)
@@ -131,7 +134,7 @@ DATASHEETS: dict[str, Datasheet] = {
 
 
 def device_info(name: str, memory_bytes: int | None = None) -> DeviceInfo:
-    """What is known of a device by the exact `name` that its driver reports."""
+    """Look up a device by the exact `name` that its driver reports."""
     sheet = DATASHEETS.get(name)
     if sheet is None:
         return DeviceInfo(name, memory_bytes=memory_bytes)
@@ -139,7 +142,7 @@ def device_info(name: str, memory_bytes: int | None = None) -> DeviceInfo:
 
 
 def local_device_info(device: torch.device | str) -> DeviceInfo:
-    """The `DeviceInfo` of a device of this machine; for the CPU the name, the cores and the memory only."""
+    """Return the `DeviceInfo` of a device of this machine; for the CPU only the name, cores and memory."""
     import torch
 
     device = torch.device(device)
@@ -151,9 +154,9 @@ def local_device_info(device: torch.device | str) -> DeviceInfo:
 
 
 def largest_gpu_memory() -> int | None:
-    """Bytes of the GPU of this machine that has most, as the driver's library counts them; None where it is not there.
+    """Return the memory in bytes of this machine's largest GPU, None without NVML.
 
-    CUDA is not started for it: the process that asks would hold memory on the GPU.
+    NVML does not initialize CUDA, which would allocate memory on the GPU.
     """
     try:
         import pynvml
@@ -178,10 +181,14 @@ def _host_memory_bytes() -> int | None:
 
 
 def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:
-    """The device that `runtime.device` asks for.
+    """Return the device for a value of `runtime.device`.
 
-    `auto` is CUDA where there is any, else the CPU; `auto` and `cuda` give process `local_rank` of a machine
-    the GPU of that number; `cuda:1` is taken as it stands. A ConfigError where CUDA is asked for and absent.
+    Args:
+        request: `auto` (CUDA if available, else the CPU), `cpu`, `cuda` or `cuda:N`.
+        local_rank: index of the GPU for `auto` and `cuda`.
+
+    Raises:
+        ConfigError: the device does not exist.
     """
     import torch
 
@@ -193,24 +200,24 @@ def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:
         raise ConfigError(f"device {request!r} is not known; give auto, cpu, cuda or cuda:N")
     if available == 0:
         raise ConfigError(
-            f"device {request!r} is asked for, but PyTorch {torch.__version__} finds no CUDA device here; "
+            f"device {request!r} was requested, but PyTorch {torch.__version__} finds no CUDA device here; "
             "set runtime.device to cpu or auto, or install a CUDA build of torch and check nvidia-smi"
         )
     index = int(number) if number else local_rank
     if index >= available:
-        asked = f"device cuda:{index} is asked for" if number else f"local rank {index} needs GPU {index}"
+        need = f"device cuda:{index} was requested" if number else f"local rank {index} needs GPU {index}"
         raise ConfigError(
-            f"{asked}, but this machine has {available} CUDA device{'s' if available != 1 else ''} "
+            f"{need}, but this machine has {available} CUDA device{'s' if available != 1 else ''} "
             f"(numbers 0 to {available - 1}); start at most {available} processes, or name one of these"
         )
     return torch.device("cuda", index)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor on a device, without the host waiting for what the device has still to do.
+    """Copy a tensor to a device without blocking the host.
 
-    Out of memory of the host that is not pinned CUDA copies when all that was launched before is done, and the host
-    waits; such a tensor is copied into pinned memory first.
+    A CUDA copy from unpinned memory would block the host until all earlier kernels are done, so an unpinned tensor is
+    pinned first.
     """
     import torch
 

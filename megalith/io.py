@@ -1,9 +1,8 @@
-"""Files and folders that are on the disk when we say so, and that nobody has put elsewhere.
+"""Durable and atomic writes to local files, which never follow symbolic links.
 
-A file is lost with its folder's entry, however well synced, so folders are synced too. A folder that is written into
-may have come from someone else, with symbolic links in the place of the files that a run writes: what is written here
-never goes through one. Links above the folder are the user's own. Whoever syncs a file or renames a folder calls what
-stands here. Places in an object store are remote.py's.
+A synced file is still lost if its folder's entry is not synced, so folders are synced too. An output folder may come
+from someone else and contain symbolic links in place of the files that a run writes, so writes refuse to follow them.
+Links in the path to the folder are the user's own and are followed. remote.py handles object stores.
 """
 
 from __future__ import annotations
@@ -21,30 +20,28 @@ from typing import IO
 
 from megalith.errors import DataError
 
-LINK = "it is a symbolic link, which nothing is written through"
+LINK = "it is a symbolic link, and writes do not follow links"
 NO_FILE = "it is not a regular file"
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, where they are absent; their entries are then on the disk. Raises OSError."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Create a folder and its parents if absent, and sync their entries. Raises OSError."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in made:
-        with contextlib.suppress(
-            PermissionError
-        ):  # one may be allowed to write in a folder, but not to open it
+    for path in created:
+        with contextlib.suppress(PermissionError):  # the parent may be writable but not readable
             sync_folder(path.parent)
 
 
 def make_subfolder(folder: Path) -> Path:
-    """Makes a folder inside one that is written into, where it is absent, and returns it. Raises OSError for a link."""
+    """Create a folder inside an output folder if absent, and return it. Raises OSError if it is a link."""
     reject_symlink(folder)
     make_folder(folder)
     return folder
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder's entries (new files, renames) on the disk. Raises OSError."""
+    """Sync a folder's entries (new files, renames) to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,24 +50,29 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(file: IO | int) -> None:
-    """Puts what was written to an open file on the disk. Raises OSError."""
+    """Flush and sync an open file to disk. Raises OSError."""
     if not isinstance(file, int):
         file.flush()
     os.fsync(file if isinstance(file, int) else file.fileno())
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, and syncs it. Raises OSError."""
+    """Write and sync a file; text is encoded as UTF-8. Raises OSError."""
     with open(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         sync_file(file)
 
 
 def replace_folder(new: Path, name: Path, aside: Path) -> Path | None:
-    """Gives a folder, whose files are on the disk, the name of another, which it exchanges in one call of the kernel.
+    """Rename the folder `new`, whose files are synced, to `name`, atomically if the filesystem can.
 
-    Filesystems that have no such call (NFS, Lustre) take two renames, by way of `aside`. Returns where the folder is
-    now that had the name; None where none had. Raises OSError.
+    Filesystems without an atomic exchange (NFS, Lustre) take two renames, the first one to `aside`.
+
+    Returns:
+        The current path of the folder that was called `name` before; None if there was none.
+
+    Raises:
+        OSError: a rename failed, or `aside` exists.
     """
     old = None
     if not os.path.lexists(name):
@@ -79,7 +81,7 @@ def replace_folder(new: Path, name: Path, aside: Path) -> Path | None:
         old = new
     elif os.path.lexists(aside):
         raise FileExistsError(
-            errno.EEXIST, f"is there already, where the old {name.name} was to go", str(aside)
+            errno.EEXIST, f"already exists, so the old {name.name} cannot be moved there", str(aside)
         )
     else:
         os.replace(name, aside)
@@ -94,7 +96,7 @@ NOT_KNOWN = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Two paths change names at once; False where the system cannot. Raises OSError."""
+    """Exchange two paths atomically; return False if the system cannot. Raises OSError."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -107,7 +109,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """The descriptor of a regular file, as os.open gives it. Raises OSError, also for a link or a pipe."""
+    """Open a regular file as os.open does, and return its descriptor. Raises OSError, also for a link or a pipe."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -121,16 +123,16 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def reject_symlink(path: Path) -> None:
-    """Raises OSError where `path` is a symbolic link."""
+    """Raise OSError if `path` is a symbolic link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, LINK, str(path))
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` that takes its name on a clean exit, and goes after an error. Raises OSError.
+    """Yield an empty temporary file that is renamed to `path` on a clean exit and removed after an error.
 
-    A reader, and whoever comes after a crash, finds the old content or the new, whole. The name until then is random.
+    Readers see either the old or the new content, also after a crash. Raises OSError.
     """
     reject_symlink(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -147,9 +149,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Gives a file new content, text as UTF-8, at once and on the disk (see `atomic_path`). Raises OSError.
+    """Replace a file's content atomically and durably; text is encoded as UTF-8. Raises OSError.
 
-    It is this process's own: what a killed one has left beside it goes.
+    Temporary files of killed processes are removed, so only one process may write the file.
     """
     for left in path.parent.iterdir():
         if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
@@ -159,7 +161,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Puts a regular file that someone has written on the disk. Raises OSError, also for a link."""
+    """Sync a regular file to disk. Raises OSError, also for a link."""
     descriptor = open_file(path, os.O_RDONLY)
     try:
         sync_file(descriptor)
@@ -169,7 +171,7 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
-    """As `atomic_path`, a file opened for writing; its folder is made. DataError when the file system refuses."""
+    """Open a file for atomic writing, as `atomic_path`, and create its folder. Raises DataError if it fails."""
     path = Path(path)
     with data_errors(path):
         make_folder(path.parent)
@@ -179,10 +181,10 @@ def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def data_errors(path: object) -> Iterator[None]:
-    """Makes a DataError of what the file system says against writing `path`."""
+    """Turn an OSError while `path` is written into a DataError."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another path"
         ) from error

@@ -1,6 +1,6 @@
-"""How far a long command has come, on standard error: a live line on a terminal, a plain line now and then elsewhere.
+"""Progress of long commands on standard error: a live line on a terminal, otherwise a plain line every 10 s.
 
-What ends within two seconds says nothing, so that short commands stay quiet, and standard output is for the results.
+Commands that end within two seconds print nothing. Standard output is reserved for results.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TextIO
 
-QUIET = 2.0  # seconds in which nothing is said
-REDRAWN = 0.1  # seconds between two states of the live line
-LINE_INTERVAL = 10.0  # seconds between two plain lines
-BAR, SHORTEST = 20, 5  # columns
-NARROWEST = 20  # columns of a terminal with a live line
+QUIET = 2.0  # seconds before anything is printed
+REDRAW_INTERVAL = 0.1  # seconds between updates of the live line
+LINE_INTERVAL = 10.0  # seconds between plain lines
+BAR, MIN_BAR = 20, 5  # columns
+MIN_WIDTH = 20  # columns of a terminal with a live line
 BYTES = "bytes"
 
 
 class Progress(AbstractContextManager):
-    """A context manager; `add` counts what is done, `update` takes the total so far.
+    """Context manager that prints progress from `add` and `update`.
 
-    It draws within `add` and `update` and has no thread, which might hold a lock while another process is forked.
+    It has no thread, which might hold a lock during a fork.
+
+    Args:
+        title: name of the command.
+        total: total amount in `unit`; None if unknown, which omits the percentage and the ETA.
+        unit: "bytes", or a plural such as "layouts".
+        show: False prints nothing.
+        stream: standard error by default.
     """
 
     def __init__(
@@ -34,48 +41,47 @@ class Progress(AbstractContextManager):
         show: bool = True,
         stream: TextIO | None = None,
     ):
-        """`total`: in `unit`, bytes or a plural such as "layouts"; None where nobody knows it: without a share and an
-        ETA. `stream`: standard error by default."""
+
         self._title, self._total, self._unit = title, total or None, unit
         self._stream = (sys.stderr if stream is None else stream) if show else None
         self._live = self._figures = None
-        self._said, self._bar = False, BAR
+        self._has_printed, self._bar = False, BAR
         self.done = 0.0
         self._start = time.monotonic()
         self._next = self._start + QUIET
 
     def add(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Increase the amount done."""
         self.update(self.done + amount)
 
     def update(self, done: float, figures: str | None = None) -> None:
-        """So much is done in all; `figures` stand in the place of how much, and of the speed."""
+        """Set the amount done. `figures` replaces the amount and the speed in the output."""
         self.done, self._figures = done, figures
         now = time.monotonic()
         if self._stream is not None and now >= self._next:
-            self._say(now)
+            self._print(now)
 
-    def _say(self, now: float) -> None:
+    def _print(self, now: float) -> None:
         seconds = now - self._start
-        if not self._said:
-            self._said, self._live = True, live_line(self._stream)
+        if not self._has_printed:
+            self._has_printed, self._live = True, live_line(self._stream)
         figures, left = self._figures or self._amounts(seconds), self._left(seconds)
         if self._live is None:
             print(f"{self._title}: {_joined(self._share(), figures, left)}", file=self._stream, flush=True)
         else:
-            taken = left or str(timedelta(seconds=round(seconds)))
+            time_text = left or str(timedelta(seconds=round(seconds)))
             self._live.start()
-            self._live.update(self._drawn(_joined(self._share(), taken, figures)), refresh=True)
-        self._next = now + (LINE_INTERVAL if self._live is None else REDRAWN)
+            self._live.update(self._live_text(_joined(self._share(), time_text, figures)), refresh=True)
+        self._next = now + (LINE_INTERVAL if self._live is None else REDRAW_INTERVAL)
 
-    def _drawn(self, figures: str):
-        """The live line: where it does not fit the bar is shorter, then gone, and then its end is cut off."""
+    def _live_text(self, figures: str):
+        """Return the live line. If it does not fit, the bar shrinks, then disappears, and then the text is cropped."""
         from rich.text import Text
 
         full, empty = "#-" if self._live.console.options.ascii_only else "━╌"
         room = self._live.console.width - len(f"{self._title}  {figures}")
-        self._bar = min(self._bar, room)  # and not longer again with shorter figures
-        columns = self._bar if self._total and self._bar >= SHORTEST else 0
+        self._bar = min(self._bar, room)  # never grows again
+        columns = self._bar if self._total and self._bar >= MIN_BAR else 0
         done = round(columns * min(self.done / self._total, 1)) if columns else 0
         bar = [(done * full, "green"), ((columns - done) * empty, "dim"), " "] if columns else []
         return Text.assemble(f"{self._title} ", *bar, figures, no_wrap=True, overflow="crop", end="")
@@ -84,14 +90,14 @@ class Progress(AbstractContextManager):
         return f"{100 * self.done / self._total:.1f} %" if self._total else ""
 
     def _left(self, seconds: float) -> str:
-        """By the mean speed so far."""
+        """Return the ETA from the mean speed so far."""
         if not self._total or not self.done:
             return ""
         left = max(self._total - self.done, 0) / self.done * seconds
         return f"ETA {timedelta(seconds=round(left))}"
 
     def _amounts(self, seconds: float) -> str:
-        """`1.20 of 6.40 GB | 0.31 GB/s`, `12 of 40 layouts | 1.3 layouts/s`"""
+        """Return the amount and the speed, such as `1.20 of 6.40 GB | 0.31 GB/s`."""
         if self._unit == BYTES:
             size, unit = (1e9, "GB") if max(self._total or 0, self.done) >= 1e9 else (1e6, "MB")
             done, speed, of = f"{self.done / size:.2f}", f"{self.done / size / seconds:.2f}", size
@@ -109,10 +115,10 @@ class Progress(AbstractContextManager):
             self._live.stop()
 
     def end(self) -> None:
-        """What it counted, and how long that took, stays as a plain line, if anything was said."""
+        """Print the final amount and duration as a plain line, if anything was printed before."""
         if self._live is not None:
             self._live.stop()
-        if self._said and self._figures is None:
+        if self._has_printed and self._figures is None:
             seconds = time.monotonic() - self._start
             done = self._amounts(seconds).replace(" | ", f" in {seconds:.1f} s, ")
             print(f"{self._title}: {done}", file=self._stream, flush=True)
@@ -123,12 +129,12 @@ def _joined(*words: str) -> str:
 
 
 def supports_live_line(console) -> bool:
-    """Whether a console of rich can redraw a line, and is wide enough for one."""
-    return not console.is_dumb_terminal and console.width >= NARROWEST
+    """Return True if a rich console can redraw a line and is wide enough for one."""
+    return not console.is_dumb_terminal and console.width >= MIN_WIDTH
 
 
 def live_line(stream: TextIO):
-    """Of rich; None where `stream` is no terminal that can redraw a line, or says that it has no width."""
+    """Return rich's Live for a terminal that can redraw a line; None for other streams."""
     if not stream.isatty():
         return None
     from rich.console import Console
@@ -137,5 +143,5 @@ def live_line(stream: TextIO):
     console = Console(file=stream)
     if not supports_live_line(console):
         return None
-    above = sys.stdout.isatty()  # what is printed goes above the line; a file gets it as it is
-    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=above)
+    redirect = sys.stdout.isatty()  # print above the live line, unless standard output is a file
+    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=redirect)

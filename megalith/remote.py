@@ -1,11 +1,10 @@
-"""Places in an object store by their URL, `s3://bucket/runs/gpt2`, with what is used here of pathlib's Path.
+"""Paths in object stores (`s3://bucket/runs/gpt2`), with the part of pathlib's interface that is needed here.
 
-fsspec does the talking (the extra `remote`); credentials and endpoints are those of its environment (`AWS_…`,
-`GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`). A store has objects and no folders: an object is there
-whole or not at all, and nothing is renamed, so whoever writes several writes last the one by which a reader knows that
-they are whole. Whatever a store, its library or the network says against a call is an OSError with the URL, as a disk
-says it. Places are plain values: a process asks for its connection when it first needs one, so none goes through a
-fork.
+fsspec connects (the extra `remote`), with its own environment variables for credentials and endpoints (`AWS_…`,
+`GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`). Objects appear complete or not at all, and cannot be
+renamed; a writer of several objects therefore writes last the one that marks them complete. All errors of a store, its
+library or the network are raised as OSError with the URL. Paths hold no connection; each process opens its own, so
+none crosses a fork.
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ from urllib.parse import unquote, urlsplit
 
 from megalith.errors import ConfigError, MegalithError, install_line
 
-STORES = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "memory": "fsspec",
-}  # and what they need; file:// is a path like any other
-PART, PARTS = (
-    2**25,
-    5000,
-)  # bytes of an object that are sent at once, and held until then; S3 takes 10,000 of them
+STORES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
+"""Required package by URL scheme. file:// is an ordinary path."""
+PART_SIZE = 2**25  # bytes buffered and sent at once
+MAX_PARTS = 5000  # per object; S3 allows 10,000
 
 
 def is_url(path: object) -> bool:
-    """Whether a path is a URL."""
+    """Return True if a path is a URL."""
     return "://" in str(path)
 
 
 def open_location(path: str | Path | StorePath) -> Path | StorePath:
-    """A path or URL as what reads and writes there. Raises ConfigError for a URL of another kind."""
+    """Return a Path for a path or file:// URL, a StorePath for the URL of an object store.
+
+    Raises:
+        ConfigError: the scheme is unknown, or its package is not installed.
+    """
     if isinstance(path, StorePath) or not is_url(path):
         return path if isinstance(path, StorePath) else Path(path)
     url = urlsplit(str(path))
@@ -49,7 +47,7 @@ def open_location(path: str | Path | StorePath) -> Path | StorePath:
         return Path(unquote(url.path))
     if url.scheme not in STORES or not url.netloc:
         known = ", ".join(f"{scheme}://" for scheme in ("file", *STORES))
-        raise ConfigError(f"{path} is no URL that is known here; those of {known} with a bucket are")
+        raise ConfigError(f"{path} is not a supported URL; give one of {known} with a bucket")
     if find_spec(STORES[url.scheme]) is None:
         raise ConfigError(
             f"{path} needs {STORES[url.scheme]}, which is not installed: {install_line('remote')}"
@@ -58,32 +56,32 @@ def open_location(path: str | Path | StorePath) -> Path | StorePath:
 
 
 def size_of(path: Path | StorePath) -> int:
-    """Bytes of a file. Raises OSError."""
+    """Return the size of a file in bytes. Raises OSError."""
     return path.size() if isinstance(path, StorePath) else path.stat().st_size
 
 
 def modified(path: Path | StorePath) -> datetime:
-    """When a file was written, by the clock of here. Raises OSError."""
+    """Return when a file was last written, in local time. Raises OSError."""
     if isinstance(path, StorePath):
         return path.modified().astimezone()
     return datetime.fromtimestamp(path.stat().st_mtime)
 
 
 def remove_all(folder: Path | StorePath) -> None:
-    """Removes a folder with all that is in it. Raises nothing."""
+    """Remove a folder recursively, ignoring errors."""
     with suppress(OSError):
         folder.remove() if isinstance(folder, StorePath) else shutil.rmtree(folder)
 
 
 def is_inside(path: Path | StorePath, folder: Path | StorePath) -> bool:
-    """Whether a path is a folder or lies in it."""
+    """Return True if `path` is `folder` or inside it."""
     if isinstance(path, StorePath) or isinstance(folder, StorePath):
         return f"{path}/".startswith(f"{folder}/")
     return path.resolve().is_relative_to(folder.resolve())
 
 
 class StorePath:
-    """An object, or the beginning that the names of several share. All that asks the store raises OSError."""
+    """Path of an object, or common prefix of several. Methods that access the store raise OSError."""
 
     def __init__(self, url: str):
         self._scheme, _, name = url.partition("://")
@@ -120,28 +118,28 @@ class StorePath:
         return self._info() is not None
 
     def is_dir(self) -> bool:
-        """Whether there is an object below this name."""
+        """Return True if an object's name starts with this path."""
         return (self._info() or {}).get("type") == "directory"
 
     def is_file(self) -> bool:
         return (self._info() or {}).get("type") == "file"
 
     def size(self) -> int:
-        """Bytes of the object."""
-        return self._known()["size"]
+        """Return the size of the object in bytes."""
+        return self._existing_info()["size"]
 
     def version(self) -> str:
-        """What changes when the object is written anew."""
-        known = self._known()
-        return str(next((known[key] for key in ("ETag", "generation", "created") if key in known), known))
+        """Return a value that changes whenever the object is written."""
+        info = self._existing_info()
+        return str(next((info[key] for key in ("ETag", "generation", "created") if key in info), info))
 
     def modified(self) -> datetime:
-        """When the object was written."""
+        """Return when the object was last written."""
         with self.asking() as store:
             return store.modified(self._name)
 
     def iterdir(self) -> list[StorePath]:
-        """What begins with this name, one level of it; nothing where nothing does."""
+        """Return the paths one level below this one; none if it does not exist."""
         try:
             with self.asking() as store:
                 return [
@@ -151,45 +149,45 @@ class StorePath:
             return []
 
     def glob(self) -> list[StorePath]:
-        """The objects whose names this one, with `*` and `?`, stands for, by name."""
+        """Return the objects that match this path, in which `*` and `?` are wildcards, sorted by name."""
         with self.asking() as store:
             return [
                 StorePath(f"{self._scheme}://{name.strip('/')}") for name in sorted(store.glob(self._name))
             ]
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every object below this name, by the rest of its name."""
+        """Return the size in bytes of every object below this path, by relative name."""
         with self.asking() as store:
-            found = store.find(self._name, detail=True)
-        return {name.strip("/")[len(self._name) + 1 :]: info["size"] for name, info in found.items()}
+            objects = store.find(self._name, detail=True)
+        return {name.strip("/")[len(self._name) + 1 :]: info["size"] for name, info in objects.items()}
 
     def read_bytes(self) -> bytes:
         with self.asking() as store:
             return store.cat_file(self._name)
 
     def read_range(self, start: int, end: int) -> bytes:
-        """The bytes `[start, end)`, fewer where the object ends before."""
+        """Return the bytes `[start, end)`, fewer if the object is shorter."""
         with self.asking() as store:
             return store.cat_file(self._name, start=start, end=end)
 
     def fetch(self, file: Path) -> None:
-        """Copies the object into a file of this machine."""
+        """Download the object into a local file."""
         with self.asking() as store:
             store.get_file(self._name, str(file))
 
     def send(self, file: Path) -> None:
-        """Makes the object a copy of a file of this machine."""
+        """Upload a local file as this object."""
         with self.asking() as store:
             store.put_file(str(file), self._name)
 
     def write(self, content: str | bytes) -> None:
-        """Gives the object this content, text as UTF-8, at once: a reader sees the old or the new."""
+        """Replace the object's content atomically; text is encoded as UTF-8."""
         with self.asking() as store:
             store.pipe_file(self._name, content.encode() if isinstance(content, str) else content)
 
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[Stream]:
-        """The object, to be read from its beginning."""
+        """Open the object for reading from its start."""
         with self.asking() as store:
             file = store.open(self._name, mode)
         try:
@@ -199,25 +197,26 @@ class StorePath:
 
     @contextmanager
     def create(self, size: int = 0) -> Iterator[Stream]:
-        """A new object of about `size` bytes, at most twice as many, written in order.
+        """Open a new object for sequential writing. It appears after a clean exit, and is discarded after an error.
 
-        It is there after a clean exit; after an error its parts are given up.
+        Args:
+            size: expected size in bytes; the actual size may be up to twice this.
         """
-        part = max(PART, -(-size // PARTS // 2**18) * 2**18)
+        part_size = max(PART_SIZE, -(-size // MAX_PARTS // 2**18) * 2**18)
         with self.asking() as store:
-            file = store.open(self._name, "wb", block_size=part)
+            file = store.open(self._name, "wb", block_size=part_size)
         try:
             yield Stream(self, file)
             with self.asking():
                 file.close()
         except BaseException:
-            with suppress(Exception):  # of a store that does not answer, or that keeps no parts
+            with suppress(Exception):  # the store does not answer, or has no parts to discard
                 file.discard()
-                file.closed = True  # else it would be sent as it is, when it is collected
+                file.closed = True  # otherwise garbage collection would send the incomplete object
             raise
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Deletes the object."""
+        """Delete the object."""
         try:
             with self.asking() as store:
                 store.rm_file(self._name)
@@ -226,24 +225,24 @@ class StorePath:
                 raise
 
     def remove(self) -> None:
-        """Deletes every object below this name."""
+        """Delete every object below this path."""
         if self.exists():
             with self.asking() as store:
                 store.rm(self._name, recursive=True)
 
-    def _known(self) -> dict[str, Any]:
+    def _existing_info(self) -> dict[str, Any]:
         with self.asking() as store:
             return store.info(self._name)
 
     def _info(self) -> dict[str, Any] | None:
         try:
-            return self._known()
+            return self._existing_info()
         except FileNotFoundError:
             return None
 
     @contextmanager
     def asking(self) -> Iterator[Any]:
-        """The store, what goes wrong there being an OSError with a reason."""
+        """Yield the store's connection, and turn its errors into OSError with a reason."""
         try:
             yield _store(self._scheme, os.getpid())
         except MegalithError:
@@ -253,12 +252,12 @@ class StorePath:
                 raise
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
             raise OSError(number, _reason(error), str(self)) from error
-        except Exception as error:  # each library has its own
+        except Exception as error:  # libraries raise types of their own
             raise OSError(errno.EIO, _reason(error), str(self)) from error
 
 
 class Stream:
-    """An object that is read or written in order."""
+    """An object that is read or written sequentially."""
 
     def __init__(self, path: StorePath, file: Any):
         self._path, self._file = path, file
@@ -277,12 +276,12 @@ class Stream:
 
 @functools.cache
 def _store(scheme: str, process: int) -> Any:
-    """The process's connections to the stores of a scheme; what they hold is asked for anew each time."""
+    """Return this process's connection to the stores of a scheme, without a cache of listings."""
     import fsspec
 
     return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
 
 
 def _reason(error: Exception) -> str:
-    told = " ".join(str(error).split()) or "it gives no reason"
-    return told if isinstance(error, OSError) else f"{type(error).__name__}: {told}"
+    reason = " ".join(str(error).split()) or "it gives no reason"
+    return reason if isinstance(error, OSError) else f"{type(error).__name__}: {reason}"

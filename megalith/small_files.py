@@ -1,9 +1,9 @@
-"""Reads small files that someone else may have written: a config.json, a manifest, a tokenizer's files.
+"""Safe reading of small, untrusted files: a config.json, a manifest, a tokenizer's files.
 
-Such a file is a regular file of bounded size inside the folder that the user named. A pipe would hang its reader, a
-device such as /dev/zero or a sparse file of many gigabytes would fill memory, and a symbolic link out of the folder
-would copy the user's own files into checkpoints and exports. The cache of the Hugging Face hub is the one exception:
-its snapshots consist of links to the blobs of the same repository.
+Such a file must be a regular file of bounded size inside the folder that the user named. A pipe would block its reader,
+a device such as /dev/zero or a huge sparse file would fill memory, and a symbolic link out of the folder would copy the
+user's own files into checkpoints and exports. The only links allowed out of the folder are those of a Hugging Face hub
+cache, whose snapshots link to the blobs of the same repository.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 
 
 class RefusedFile(OSError):
-    """A file that is not read for what it is: no network or disk is at fault."""
+    """A file that is rejected for its type, size or location, not for an I/O error."""
 
 
 def read_small_file(path: Path | StorePath, folder: Path | StorePath, largest: int = LARGEST) -> bytes:
@@ -104,7 +104,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
 
 
 def _hub_blobs(folder: Path) -> list[Path]:
-    """The blobs of the hub repository whose snapshot a folder is, or is in."""
+    """Return the blobs folders of the hub repositories whose snapshot a folder is, or is in."""
     return [
         snapshots.parent / "blobs"
         for snapshots in (folder, *folder.parents)

@@ -151,5 +151,5 @@ def api_page() -> str:
     import megalith  # no part of it, which would need torch
 
     heading = "    options:\n      heading: megalith.{0}\n      toc_label: {0}\n"
-    entries = (f"\n::: {home}.{name}\n{heading.format(name)}" for name, home in megalith._HOMES.items())
+    entries = (f"\n::: {home}.{name}\n{heading.format(name)}" for name, home in megalith._MODULES.items())
     return API + "".join(entries)

@@ -97,7 +97,7 @@ def test_cuda_without_a_gpu_is_refused_with_the_way_out(monkeypatch, request_):
 
 def test_gpu_number_beyond_the_last_is_refused_with_the_count(monkeypatch):
     _gpus(monkeypatch, 2)
-    with pytest.raises(ConfigError, match=r"cuda:5 is asked for.*has 2 CUDA devices \(numbers 0 to 1\)"):
+    with pytest.raises(ConfigError, match=r"cuda:5 was requested.*has 2 CUDA devices \(numbers 0 to 1\)"):
         pick_device("cuda:5")
     with pytest.raises(ConfigError, match=r"local rank 2 needs GPU 2.*start at most 2 processes"):
         pick_device("auto", local_rank=2)

@@ -64,4 +64,4 @@ def test_the_page_of_licences_names_every_dependency_and_what_it_is_for():
 def test_type_checkers_are_given_every_name_from_where_it_is():
     stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)
-    assert sorted(imports) == sorted((home, name, name) for name, home in megalith._HOMES.items())
+    assert sorted(imports) == sorted((home, name, name) for name, home in megalith._MODULES.items())

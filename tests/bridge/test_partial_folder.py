@@ -104,7 +104,7 @@ def test_a_folder_named_replaced_is_not_removed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(io, "exchange", lambda one, other: False)
     folder = PartialFolder(tmp_path / "out")
     folder.begin()
-    with pytest.raises(CheckpointError, match=r"out\.replaced is there already"):
+    with pytest.raises(CheckpointError, match=r"out\.replaced already exists"):
         folder.commit()
     folder.abandon()
     assert (tmp_path / "out.replaced" / "thesis.txt").read_text() == "mine"
