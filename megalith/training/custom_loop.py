@@ -31,7 +31,7 @@ from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import ModelSpec
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.tied_parameters import copies, shared_parameters
+from megalith.parallel.pipeline.tied_parameters import counted_elsewhere, shared_parameters
 from megalith.remote import StorePath
 from megalith.training.build import build_model, resolve_config, vocabulary_rows
 
@@ -95,7 +95,7 @@ class Optimizer:
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
-            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh), model.device
+            model.parameters, mesh.world, sum_of_squares, counted_elsewhere(chunks, mesh), model.device
         )
 
     def step(

@@ -26,7 +26,7 @@ from megalith.parallel.data.data_parallel import (
 from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
@@ -147,7 +147,7 @@ class Trained:
             loss += loss_sum.detach()
             later.append(self.deferred_wgrads.take() if self.deferred_wgrads else [])
         for number, work in enumerate(later if self.deferred_wgrads else []):
-            compute(work)
+            compute_wgrads(work)
             finish_weight_gradients([self.model], self.job.parallel, is_last=number == len(later) - 1)
         wait_for_gradients([self.model], self.job.parallel)
         reduce_partial_gradients(self.model, self.mesh.tp)

@@ -87,7 +87,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     factor = torch.tensor(1.0 / valid_tokens(batches))
     own = batches[mesh.dp.rank :: mesh.dp.size]
     pipeline.record = True
-    loss = pipeline.share(pipeline.step(own, factor))
+    loss = all_reduce_no_grad(pipeline.step(own, factor), mesh.pp)
     wait_for_gradients(chunks, parallel)
     reduce_shared_gradients(chunks, mesh)
     for chunk in chunks:
@@ -95,7 +95,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     gradients = {name: whole_tensor(p.grad) for chunk in chunks for name, p in chunk.named_parameters()}
     for chunk in chunks:
         chunk.eval()
-    evaluation = pipeline.share(pipeline.evaluate(own))
+    evaluation = all_reduce_no_grad(pipeline.evaluate(own), mesh.pp)
     return Outcome(
         loss=float(all_reduce_no_grad(loss, mesh.dp) * factor),
         gradients=gradients,

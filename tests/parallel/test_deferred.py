@@ -6,7 +6,7 @@ from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -55,7 +55,7 @@ def test_gradients_of_two_passes_worked_off_later_add_up_to_the_bit():
         loss(model, shift).backward()
         deferred_wgrads.append(weights.take())
     for pending in deferred_wgrads:
-        compute(pending)
+        compute_wgrads(pending)
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters()):
         assert torch.equal(parameter.grad, reference.grad), name
 
@@ -65,7 +65,7 @@ def test_weights_cast_to_bf16_get_their_gradients_in_fp32():
     loss(expected, 1).backward()
     weights = DeferredWgrads([model])
     loss(model, 1).backward()
-    compute(weights.take())
+    compute_wgrads(weights.take())
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters()):
         assert parameter.grad.dtype == torch.float32
         assert torch.equal(parameter.grad, reference.grad), name

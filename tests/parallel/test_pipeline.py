@@ -132,7 +132,7 @@ def test_micro_batches_that_do_not_divide_are_refused_by_every_rank(pool):
     with pytest.raises(RankFailed) as failure:
         pool.run(functools.partial(step_of, 5, **layout), size=2)
     assert isinstance(failure.value.__cause__, ConfigError)
-    assert "5 micro-batches a step are not divisible" in str(failure.value.__cause__)
+    assert "5 micro-batches per step are not divisible" in str(failure.value.__cause__)
 
 
 def test_stages_of_the_combined_layouts_are_as_the_assignment_says():

@@ -168,7 +168,7 @@ def test_the_checker_finds_too_many_in_flight_and_ranks_that_wait_for_each_other
         (("1f1b", 2, 0), "the number of micro-batches is 0; it has to be at least 1"),
         (
             ("interleaved", 4, 6, 2),
-            "6 micro-batches a step are not divisible .* so that there are 4 or 8, or",
+            "6 micro-batches per step are not divisible .* so that there are 4 or 8, or",
         ),
         (("interleaved", 4, 3, 2), "so that there are 4, or leave virtual_pipeline_model_parallel_size out"),
         (("interleaved", 4, 8, 1), "virtual_pipeline_model_parallel_size 1; raise both"),

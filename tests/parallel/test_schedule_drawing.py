@@ -96,7 +96,7 @@ def test_show_chooses_interleaved_for_several_chunks_and_warns_of_few_micro_batc
     assert show("--stages", "2", "--micro-batches", "4", "--virtual", "2") == 0
     assert "interleaved, 2 stages, 4 micro-batches, 2 chunks a rank" in capsys.readouterr().out
     assert show("--stages", "4", "--micro-batches", "2", "--durations", "1,1.2,0.8", "--p2p", "0.1") == 0
-    assert "warning: 2 micro-batches a step are fewer than the 4" in capsys.readouterr().out
+    assert "warning: 2 micro-batches per step are fewer than the 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("durations", ["1,1", "1,x,1", "0,1,1", "1,1,inf"])

@@ -85,6 +85,6 @@ def test_fewer_micro_batches_than_stages_are_told_with_their_bubble():
     assert few_micro_batches_warning(build_schedule("1f1b", 4, 4)) is None
     warning = few_micro_batches_warning(build_schedule("1f1b", 4, 2))
     assert warning.startswith(
-        "2 micro-batches a step are fewer than the 4 pipeline stages: the ranks wait 60%"
+        "2 micro-batches per step are fewer than the 4 pipeline stages: the ranks wait 60%"
     )
     assert "raise global_batch_size" in warning

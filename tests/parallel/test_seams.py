@@ -20,7 +20,7 @@ from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
-from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.seams import SEAMS, plug
 from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
@@ -117,7 +117,7 @@ def test_wgrads_of_another_gemm_can_be_put_off():
         model(ids, labels=ids).backward()
         if counted:
             assert calls == {"forward": 8, "dgrad": 8}
-            compute(wgrads.take())
+            compute_wgrads(wgrads.take())
             assert calls["wgrad"] == 8
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

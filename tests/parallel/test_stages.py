@@ -14,7 +14,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 from megalith.parallel.pipeline.stage_layout import expand_layout
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages, virtual_size
-from megalith.parallel.pipeline.tied_parameters import copies
+from megalith.parallel.pipeline.tied_parameters import counted_elsewhere
 
 
 def parallel(stages: int, **settings) -> ParallelConfig:
@@ -126,7 +126,7 @@ def test_layouts_written_out(layout, expanded):
         (
             4,
             {"pipeline_model_parallel_layout": "Et|t|t|tL", "virtual_pipeline_model_parallel_size": 2},
-            "has 4 stages, .* with 2 chunks a rank; give it 8 stages",
+            "has 4 stages, .* with 2 chunks per rank; give it 8 stages",
         ),
         (5, {"pipeline_model_parallel_layout": "Et|t|t|tL"},
          r"has 4 layers \(t\), but model.num_layers is 5; .*'Et\|t\|t\*2\|tL'"),
@@ -139,7 +139,7 @@ def test_layouts_written_out(layout, expanded):
         (
             4,
             {"pipeline_model_parallel_layout": "Et|t|t|tL", "decoder_last_pipeline_num_layers": 1},
-            "and decoder_last_pipeline_num_layers too; keep one or the other",
+            "and so does decoder_last_pipeline_num_layers; keep one or the other",
         ),
     ],
 )  # fmt: skip
@@ -177,13 +177,13 @@ def test_stages_hold_every_parameter_once_under_its_name_and_a_tied_head_its_cop
         whole = Transformer(config, device="meta")
         chunks = split_stages(whole, assignment, rank)
         own = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-        names += [name for name in own if name not in copies(chunks, of_stage(rank))]
+        names += [name for name in own if name not in counted_elsewhere(chunks, of_stage(rank))]
         assert [[*chunk.layers] for chunk in chunks] == [[*map(str, s.layers)] for s in assignment[rank]]
     assert sorted(names) == sorted(dict(Transformer(config, device="meta").named_parameters()))
     last = chunks[-1]
     assert (last.embedding is None) == untied
     if not untied:
-        assert copies(chunks, of_stage(1)) == {"embedding.word_embeddings.weight"}
+        assert counted_elsewhere(chunks, of_stage(1)) == {"embedding.word_embeddings.weight"}
         assert [name for name, _ in last.embedding.named_parameters()] == ["word_embeddings.weight"]
 
 
@@ -214,7 +214,7 @@ def test_a_run_is_warned_of_few_micro_batches_only():
     config = run_config(pipeline_model_parallel_size=4)
     assert check_pipeline(config, [8, 4]) == []
     (warning,) = check_pipeline(config, [8, 2, 8])
-    assert warning.startswith("2 micro-batches a step are fewer than the 4 pipeline stages")
+    assert warning.startswith("2 micro-batches per step are fewer than the 4 pipeline stages")
 
 
 @pytest.mark.parametrize(

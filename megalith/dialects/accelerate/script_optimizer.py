@@ -26,7 +26,7 @@ from megalith.optim.offload import OffloadedOptimizer, select_for_offload
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.tied_parameters import copies, shared_parameters
+from megalith.parallel.pipeline.tied_parameters import counted_elsewhere, shared_parameters
 from megalith.small_files import read_small_file
 
 CLASSES = {torch.optim.AdamW: AdamW, torch.optim.Adam: torch.optim.Adam, torch.optim.SGD: torch.optim.SGD}
@@ -115,7 +115,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
-            model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh), model.device
+            model.parameters, mesh.world, sum_of_squares, counted_elsewhere(chunks, mesh), model.device
         )
         self.gradients = Gradients([parameter for _, parameter in model.parameters.named])
         self.tallies: Tensor | None = None

@@ -33,12 +33,12 @@ _LABEL_INCHES = 0.16  # a box narrower than this has no number
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
-    """A row for each rank, or for each of its chunks, with time from left to right in at most `width` columns."""
+    """Return a text drawing with one row per rank or chunk, and time from left to right in at most `width` columns."""
     names = [f"rank {rank}{f'.{chunk}' if chunk is not None else ''} " for rank, chunk in _rows(timeline)]
     margin = max(map(len, names))
     columns = width - margin
     if columns >= timeline.total and float(timeline.total).is_integer():
-        columns = int(columns // timeline.total * timeline.total)  # every unit of time as wide
+        columns = int(columns // timeline.total * timeline.total)  # equal width for every unit of time
     lines = []
     for name, (rank, chunk) in zip(names, _rows(timeline)):
         cells = _cells(timeline, rank, chunk, columns)
@@ -47,16 +47,16 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def draw_png(path: str | Path, timelines: Sequence[tuple[str, Timeline]], unit: str = "") -> Path:
-    """Draws timelines, each under its title, one below the other; returns the path. `unit` is the last one's."""
+    """Draw timelines below each other, each with its title, and return the path. `unit` labels the last one's axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     heights = [max(2, len(list(_rows(timeline)))) * _ROW_INCHES + 0.9 for _, timeline in timelines]
     figure = Figure(figsize=(15, sum(heights) + 0.4), dpi=110, layout="constrained")
-    every = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, timeline) in zip(every, timelines):
+    all_axes = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, timeline) in zip(all_axes, timelines):
         _draw(axes, title, timeline)
-    every[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
+    all_axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
@@ -64,14 +64,14 @@ def draw_png(path: str | Path, timelines: Sequence[tuple[str, Timeline]], unit: 
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[int, int | None]]:
-    """(rank, chunk) of each row; chunk None where a rank has only one."""
+    """Yield (rank, chunk) of each row. chunk is None if the rank has only one."""
     for rank, spans in enumerate(timeline.spans):
         chunks = sorted({span.action.chunk for span in spans})
         yield from ((rank, chunk) for chunk in (chunks if len(chunks) > 1 else [None]))
 
 
 def _cells(timeline: Timeline, rank: int, chunk: int | None, columns: int) -> Iterator[str]:
-    """What the rank does in the middle of each column's time; a blank where it works on another chunk."""
+    """Yield the symbol of the action in the middle of each column; a blank if the rank works on another chunk."""
     spans, number = timeline.spans[rank], 0
     for column in range(columns):
         now = timeline.start + (column + 0.5) * timeline.total / columns
@@ -97,7 +97,7 @@ def _draw(axes: Axes, title: str, timeline: Timeline) -> None:
     named = set()
     axes.set_xlim(0, timeline.total)
     inch = timeline.total / 13.0  # the axes are about so many inches wide
-    for place, (rank, chunk) in enumerate(rows):
+    for row, (rank, chunk) in enumerate(rows):
         for span in timeline.spans[rank]:
             kind = span.action.kind
             if chunk is not None and span.action.chunk != chunk:
@@ -106,12 +106,12 @@ def _draw(axes: Axes, title: str, timeline: Timeline) -> None:
             label = None if kind in named else LEGEND[kind]
             named.add(kind)
             axes.barh(
-                place, length, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.6, label=label
+                row, length, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.6, label=label
             )
             if length >= _LABEL_INCHES * inch:
                 axes.text(
                     start + length / 2,
-                    place,
+                    row,
                     str(span.action.micro_batch),
                     ha="center",
                     va="center",
@@ -129,5 +129,5 @@ def _draw(axes: Axes, title: str, timeline: Timeline) -> None:
     )
     axes.tick_params(labelsize=8, colors="#495057", length=0)
     axes.set_facecolor("#f1f3f5")
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    for edge in ("top", "right", "left", "bottom"):
+        axes.spines[edge].set_visible(False)

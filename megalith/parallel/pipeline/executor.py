@@ -27,9 +27,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
 from torch.profiler import record_function
 
-from megalith.comm.collectives import Axis, all_reduce_no_grad, gather_json
+from megalith.comm.collectives import Axis, gather_json
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline import deferred_wgrad as deferred
+from megalith.ops.gemm import DeferredWgrad
+from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.pipeline.links import Links
 from megalith.parallel.pipeline.schedules import (
     Action,
@@ -41,28 +42,28 @@ from megalith.parallel.pipeline.schedules import (
 from megalith.parallel.pipeline.stopwatch import Stopwatch
 from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
 
-# What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
+# Profiler ranges: all actions of a rank in a step, and the time in which it waits for another stage.
 PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
 
 
 class MicroBatch(Protocol):
-    """What the pipeline itself reads of a micro-batch; the rest is for `forward`."""
+    """The interface of a micro-batch that the pipeline itself uses; `forward` uses the rest."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of this name: int64 [batch, seq] where it is tokens."""
+        """Return the tensor of this name; token tensors are int64 [batch, seq]."""
 
 
 Streams = Mapping[str, Tensor]
-# A chunk's work on a micro-batch: the streams that it gives, or on the last stage the float32 sum of the losses.
+# Runs a chunk on a micro-batch. Returns the output streams, or on the last stage the float32 sum of losses.
 Forward = Callable[[Transformer, Any, Streams | None], Streams | Tensor]
-# The shape of a stream, from batch and seq of its tokens.
+# Maps (batch, seq) of the tokens to the shape of a stream.
 HiddenShape = Callable[[int, int], tuple[int, ...]]
 
 
 def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) -> HiddenShape:
-    """The shape of the residual stream: [batch, seq, hidden], or under sequence parallelism [1, tokens / tp, hidden].
+    """Return the shape function of the residual stream: [batch, seq, hidden], under SP [1, tokens / tp, hidden].
 
-    Sequence parallelism leaves tokens whole that it cannot cut, as generation's.
+    SP does not shard a number of tokens that tp does not divide, such as generation's.
     """
 
     def shape(batch: int, seq: int) -> tuple[int, ...]:
@@ -74,12 +75,9 @@ def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) 
 
 
 class Pipeline:
-    """This rank's chunks of the model, and the steps that go through all of them.
+    """This rank's chunks of the model, and the steps that run through all stages.
 
-    Every rank of `axis` calls the same methods with the same micro-batches. `before_backward(chunk, last)` is called
-    before each backward pass through a chunk, `last` for the chunk's last one in the step: what data parallelism
-    switches its reduction by. With `zero_bubble` it is never the last, for wgrads come later, outside of
-    a pass; `after_weights(chunk, last)` is called when those of a micro-batch have come.
+    Every rank of `axis` calls the same methods with the same micro-batches.
     """
 
     def __init__(
@@ -94,46 +92,62 @@ class Pipeline:
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
-        """Makes the communicators, so every process of the world calls it; after the chunks have been prepared.
+        """Create the communicators. Every process of the world calls it, after the chunks are parallelized.
 
-        `kind` and `group` are the schedule's (build_schedule).
+        Args:
+            chunks: this rank's chunks, in the order of the model.
+            axis: the pipeline axis.
+            kind: the schedule, see build_schedule.
+            forward: runs a chunk on a micro-batch.
+            hidden_shape: shape of a stream.
+            group: micro-batches per group of an interleaved schedule.
+            before_backward: called as (chunk, last) before each backward pass of a chunk; `last` if it is the chunk's
+                last one in the step, which reduces gradients. Never last with `zero_bubble`, whose wgrads come later.
+            after_weights: called as (chunk, last) after the deferred wgrads of a micro-batch.
         """
         self.chunks, self.axis = list(chunks), axis
         self.is_last = axis.rank == axis.size - 1
-        self.record = False  # whether a step keeps when its actions ran, for `gather_timeline`
+        self.record = False  # record the times of a step's actions, for `gather_timeline`
         self.timeline: list[Span] = []  # of the last recorded step, milliseconds
         self._forward = forward
         self._hidden_shape = hidden_shape
         self._before_backward, self._after_weights = before_backward, after_weights
         self._links = Links(axis, len(chunks))
-        self._weights = deferred.DeferredWgrads(chunks) if kind == "zero_bubble" else None
-        self._warm: set[tuple[torch.Size, bool]] = set()  # shapes of micro-batches, with gradients or without
+        self._wgrads = DeferredWgrads(chunks) if kind == "zero_bubble" else None
+        self._warm: set[tuple[torch.Size, bool]] = set()  # (shape of a micro-batch, with gradients)
         self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks), group))
         self._forward_schedule = lru_cache(
             lambda count: build_forward_schedule(axis.size, count, len(chunks))
         )
 
     def step(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> Tensor:
-        """Forward and backward of every micro-batch; gradients of loss · loss_factor are added to the parameters'.
+        """Run forward and backward passes of all micro-batches, and accumulate gradients of loss · loss_factor.
 
-        `loss_factor` is a float32 scalar. Returns the float32 sum of the losses on the last rank, zero elsewhere
-        (`share` tells it to all). Raises ConfigError for a number of micro-batches that the schedule cannot take.
+        Args:
+            micro_batches: all micro-batches of the step.
+            loss_factor: float32 scalar.
+
+        Returns:
+            The sum of losses on the last rank, zero on the others: a float32 scalar.
+
+        Raises:
+            ConfigError: the schedule does not support this number of micro-batches.
         """
         return _Pass(self, self._schedule(len(micro_batches)), micro_batches, loss_factor, self.record).run()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward passes alone. Returns the sum of the losses on the last rank, zero elsewhere."""
+        """Run forward passes only. Return the sum of losses on the last rank, zero on the others."""
         return _Pass(self, self._forward_schedule(len(micro_batches)), micro_batches).run()
 
     @torch.no_grad()
     def logits(self, input_ids: Tensor) -> Tensor:
-        """The logits [batch, seq, vocab] of input_ids int64 [batch, seq], on every rank."""
+        """Return the logits [batch, seq, vocab] of input_ids int64 [batch, seq], on every rank."""
 
         def forward(chunk: Transformer, batch: MicroBatch, streams: Streams | None) -> Streams | Tensor:
             return chunk(batch["input_ids"], streams=streams)
 
-        tokens = dict.fromkeys(self.chunks[0].streams.values(), input_ids)  # an encoder reads the same
+        tokens = dict.fromkeys(self.chunks[0].streams.values(), input_ids)  # an encoder reads the same tokens
         run = _Pass(self, self._forward_schedule(1), [tokens])
         run.forward = forward
         run.run()
@@ -147,17 +161,13 @@ class Pipeline:
         dist.broadcast(logits, last, group=self.axis.group)
         return logits
 
-    def share(self, loss: Tensor) -> Tensor:
-        """The last rank's loss on every rank, from what `step` or `evaluate` returned on each."""
-        return all_reduce_no_grad(loss, self.axis)
-
     def gather_timeline(self) -> Timeline:
-        """The last recorded step of all ranks, in milliseconds; every rank of the axis calls it."""
+        """Return the timeline of the last recorded step over all ranks, in milliseconds. Collective."""
         return timeline_of(gather_json(span_rows(self.timeline), self.axis))
 
 
 class _Pass:
-    """One run of a schedule: what is under way between its actions."""
+    """One run of a schedule, with the state between its actions."""
 
     def __init__(
         self,
@@ -175,22 +185,22 @@ class _Pass:
         self.warm = (tuple(self._shapes(0).values()), torch.is_grad_enabled())
         self.device = micro_batches[0]["input_ids"].device
         self.loss = torch.zeros((), device=self.device)
-        self.output: Tensor | None = None  # the last stage's, of the last micro-batch
-        # By (micro-batch, chunk): inputs and graph between forward and backward, deferred wgrads.
-        self.held: dict[tuple[int, int], tuple[Streams | None, list[GradientEdge | None]]] = {}
-        self.deferred_wgrads: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
-        self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
+        self.output: Tensor | None = None  # output of the last stage for the last micro-batch
+        # By (micro-batch, chunk): input streams and graph edges between forward and backward; deferred wgrads.
+        self.saved: dict[tuple[int, int], tuple[Streams | None, list[GradientEdge | None]]] = {}
+        self.deferred_wgrads: dict[tuple[int, int], list[DeferredWgrad]] = {}
+        self.completed: Counter[int] = Counter()  # complete backward passes per chunk
 
     @record_function(PASS)
     def run(self) -> Tensor:
         actions = self.schedule.actions[self.rank]
         stopwatch = Stopwatch(self.device, self.pipeline.axis) if self.record else None
-        ahead = self.warm in self.pipeline._warm and len(self.micro_batches) > 1
+        posts_ahead = self.warm in self.pipeline._warm and len(self.micro_batches) > 1
         received = None
         for number, action in enumerate(actions):
-            arriving, received = received or self._ask_for(action), None
-            if ahead and number + 1 < len(actions):
-                received = self._ask_for(actions[number + 1])
+            arriving, received = received or self._post_recv(action), None
+            if posts_ahead and number + 1 < len(actions):
+                received = self._post_recv(actions[number + 1])
             streams = None
             if arriving is not None:
                 works, streams = arriving
@@ -199,14 +209,14 @@ class _Pass:
                         work.wait()
             if stopwatch:
                 stopwatch.start()
-            outputs = self._perform(action, streams)
+            outputs = self._run_action(action, streams)
             if stopwatch:
                 stopwatch.stop()
             if target := self.schedule.target(self.rank, action):
                 for output in outputs.values():
                     self.links.send(output, target.rank, action.kind is Kind.FORWARD)
         with record_function(WAITS):
-            self.links.finish()
+            self.links.wait_sends()
         self.pipeline._warm.add(self.warm)
         if stopwatch:
             self.pipeline.timeline = [
@@ -215,12 +225,12 @@ class _Pass:
         return self.loss
 
     def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Of a micro-batch's streams, in the order in which they are sent."""
+        """Return the shapes of a micro-batch's streams, in sending order."""
         batch, shape = self.micro_batches[number], self.pipeline._hidden_shape
         return {name: shape(*batch[tokens].shape) for name, tokens in self.chunks[0].streams.items()}
 
-    def _ask_for(self, action: Action) -> tuple[list[Work], Streams] | None:
-        """Begins to receive what the action takes in."""
+    def _post_recv(self, action: Action) -> tuple[list[Work], Streams] | None:
+        """Start receiving the action's input, or return None if it needs none."""
         source = self.schedule.source(self.rank, action)
         if source is None:
             return None
@@ -229,25 +239,25 @@ class _Pass:
             name: torch.empty(shape, **options) for name, shape in self._shapes(action.micro_batch).items()
         }
         forward = action.kind is Kind.FORWARD
-        return [self.links.receive(each, source.rank, forward) for each in streams.values()], streams
+        return [self.links.recv(each, source.rank, forward) for each in streams.values()], streams
 
-    def _perform(self, action: Action, received: Streams | None) -> Streams | None:
-        """Does the action with what it received; returns what it has for another stage."""
+    def _run_action(self, action: Action, received: Streams | None) -> Streams | None:
+        """Run the action on the received streams, and return the streams for the next stage."""
         match action.kind:
             case Kind.FORWARD:
-                return self._go_forward(action, received)
+                return self._run_forward(action, received)
             case Kind.BACKWARD_INPUT:
-                grad = self._go_backward(action, received, last=False)
-                self.deferred_wgrads[action[1:]] = self.pipeline._weights.take()
+                grad = self._run_backward(action, received, last=False)
+                self.deferred_wgrads[action[1:]] = self.pipeline._wgrads.take()
                 return grad
             case Kind.BACKWARD_WEIGHT:
-                deferred.compute(self.deferred_wgrads.pop(action[1:]))
+                compute_wgrads(self.deferred_wgrads.pop(action[1:]))
                 self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
                 return None
             case Kind.BACKWARD:
-                return self._go_backward(action, received, self._count_backward(action.chunk))
+                return self._run_backward(action, received, self._count_backward(action.chunk))
 
-    def _go_forward(self, action: Action, streams: Streams | None) -> Streams:
+    def _run_forward(self, action: Action, streams: Streams | None) -> Streams:
         chunk = self.chunks[action.chunk]
         for stream in () if streams is None else streams.values():
             stream.requires_grad_(torch.is_grad_enabled())
@@ -258,24 +268,24 @@ class _Pass:
                 self.loss += self.output
             outputs = {"output": outputs}
         else:
-            outputs = {name: outputs[name] for name in chunk.streams}  # in the order of the receives
+            outputs = {name: outputs[name] for name in chunk.streams}  # in sending order
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs.values()]
-            self.held[action[1:]] = streams, edges
+            self.saved[action[1:]] = streams, edges
         return {name: x.detach() for name, x in outputs.items()}
 
-    def _go_backward(self, action: Action, grads: Streams | None, last: bool) -> Streams | None:
+    def _run_backward(self, action: Action, grads: Streams | None, last: bool) -> Streams | None:
         self.pipeline._before_backward(self.chunks[action.chunk], last)
-        streams, edges = self.held.pop(action[1:])
-        given = [self.loss_factor] if grads is None else grads.values()
-        trained = [both for both in zip(edges, given, strict=True) if both[0] is not None]
-        if trained:  # else the stage is frozen, and so is all before it
-            torch.autograd.backward(*zip(*trained))
+        streams, edges = self.saved.pop(action[1:])
+        output_grads = [self.loss_factor] if grads is None else grads.values()
+        pairs = [pair for pair in zip(edges, output_grads, strict=True) if pair[0] is not None]
+        if pairs:  # otherwise this stage and all before it are frozen
+            torch.autograd.backward(*zip(*pairs))
         if streams is None:
             return None
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in streams.items()}
 
     def _count_backward(self, chunk: int) -> bool:
-        """Counts a micro-batch's whole backward pass of the chunk; whether it is the step's last."""
-        self.ended[chunk] += 1
-        return self.ended[chunk] == self.schedule.micro_batches
+        """Count a complete backward pass of the chunk. Return whether it is the step's last."""
+        self.completed[chunk] += 1
+        return self.completed[chunk] == self.schedule.micro_batches

@@ -22,16 +22,15 @@ from megalith.comm.collectives import Axis
 
 
 class Links:
-    """The links of this rank to the stages before and behind it. Every process of the world makes them together."""
+    """The links of this rank to its neighbouring stages. Creating them is collective over the world."""
 
     def __init__(self, axis: Axis, virtual: int):
-        """`virtual` > 1, chunks of layers a rank: the last rank is a neighbour of the first."""
+        """Create the links. With `virtual` > 1 chunks per rank, the last rank is a neighbour of the first."""
         self._ranks = dist.get_process_group_ranks(axis.group)
         self._groups: dict[tuple[int, int, bool], ProcessGroup] = {}  # by sender and receiver, forward
         self._sending: deque[tuple[Work, Tensor]] = deque()
-        spacing = (
-            self._ranks[1] - self._ranks[0]
-        )  # of a pipeline's ranks: as many pipelines stand side by side
+        # The distance between adjacent ranks of a pipeline is also the number of pipelines.
+        spacing = self._ranks[1] - self._ranks[0]
         for pipeline in range(spacing):
             mine = pipeline == self._ranks[0]
             for stage in range(axis.size if virtual > 1 else axis.size - 1):
@@ -44,10 +43,10 @@ class Links:
         self._open(axis)
 
     def _open(self, axis: Axis) -> None:
-        """Sends a first number over every link, in an order that all ranks share.
+        """Send one number over every link, in the same order on all ranks.
 
-        NCCL makes a communicator at its first use, when each end waits for the other; in a step, where
-        receives are asked for ahead, they might wait for each other for ever.
+        NCCL creates a communicator at its first use, when both ends wait for each other. In a step, where receives are
+        posted ahead, that could deadlock.
         """
         for (sender, receiver, _), group in self._groups.items():
             number = torch.zeros(1, device=axis.mesh.device_type)
@@ -57,19 +56,19 @@ class Links:
                 dist.recv(number, self._ranks[sender], group=group)
 
     def send(self, tensor: Tensor, receiver: int, forward: bool) -> None:
-        """Begins to send `tensor` to pipeline rank `receiver`; it must not be written to until `finish`."""
+        """Start sending `tensor` to pipeline rank `receiver`. Do not write to it before `wait_sends`."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         group = self._groups[self._rank, receiver, forward]
         tensor = tensor.contiguous()
         self._sending.append((dist.isend(tensor, self._ranks[receiver], group=group), tensor))
 
-    def receive(self, tensor: Tensor, sender: int, forward: bool) -> Work:
-        """Begins to fill `tensor` with what pipeline rank `sender` sends next; it is there after the Work's wait."""
+    def recv(self, tensor: Tensor, sender: int, forward: bool) -> Work:
+        """Start receiving the next tensor of pipeline rank `sender` into `tensor`."""
         return dist.irecv(tensor, self._ranks[sender], group=self._groups[sender, self._rank, forward])
 
-    def finish(self) -> None:
-        """Waits until everything sent has gone."""
+    def wait_sends(self) -> None:
+        """Wait for all sends."""
         while self._sending:
             work, _ = self._sending.popleft()
             work.wait()

@@ -1,4 +1,4 @@
-"""What a run with a pipeline has to be like, checked before any process group is made."""
+"""Checks of a run's layout and pipeline, before any process group is created."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from megalith.parallel.pipeline.stages import assign_layers, run_schedule, sched
 
 
 def check_layout(config: RunConfig, world_size: int) -> list[str]:
-    """Raises ConfigError unless the run can be trained on `world_size` processes: the trainer and the planner ask here.
+    """Check that a run can be trained on `world_size` processes. Trainer and planner share this check.
 
-    Returns the warnings to show.
+    Returns:
+        Warnings to print.
+
+    Raises:
+        ConfigError: the layout is not valid.
     """
     check_training(config, world_size)
     dp = data_parallel_size(config.parallel, world_size)
@@ -25,9 +29,13 @@ def check_layout(config: RunConfig, world_size: int) -> list[str]:
 
 
 def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]:
-    """Raises ConfigError unless stages and schedule can be made for each of these numbers of micro-batches a step.
+    """Check stages and schedule for each of these numbers of micro-batches per step.
 
-    Returns the warnings to show, of steps with fewer micro-batches than stages.
+    Returns:
+        Warnings about steps with fewer micro-batches than stages.
+
+    Raises:
+        ConfigError: the layers cannot be split, or the schedule does not support a number of micro-batches.
     """
     parallel = config.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, virtual_size(parallel)

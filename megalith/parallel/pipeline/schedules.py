@@ -1,10 +1,10 @@
 """Pipeline schedules as data: for each rank, the order in which it works on micro-batches.
 
-The layers are cut into stages, one a rank, or with interleaving `virtual` a rank. A micro-batch goes forward through
-all stages and backward through them again, so at the step's begin the last rank waits for work, and at its end the
-first: the bubble. A schedule orders each rank's work to keep the bubble and the activations that wait for their
-backward pass small. Nothing here runs anything: the executor (executor.py), the simulator
-(simulate.py), the drawings (drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
+The layers are cut into stages, one per rank, or with interleaving `virtual` per rank. A micro-batch goes forward
+through all stages and backward through them again, so the last rank waits for work at the start of a step, and the
+first at its end: the bubble. A schedule orders each rank's work to keep the bubble and the activations that wait for
+their backward pass small. Nothing here runs anything: the executor (executor.py), the simulator (simulate.py), the
+drawings (drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
 
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
@@ -33,7 +33,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """What a rank does next: one kind of work on one micro-batch in one of its chunks of layers."""
+    """One kind of work on one micro-batch in one of a rank's chunks of layers."""
 
     kind: Kind
     micro_batch: int
@@ -63,16 +63,17 @@ class Schedule:
     """By rank."""
 
     def source(self, rank: int, action: Action) -> StageIndex | None:
-        """Whose output this action takes in: activations, or the gradient of its own. None: it needs no transfer."""
+        """Return the stage that sends this action's input (activations or gradients), or None if it needs no
+        transfer."""
         return neighbour(self, rank, action, {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1})
 
     def target(self, rank: int, action: Action) -> StageIndex | None:
-        """Who takes in this action's output. None: nobody."""
+        """Return the stage that receives this action's output, or None."""
         return neighbour(self, rank, action, {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1})
 
 
 def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, int]) -> StageIndex | None:
-    """The stage `steps[kind]` stages further on; None where there is none, or for a kind without a step."""
+    """Return the stage `steps[kind]` stages ahead. None if there is none, or if `kind` is not in `steps`."""
     if action.kind not in steps:
         return None
     stage = action.chunk * schedule.stages + rank + steps[action.kind]
@@ -84,10 +85,17 @@ def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, i
 def build_schedule(
     kind: str, stages: int, micro_batches: int, virtual: int = 1, group: int | None = None
 ) -> Schedule:
-    """The schedule `kind` for `micro_batches` through `stages` ranks of `virtual` chunks each.
+    """Build a schedule.
 
-    `group` is for `interleaved` alone: how many micro-batches go through a chunk at a time (default: `stages`).
-    Raises ConfigError for sizes that the schedule cannot take, with sizes that it can.
+    Args:
+        kind: a key of SCHEDULES.
+        stages: number of pipeline ranks.
+        micro_batches: micro-batches per step.
+        virtual: chunks of layers per rank.
+        group: for `interleaved`, number of micro-batches that go through a chunk in turn. Default: `stages`.
+
+    Raises:
+        ConfigError: the schedule does not support these sizes. The message names sizes that it does.
     """
     check_schedule(kind, stages, micro_batches, virtual, group)
     group = group or stages
@@ -97,7 +105,7 @@ def build_schedule(
 
 
 def check_schedule(kind: str, stages: int, micro_batches: int, virtual: int, group: int | None) -> None:
-    """What `build_schedule` raises, however many micro-batches there are."""
+    """Raise the errors of `build_schedule`, without building the schedule."""
     if kind not in SCHEDULES:
         raise ConfigError(f"pipeline_schedule is {kind!r}; choose one of {', '.join(SCHEDULES)}")
     for name, value in (
@@ -132,25 +140,25 @@ def fitting_micro_batches(kind: str, stages: int, micro_batches: int, group: int
 
 
 def build_forward_schedule(stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Forward passes alone, for evaluation and generation. Any number of micro-batches."""
+    """Build a schedule of forward passes only, for evaluation and generation. Takes any number of micro-batches."""
     order = _interleaved_order(micro_batches, virtual, stages)
     actions = [[Action(Kind.FORWARD, *item) for item in order] for _ in range(stages)]
     return Schedule("forward", stages, micro_batches, virtual, stages, actions)
 
 
 def in_flight_bound(schedule: Schedule, rank: int) -> int:
-    """The most (micro-batch, chunk) whose activations `rank` may hold at a time."""
+    """Return an upper bound for the (micro-batch, chunk) pairs whose activations `rank` holds at a time."""
     stages, micro_batches, virtual = schedule.stages, schedule.micro_batches, schedule.virtual
     match schedule.kind:
         case "1f1b":
             return min(micro_batches, stages - rank)
-        case "zero_bubble":  # what 1F1B takes on its first rank, here on every one
+        case "zero_bubble":  # on every rank as much as 1F1B on its first
             return min(micro_batches, stages)
         case "interleaved":
             return min(
                 micro_batches * virtual, _interleaved_warm_up(rank, stages, virtual, schedule.group) + 1
             )
-        case "forward":  # nothing is ever let go, but nothing is kept either
+        case "forward":  # forward passes keep no activations
             return micro_batches * virtual
 
 
@@ -164,29 +172,29 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int
     if group is not None and (group < stages or 0 < micro_batches % group < stages):
         fitting = [size for size in range(stages, micro_batches + 1) if not 0 < micro_batches % size < stages]
         raise ConfigError(
-            f"microbatch_group_size_per_virtual_pipeline_stage is {group} for {micro_batches} micro-batches a step and "
-            f"pipeline_model_parallel_size {stages}, but every group, the last one too, needs at least as many "
+            f"microbatch_group_size_per_virtual_pipeline_stage is {group} for {micro_batches} micro-batches per step "
+            f"and pipeline_model_parallel_size {stages}, but every group, the last one too, needs at least as many "
             f"micro-batches as there are stages; set it to {', '.join(map(str, fitting)) or 'no number'}, or not at all"
         )
     if group is None and micro_batches % stages:
         lower, upper = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{lower} or {upper}" if lower else f"{upper}"
         raise ConfigError(
-            f"{micro_batches} micro-batches a step are not divisible by pipeline_model_parallel_size {stages}, as "
+            f"{micro_batches} micro-batches per step are not divisible by pipeline_model_parallel_size {stages}, as "
             f"pipeline_schedule interleaved needs; change global_batch_size so that there are {counts}, or leave "
             "virtual_pipeline_model_parallel_size out (1f1b takes any number)"
         )
 
 
 def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """Forward passes until the first backward can come back, then forward and backward in turn."""
+    """Order forward passes until the first gradient can arrive, then one forward, one backward in turn."""
     order = [Action(Kind.FORWARD, m) for m in range(micro_batches)]
     back = [Action(Kind.BACKWARD, m) for m in range(micro_batches)]
     return _one_forward_one_backward(order, back, warm_up=stages - 1 - rank)
 
 
 def _interleaved(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """As 1F1B, over (micro-batch, chunk): `group` micro-batches through a chunk, then the same through the next."""
+    """Order as 1F1B over (micro-batch, chunk): `group` micro-batches through a chunk, then through the next one."""
     order = _interleaved_order(micro_batches, virtual, group)
     forward = [Action(Kind.FORWARD, m, c) for m, c in order]
     backward = [Action(Kind.BACKWARD, m, virtual - 1 - c) for m, c in order]
@@ -213,9 +221,9 @@ def _one_forward_one_backward(forward: list[Action], backward: list[Action], war
 
 
 def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
-    """As 1F1B, but a weight's backward follows `rank` micro-batches behind its input's.
+    """Order as 1F1B, with wgrad `rank` micro-batches after dgrad.
 
-    So later ranks, which begin later, run ahead with what others wait for, and have work left for the end.
+    Later ranks start later: they compute first what other ranks wait for, and have wgrads left for the end.
     """
     actions = []
     for action in _1f1b(rank, stages, micro_batches, virtual, group):

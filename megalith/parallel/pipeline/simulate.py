@@ -1,8 +1,8 @@
-"""How long a schedule takes: each action starts when its rank is free and its input has arrived.
+"""Simulation of a schedule: each action starts when its rank is free and its input has arrived.
 
-The share of the step in which ranks wait is the pipeline's bubble. For equal stages and free transfers it has a
-formula. With F, I, W the durations of forward, input's and weight's backward on a whole rank, S ranks, M
-micro-batches and V chunks a rank, a step takes M·(F + I + W) plus
+The bubble is the fraction of a step in which ranks wait. For equal stages and free transfers it has a formula. With F,
+I, W the durations of forward, dgrad and wgrad of a rank, S ranks, M micro-batches and V chunks per rank, a step takes
+M·(F + I + W) plus
 
 - 1f1b: (S − 1)·(F + I + W), so the bubble is (S − 1) / (M + S − 1) of the step, whatever M;
 - interleaved: (S − 1)·(F + I + W) / V, so it is (S − 1) / (V·M + S − 1);
@@ -20,13 +20,13 @@ from megalith.parallel.pipeline.timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Durations:
-    """What a stage's actions take, in any one unit of time. A stage is one chunk of one rank."""
+    """Durations of the actions of a stage (one chunk of one rank), in any unit of time."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     p2p: float = 0.0
-    """From the end of an action to its output's arrival at the stage that takes it in."""
+    """Time from the end of an action to the arrival of its output at the next stage."""
 
     def of(self, kind: Kind) -> float:
         return {
@@ -38,14 +38,18 @@ class Durations:
 
 
 def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
-    """The timeline of a schedule whose stages, in the model's order, take these durations (one for all, or each).
+    """Return the timeline of a schedule.
 
-    Transfers do not hold up their sender. The schedule has to be free of deadlock.
+    Transfers do not block their sender. The schedule must be free of deadlock.
+
+    Args:
+        schedule: the schedule.
+        durations: one for all stages, or one per stage in the order of the model.
     """
     count = schedule.stages * schedule.virtual
     by_stage = [durations] * count if isinstance(durations, Durations) else list(durations)
     assert len(by_stage) == count, f"{len(by_stage)} durations for {count} stages"
-    arrival: dict[tuple, float] = {}  # (forward?, micro-batch, place): when its input is there
+    arrival: dict[tuple, float] = {}  # arrival time of the input of (is forward, micro-batch, rank, chunk)
     spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
     moved = True
     while moved:
@@ -66,17 +70,17 @@ def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Du
                 if target := schedule.target(rank, action):
                     arrival[forward, action.micro_batch, *target] = end + duration.p2p
                 moved = True
-    assert all(len(s) == len(a) for s, a in zip(spans, schedule.actions)), "the schedule cannot end"
+    assert all(len(s) == len(a) for s, a in zip(spans, schedule.actions)), "the schedule deadlocks"
     return Timeline(spans)
 
 
 def few_micro_batches_warning(schedule: Schedule) -> str | None:
-    """The sentence for a step with fewer micro-batches than ranks, with its bubble; None when there are enough."""
+    """Return a warning if a step has fewer micro-batches than ranks, with its bubble, otherwise None."""
     if schedule.micro_batches >= schedule.stages:
         return None
     bubble = simulate(schedule).bubble
     return (
-        f"{schedule.micro_batches} micro-batches a step are fewer than the {schedule.stages} pipeline stages: the "
+        f"{schedule.micro_batches} micro-batches per step are fewer than the {schedule.stages} pipeline stages: the "
         f"ranks wait {bubble:.0%} of the time (the pipeline's bubble, schedule {schedule.kind}); raise "
         f"global_batch_size or lower micro_batch_size for at least {schedule.stages} micro-batches"
     )

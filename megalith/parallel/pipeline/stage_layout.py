@@ -12,7 +12,7 @@ _LONGEST_LAYOUT = 100_000  # letters after repetition; no model has as many laye
 
 
 def suggested_layout(layers: int, stages: int) -> str:
-    """A layout as even as can be, the first and last stage having the fewest."""
+    """Return the most even layout; the first and last stage get the fewest layers."""
     each, more = divmod(layers, stages)
     start = (stages - more + 1) // 2
     sizes = [each + (start <= stage < start + more) for stage in range(stages)]
@@ -20,7 +20,11 @@ def suggested_layout(layers: int, stages: int) -> str:
 
 
 def expand_layout(layout: str) -> str:
-    """The layout with repetitions written out: `Et*3|(tt|)*2L` → `Ettt|tt|tt|L`. Raises ConfigError."""
+    """Return the layout with repetitions expanded: `Et*3|(tt|)*2L` -> `Ettt|tt|tt|L`.
+
+    Raises:
+        ConfigError: the layout has a syntax error.
+    """
     text = layout.replace(",", "").replace(" ", "")
     expanded, rest = _expand(layout, text)
     if rest:
@@ -31,7 +35,7 @@ def expand_layout(layout: str) -> str:
 
 
 def _expand(layout: str, text: str) -> tuple[str, str]:
-    """Reads up to the end or an unmatched ), which it leaves; returns what it read, written out, and the rest."""
+    """Expand up to the end or an unmatched ")". Return the expansion and the unread rest."""
     done = ""
     while text and text[0] != ")":
         letter, text = text[0], text[1:]

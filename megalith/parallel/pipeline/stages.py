@@ -1,4 +1,4 @@
-"""The layers that each pipeline stage holds.
+"""Assignment of layers to pipeline stages, and the model chunk of a stage.
 
 Stages are in the model's order: first chunk 0 of every rank, then chunk 1 of every rank, and so on. By default all
 stages hold the same number of layers. The first and last rank can be given other numbers; embedding and head can count
@@ -17,12 +17,12 @@ from megalith.parallel.pipeline.schedules import Schedule, build_schedule, fitti
 from megalith.parallel.pipeline.stage_layout import expand_layout, suggested_layout
 from megalith.parallel.seams import plug
 
-LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
+LONGEST_SIMULATED = 3  # micro-batches per stage; each further one takes as long as the slowest stage
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one chunk of one pipeline rank holds."""
+    """The layers of one chunk of one pipeline rank."""
 
     rank: int
     chunk: int
@@ -34,9 +34,10 @@ class Stage:
 
 
 def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Stage]]:
-    """The stages by pipeline rank and chunk.
+    """Return the stages by pipeline rank and chunk.
 
-    Raises ConfigError where the layers cannot be split as asked, with a split that can be.
+    Raises:
+        ConfigError: the layers cannot be split this way. The message suggests a split.
     """
     ranks, virtual = parallel.pipeline_model_parallel_size, virtual_size(parallel)
     if model.position_embedding_type == "relative" and virtual > 1:
@@ -61,30 +62,38 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
 
 
 def virtual_size(parallel: ParallelConfig) -> int:
-    """Chunks of layers on each pipeline rank. Raises ConfigError where the layout contradicts."""
-    asked = parallel.virtual_pipeline_model_parallel_size
+    """Return the number of chunks of layers per pipeline rank.
+
+    Raises:
+        ConfigError: pipeline_model_parallel_layout and the sizes contradict each other.
+    """
+    virtual = parallel.virtual_pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_layout is None:
-        return asked or 1
+        return virtual or 1
     layout, ranks = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
     stages = len(expand_layout(layout).split("|"))
-    if stages % ranks or (asked and stages != asked * ranks):
+    if stages % ranks or (virtual and stages != virtual * ranks):
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} has {stages} stages, but pipeline_model_parallel_size is "
-            f"{ranks}{f' with {asked} chunks a rank' if asked else ''}; give it {ranks * (asked or 1)} stages"
-            f"{'' if asked else ', or a multiple'}, or change the sizes"
+            f"{ranks}{f' with {virtual} chunks per rank' if virtual else ''}; give it {ranks * (virtual or 1)} stages"
+            f"{'' if virtual else ', or a multiple'}, or change the sizes"
         )
     return stages // ranks
 
 
 def schedule_kind(parallel: ParallelConfig) -> str:
-    """The schedule that a configuration asks for; 1F1B with several chunks a rank is the interleaved one."""
+    """Return the schedule of a configuration; 1F1B with several chunks per rank is `interleaved`."""
     if parallel.pipeline_schedule == "1f1b" and virtual_size(parallel) > 1:
         return "interleaved"
     return parallel.pipeline_schedule
 
 
 def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
-    """The schedule of a step of so many micro-batches. Raises ConfigError where there is none."""
+    """Return the schedule of a step with this number of micro-batches.
+
+    Raises:
+        ConfigError: the schedule does not support this number.
+    """
     return build_schedule(
         schedule_kind(parallel),
         parallel.pipeline_model_parallel_size,
@@ -95,28 +104,28 @@ def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
 
 
 def padded_micro_batches(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Return how many micro-batches a step takes whose number the data decide: further ones are empty."""
+    """Return the number of micro-batches after padding with empty ones, for steps whose number depends on the data."""
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = parallel.pipeline_model_parallel_size
     return fitting_micro_batches(schedule_kind(parallel), stages, micro_batches, group)
 
 
 def shortened_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
-    """That of as many micro-batches as show its form, and how many are left out of it."""
-    most = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
-    most = max(most, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
-    rest = max(micro_batches - most, 0)
+    """Return a schedule of at most LONGEST_SIMULATED micro-batches per stage, and the number of omitted ones."""
+    longest = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
+    longest = max(longest, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
+    omitted = max(micro_batches - longest, 0)
     unit = parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
-    rest = rest // unit * unit
-    return run_schedule(parallel, micro_batches - rest), rest
+    omitted = omitted // unit * unit
+    return run_schedule(parallel, micro_batches - omitted), omitted
 
 
 def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -> list[Transformer]:
-    """The chunks of pipeline rank `rank`, from a whole model without values (on the meta device).
+    """Return the chunks of pipeline rank `rank`, from the full model on the meta device.
 
-    Each is a Transformer without what is not its own; parameters keep their names. Where embedding and head are tied
-    but stand on different stages, the head's stage keeps a copy of the word embedding under the same name
-    (`reduce_shared_gradients` keeps the two equal); so does every stage of relative positions.
+    Each chunk is a Transformer without the modules of other stages. Parameters keep their names. If a tied embedding
+    and the head are on different stages, the head's stage keeps a copy of the word embedding under the same name
+    (`reduce_shared_gradients` keeps the two equal). Every stage keeps a copy of relative position embeddings.
     """
     if len(assignment) == 1:
         return [model]
@@ -124,7 +133,7 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
 
 def _copy(model: Transformer, stage: Stage) -> Transformer:
-    """`model` with modules of its own, but for layers that `_keep` takes away."""
+    """Copy `model`, except for the layers that `_keep` removes."""
     layers = {*map(str, stage.layers), *(map(str, model.config.mtp_layers) if stage.head else ())}
     others = [
         layer for stack in stacks_of(model) for name, layer in stack.layers.items() if name not in layers
@@ -133,7 +142,7 @@ def _copy(model: Transformer, stage: Stage) -> Transformer:
 
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
-    """`model` without what `stage` does not hold."""
+    """Remove from `model` all that `stage` does not hold."""
     if stage.head and model.config.embedding_at_head and not stage.embedding:
         plug(model.embedding, "position_embeddings", None)
         plug(model.embedding, "tokentype_embeddings", None)
@@ -156,17 +165,17 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
     ranks, layers = parallel.pipeline_model_parallel_size, model.num_layers
     embedding = parallel.account_for_embedding_in_pipeline_split
     head = parallel.account_for_loss_in_pipeline_split
-    places, stages = layers + embedding + head, ranks * virtual
-    if places % stages or (embedding and head and stages == 1):
+    units, stages = layers + embedding + head, ranks * virtual
+    if units % stages or (embedding and head and stages == 1):
         counted = " + ".join([f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head)
-        sizes = [str(size) for size in range(1, places + 1) if places % (size * virtual) == 0]
+        sizes = [str(size) for size in range(1, units + 1) if units % (size * virtual) == 0]
         other_size = f"pipeline_model_parallel_size to one of {', '.join(sizes)}, or " if sizes else ""
         raise ConfigError(
-            f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
+            f"{counted}{'' if units == layers else f' = {units}'} is not divisible by pipeline ({ranks}) × "
             f"virtual ({virtual}) = {stages} stages; set {other_size}pipeline_model_parallel_layout to "
             f"'{suggested_layout(layers, stages)}'"
         )
-    sizes = [places // stages] * stages
+    sizes = [units // stages] * stages
     sizes[0] -= embedding
     sizes[-1] -= head
     return sizes
@@ -214,9 +223,9 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
     )
-    if given := [name for name in others if getattr(parallel, name)]:
+    if conflicting := [name for name in others if getattr(parallel, name)]:
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} places every layer, and {', '.join(given)} too; "
+            f"pipeline_model_parallel_layout {layout!r} assigns every layer, and so does {', '.join(conflicting)}; "
             "keep one or the other"
         )
     letters = expand_layout(layout)
@@ -224,7 +233,7 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     if plain.count("E") != 1 or plain.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} has to begin with the one E (embedding) and end with the "
-            f"one L (head and loss); it stands for {letters[:80]}"
+            f"one L (head and loss); it expands to {letters[:80]}"
         )
     if plain.count("t") != model.num_layers:
         stages = letters.count("|") + 1

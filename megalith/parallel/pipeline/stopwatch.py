@@ -11,7 +11,7 @@ from megalith.comm.collectives import Axis
 
 
 class Stopwatch:
-    """Starts and stops of one rank, in milliseconds since all ranks of `axis` stood at the same point."""
+    """Start and stop times of one rank, in milliseconds since a barrier of all ranks of `axis`."""
 
     def __init__(self, device: torch.device, axis: Axis):
         self._cuda = device.type == "cuda"
@@ -28,7 +28,7 @@ class Stopwatch:
         self._marks.append(self._now())
 
     def read(self) -> list[tuple[float, float]]:
-        """(start, end) of each pair of marks; waits for the device to come to the last."""
+        """Return (start, end) of each pair of marks. Waits for the device to reach the last one."""
         if self._cuda:
             self._marks[-1].synchronize()
             times = [self._zero.elapsed_time(mark) for mark in self._marks]

@@ -1,4 +1,4 @@
-"""When the actions of a step ran: the form that simulated and measured pipelines share, and its file."""
+"""Timeline of a step's actions, simulated or measured, and its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMELINE_FILE = "pipeline.json"
 
 @dataclass(frozen=True)
 class Span:
-    """An action of a rank and when it ran."""
+    """An action of a rank, with its start and end."""
 
     rank: int
     action: Action
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a step ran, in any one unit of time (measured: milliseconds)."""
+    """Start and end of every action of a step, in any unit of time (measured ones: milliseconds)."""
 
     spans: list[list[Span]]
     """By rank, in order."""
@@ -40,22 +40,22 @@ class Timeline:
 
     @cached_property
     def total(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Time from the start of the first action to the end of the last."""
         return max(span.end for spans in self.spans for span in spans) - self.start
 
     def busy(self, rank: int) -> float:
-        """What the actions of `rank` take together."""
+        """Return the total duration of the actions of `rank`."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait, 0 to 1."""
+        """Fraction of the ranks' time in which they wait, 0 to 1."""
         busy = sum(self.busy(rank) for rank in range(len(self.spans)))
         return 1.0 - busy / (len(self.spans) * self.total)
 
 
 def write_timeline(run: str | Path, timeline: Timeline) -> Path:
-    """Writes a measured timeline (milliseconds) into a run's output folder; returns the file. Raises OSError."""
+    """Write a measured timeline (milliseconds) into a run's output folder, and return the file. Raises OSError."""
     path = Path(run) / TIMELINE_FILE
     ranks = [span_rows(spans) for spans in timeline.spans]
     replace_file(path, json.dumps({"unit": "ms", "ranks": ranks}))
@@ -63,7 +63,7 @@ def write_timeline(run: str | Path, timeline: Timeline) -> Path:
 
 
 def read_timeline(run: str | Path | StorePath) -> Timeline:
-    """The timeline that a run left in its output folder. Raises DataError where there is none, or no whole one."""
+    """Return the timeline in a run's output folder. Raises DataError if it is missing or incomplete."""
     path = open_location(run) / TIMELINE_FILE
     try:
         ranks = json.loads(path.read_bytes())["ranks"]
@@ -81,12 +81,12 @@ def read_timeline(run: str | Path | StorePath) -> Timeline:
 
 
 def span_rows(spans: Iterable[Span]) -> list[list]:
-    """A rank's actions as plain JSON: [kind, micro-batch, chunk, start, end] each."""
+    """Return a rank's actions as JSON rows [kind, micro-batch, chunk, start, end]."""
     return [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
 
 
 def timeline_of(ranks: Sequence[Sequence[Sequence]]) -> Timeline:
-    """From the `span_rows` of every rank. Raises ValueError or TypeError where they are none."""
+    """Return the timeline of the `span_rows` of every rank. Raises ValueError or TypeError for invalid rows."""
     return Timeline([[_span(rank, *row) for row in rows] for rank, rows in enumerate(ranks)])
 
 
