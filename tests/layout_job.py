@@ -24,7 +24,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_rank_locations
 from megalith.report.measured_step import StepMeasurement, StepTimes
-from megalith.report.out_of_memory import model_bytes
+from megalith.report.model_memory import model_bytes
 from megalith.training.build import prepare
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_state import Run

@@ -41,9 +41,9 @@ def doctor(args: Arguments) -> int:
     import torch
 
     from megalith.doctor import checks
+    from megalith.doctor.connectivity import check_network, check_reachable, parse_endpoint
     from megalith.doctor.devices import check_devices
     from megalith.doctor.disk import check_disk
-    from megalith.doctor.network import check_network, check_reachable, parse_endpoint
 
     for endpoint in args.reach:
         parse_endpoint(endpoint)  # before anything is measured

@@ -189,7 +189,8 @@ def _add_config(config: argparse._SubParsersAction) -> None:
 
 
 def plot(args: Arguments) -> int:
-    from megalith.report.plot import loss_points, plot_run, text_curve
+    from megalith.report.plot import loss_points, plot_run
+    from megalith.report.text_curve import text_curve
 
     if args.text:
         for run in args.run_dir:
@@ -264,7 +265,7 @@ PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads",
 def _preset_row(name: str) -> tuple[str, ...]:
     from megalith.config import RunConfig
     from megalith.planner.counts import count_parameters
-    from megalith.report.console import si
+    from megalith.tables import format_si
 
     model = RunConfig.from_tree({"model": {"preset": name}}).model
     given = {
@@ -282,8 +283,8 @@ def _preset_row(name: str) -> tuple[str, ...]:
     )
     return (
         name,
-        si(counts.total) + ("" if model.vocab_size else " + vocabulary"),
-        si(counts.active) if counts.idle else "",
+        format_si(counts.total) + ("" if model.vocab_size else " + vocabulary"),
+        format_si(counts.active) if counts.idle else "",
         *map(str, sizes),
         experts if model.num_experts else "",
         f"{model.vocab_size:,}" if model.vocab_size else "tokenizer's",

@@ -95,8 +95,8 @@ def _layout_options(parser: Parser) -> None:
 
 
 def run_layouts(args: Arguments) -> int:
+    from megalith.planner.plan_text import plan_json, plan_text
     from megalith.planner.search import longest_sequence, plan
-    from megalith.report.plan_text import plan_json, plan_text
 
     _refuse_nonsense(args, "top")
     config, rates = _job(args)
@@ -143,10 +143,9 @@ def _say_what_is_chosen(args: Arguments) -> None:
 def run_show(args: Arguments) -> int:
     from megalith.planner.fit import fit_sentence
     from megalith.planner.plan_result import PlanResult
+    from megalith.planner.plan_text import figures, layout_details, layout_json
     from megalith.planner.search import planned, usable_bytes
-    from megalith.report.console import si
-    from megalith.report.layout_text import wrap_paragraph
-    from megalith.report.plan_text import figures, layout_details, layout_json
+    from megalith.tables import format_si, wrap_paragraph
 
     config, rates = _job(args)
     layout = planned(config, args.gpus, rates, args.gpus_per_node, args.memory_gb)
@@ -165,7 +164,7 @@ def run_show(args: Arguments) -> int:
         if args.tokens:
             days = answer.days(layout, args.tokens)
             price = args.price_per_gpu_hour
-            cost = f", {si(days * 24 * args.gpus * price)} at {price:g} a GPU hour" if price else ""
+            cost = f", {format_si(days * 24 * args.gpus * price)} at {price:g} a GPU hour" if price else ""
             print(f"{days:,.1f} days for {args.tokens:.3g} tokens{cost}")
         print(layout_details(layout))
     if args.png:
@@ -205,7 +204,7 @@ def run_goodput(args: Arguments) -> int:
     from dataclasses import asdict
 
     from megalith.planner.goodput import SIZES, Costs, goodput
-    from megalith.report.plan_text import goodput_table
+    from megalith.planner.plan_text import goodput_table
 
     _refuse_nonsense(args, "gpus", "failures_per_gpu_hour", "disk", "store")
     _refuse_nonsense(args, "stall", "notice", "start", least=0)
@@ -291,7 +290,7 @@ def _config(args: Arguments, gpus: int):
 
 
 def _draw(answer, path: str) -> None:
-    from megalith.report.plan_text import draw_plan
+    from megalith.planner.plan_drawing import draw_plan
 
     try:
         print(f"wrote {draw_plan(answer, path)}", file=sys.stderr)

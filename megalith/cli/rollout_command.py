@@ -158,8 +158,8 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     import torch
 
     from megalith.generation.static_cache import empty_cache
-    from megalith.report.summary import format_bytes
     from megalith.rl.engines.rollout_engine import engine_sizes
+    from megalith.tables import format_bytes
     from megalith.training.build import COMPUTE_DTYPES
 
     tp, dtype = layout.size.tp, COMPUTE_DTYPES[config.train.precision]
@@ -177,7 +177,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     """Read the prompts, call the rewards once, and print layout and memory. Train and write nothing."""
     from megalith.hardware import local_device_info, pick_device
     from megalith.planner.layout import build_layout
-    from megalith.report.layout_text import layout_text
+    from megalith.planner.layout_text import layout_text
     from megalith.report.summary import print_summary
     from megalith.rl.prompts import held_out_prompts, run_prompts
     from megalith.rl.rewards import Rewards

@@ -8,29 +8,26 @@ step and one permanent line is printed per log interval. Both show means over th
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from textwrap import fill
 from types import MappingProxyType
 from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from megalith import progress
 from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
+from megalith.tables import format_si
 
-WIDTH = 100  # columns in a file or a pipe, and the maximum on a terminal
-MIN_WIDTH = 20  # columns that lines are wrapped for
 Metrics = Mapping[str, float | None]
 NO_METRICS: Metrics = MappingProxyType({})
 
@@ -289,7 +286,7 @@ class LiveConsole(TrainingConsole):
             status += "" if value is None else f"  {name} {value:.4g}"
         status += f"  lr {metrics.lr:.2e}"
         if metrics.tokens_per_second_per_device is not None:
-            status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
+            status += f"  {format_si(metrics.tokens_per_second_per_device)} tok/s"
         super().log_step(metrics, extra_metrics, losses)
         self._progress.update(self._task, completed=metrics.step, status=f"ETA {self._left}  {status}")
         self._refresh()
@@ -339,7 +336,7 @@ class LiveConsole(TrainingConsole):
             line.append(f"  {name} {value:.4f}")
         tokens, tflops = interval.rate("tokens_per_second_per_device"), interval.rate("tflops_per_device")
         if tokens is not None:
-            line.append(f"  {si(tokens)} tok/s", style="bold")
+            line.append(f"  {format_si(tokens)} tok/s", style="bold")
         line.append(f"  {interval.step_time_ms:.0f} ms", style="dim")
         if tflops is not None:
             line.append(f"  {tflops:.3g} TFLOP/s", style="dim")
@@ -367,48 +364,6 @@ class LiveConsole(TrainingConsole):
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
-
-
-def columns() -> int:
-    """Return the width of standard output, at most WIDTH; a file or a pipe has WIDTH columns."""
-    wide = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
-    return min(max(wide, MIN_WIDTH), WIDTH)
-
-
-def render(table: Table) -> str:
-    """Return the table as plain text, at most WIDTH wide. If the terminal is too narrow for it, each row becomes
-    `heading value, heading value, …`."""
-    heading, rows = render_lines(table)
-    return "\n".join([*heading, *rows])
-
-
-def render_lines(table: Table) -> tuple[list[str], list[str]]:
-    """Return the lines of the heading and those of the rows, as in `render`."""
-    console = Console(width=WIDTH, force_terminal=False, color_system=None)
-    width = columns()
-    if width < WIDTH and console.measure(table).maximum > width:
-        headings = [str(column.header) for column in table.columns]
-        return [], [
-            _row_as_text(headings, row, width) for row in zip(*(column.cells for column in table.columns))
-        ]
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    return (lines[:2], lines[2:]) if table.show_header else ([], lines)
-
-
-def _row_as_text(headings: Sequence[str], row: Sequence[object], width: int) -> str:
-    pairs = [f"{heading} {cell}".strip() for heading, cell in zip(headings, row) if str(cell)]
-    return fill(", ".join(pairs), width, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def si(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits and an SI suffix: 81200 → `81.2k`, 124439808 → `124M`."""
-    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if float(f"{value:.{digits}g}") >= factor:
-            scaled = value / factor
-            return f"{scaled:.{max(0, digits - len(str(int(scaled))))}f}{suffix}"
-    return f"{value:.{digits}g}"
 
 
 def _loss(loss: float | None) -> str:

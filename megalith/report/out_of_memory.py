@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torch.optim import Optimizer
 
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
-from megalith.local_shards import local
 from megalith.optim.moments import Moment
 from megalith.planner.layout import Layout, alternative, build_layout
-from megalith.report.layout_text import format_amount, layers_text, memory_unit
+from megalith.planner.layout_text import layers_text
+from megalith.report.model_memory import model_bytes, total_bytes
+from megalith.tables import format_amount, memory_unit
 
 GB = 1e9
 MAX_REMEDIES = 5
@@ -168,50 +167,3 @@ def _optimizer_tensors(optimizer: Optimizer | None, device: torch.device) -> lis
         tensor for value in kept for tensor in (value.tensors if isinstance(value, Moment) else [value])
     ]
     return [value for value in values if isinstance(value, torch.Tensor) and value.device.type == device.type]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes on this rank."""
-
-    weights: int
-    gathered: int
-    """Parameters as FSDP2 has gathered them."""
-    gradients: int
-
-
-def model_bytes(chunks: Iterable[nn.Module]) -> Held:
-    """The weights, gathered copies and gradients of the chunks, each tensor's memory counted once."""
-    weights: list[Tensor | None] = []
-    gathered: list[Tensor | None] = []
-    gradients: list[Tensor | None] = []
-    for chunk in chunks:
-        counted: set[int] = set()
-        for parameter in _sharded_parameters(chunk):
-            held = [parameter.sharded_param]
-            if hasattr(parameter, "_unsharded_param"):  # stands in the module while it is gathered
-                held.append(parameter._unsharded_param)
-            counted |= {id(tensor) for tensor in held}
-            weights.append(parameter.sharded_param)
-            gathered += parameter.all_gather_outputs
-            gradients += [tensor.grad for tensor in held] + [parameter.unsharded_accumulated_grad]
-        others = [parameter for parameter in chunk.parameters() if id(parameter) not in counted]
-        weights += others
-        gradients += [parameter.grad for parameter in others]
-    return Held(total_bytes(weights), total_bytes(gathered), total_bytes(gradients))
-
-
-def total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The memory behind the tensors: tensors that share it count once."""
-    storages = [local(tensor.detach()).untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _sharded_parameters(chunk: nn.Module) -> Iterable:
-    """FSDP2's own record of each parameter (private: one group a module in torch 2.11, a list of them in 2.13)."""
-    for module in chunk.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                yield from group.fsdp_params if group is not None else ()

@@ -17,7 +17,6 @@ from megalith.errors import DataError
 from megalith.io import atomic_path
 from megalith.progress import Progress
 from megalith.remote import is_url
-from megalith.report.console import si
 from megalith.report.metrics import (
     EVALUATIONS_FILE,
     EXPERTS_FILE,
@@ -25,6 +24,7 @@ from megalith.report.metrics import (
     metrics_size,
     read_records,
 )
+from megalith.tables import format_si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     if has_experts:
         draw_experts([figure.add_subplot(grid[2, column]) for column in range(3)], histories)
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-    speed.yaxis.set_major_formatter(lambda value, _: si(value))
+    speed.yaxis.set_major_formatter(lambda value, _: format_si(value))
     trained = [_points(steps, "loss") for _, steps, _ in histories]
     validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
     curves = [smoothed(points, DRAWN) for points in trained]
@@ -255,7 +255,7 @@ def _style(axes: Axes, title: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#ced4da")
-    axes.xaxis.set_major_formatter(lambda value, _: si(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_si(value))
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
     axes.set_xlabel("step", fontsize=8, color="#495057")
 
@@ -266,74 +266,3 @@ def _xy(points: Points) -> tuple[list[float], list[float]]:
 
 def _cycle(values: Sequence[str], count: int) -> list[str]:
     return [values[i % len(values)] for i in range(count)]
-
-
-# A Braille character is U+2800 plus one bit a dot: rows downwards, left column then right.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-
-
-def text_curve(points: Sequence[tuple[float, float]], width: int = 80, height: int = 13) -> str:
-    """The curve through `points` as text of at most `width` columns and `height` + 2 lines.
-
-    Each column shows the mean of the points that fall in it; Braille dots give it 2 × 4 dots a character. The
-    left edge is labelled with the values, the bottom with the first and the last step.
-    """
-    points = [(x, y) for x, y in points if math.isfinite(y)]
-    if not points:
-        return "(no points to draw)"
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    labels = [f"{high - (high - low) * row / (height - 1):.2f}" for row in range(height)]
-    margin = max(len(label) for label in labels)
-    columns = max(10, width - margin - 2)
-
-    canvas = _braille_line(_column_means(points, 2 * columns), 4 * height, low, high, columns)
-    labelled = {round(quarter * (height - 1) / 4) for quarter in range(5)}
-    lines = []
-    for row in range(height):
-        label = labels[row] if row in labelled else ""
-        lines.append(f"{label:>{margin}} {'┤' if label else '│'}{''.join(canvas[row])}".rstrip())
-    first, last = f"step {points[0][0]:g}", f"{points[-1][0]:g}"
-    lines.append(" " * (margin + 1) + "└" + "─" * columns)
-    lines.append(" " * (margin + 2) + first + " " * max(1, columns - len(first) - len(last)) + last)
-    return "\n".join(lines)
-
-
-def _column_means(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """(column, mean of the values in it), for the columns that hold any."""
-    start, span = points[0][0], (points[-1][0] - points[0][0]) or 1
-    sums: dict[int, list[float]] = {}
-    for x, y in points:
-        sums.setdefault(round((x - start) / span * (columns - 1)), []).append(y)
-    return [(column, sum(values) / len(values)) for column, values in sorted(sums.items())]
-
-
-def _braille_line(
-    means: list[tuple[int, float]], dots_high: int, low: float, high: float, columns: int
-) -> list[list[str]]:
-    """The polyline through `means` as rows of characters; a column is 2 dots wide and 4 high."""
-    bits = [[0] * columns for _ in range(dots_high // 4)]
-
-    def row_of(value: float) -> int:
-        return round((high - value) / (high - low) * (dots_high - 1))
-
-    previous = None
-    for x, value in means:
-        y = row_of(value)
-        for dot_x, dot_y in _segment(previous or (x, y), (x, y)):
-            bits[dot_y // 4][dot_x // 2] |= _DOTS[dot_y % 4][dot_x % 2]
-        previous = (x, y)
-    return [[chr(0x2800 + mask) if mask else " " for mask in row] for row in bits]
-
-
-def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from `start` to `end`, both included."""
-    count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    return [
-        (
-            round(start[0] + (end[0] - start[0]) * i / count),
-            round(start[1] + (end[1] - start[1]) * i / count),
-        )
-        for i in range(count + 1)
-    ]

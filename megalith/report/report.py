@@ -24,12 +24,13 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
 from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
+from megalith.planner.layout_text import layout_text
 from megalith.planner.topology import gather_rank_locations, topology_notes
 from megalith.report.clock import PhaseTimers, StartupTimer, StepTimer, format_timers
 from megalith.report.console import TrainingConsole, open_console
 from megalith.report.expert_metrics import add_expert_metrics, extra_losses
 from megalith.report.health import ReadStep
-from megalith.report.layout_text import LayoutReport, layout_text, wrap_paragraph
+from megalith.report.layout_report import LayoutReport
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
@@ -40,6 +41,7 @@ from megalith.report.profiler import StepProfiler, traced_steps
 from megalith.report.stragglers import StragglerDetector
 from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_trackers
+from megalith.tables import wrap_paragraph
 
 
 class TokenCounts(NamedTuple):

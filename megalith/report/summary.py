@@ -22,7 +22,7 @@ from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
 from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters, flops_per_token
 from megalith.planner.layout import Layout
-from megalith.report.console import render, si
+from megalith.tables import format_bytes, format_si, render
 
 
 def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
         "norms": counts.norms,
         "head": counts.head,
     }
-    shown = " + ".join(f"{name} {si(count)}" for name, count in parts.items() if count)
+    shown = " + ".join(f"{name} {format_si(count)}" for name, count in parts.items() if count)
     tied = "" if counts.head else "; the head is the embedding"
     active = f", of which a token meets {counts.active:,}" if counts.idle else ""
     text = f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
@@ -165,8 +165,8 @@ def _length(config: RunConfig, schedule: BatchSizeSchedule, counts: ParameterCou
     steps = schedule.iterations(config.train)
     samples = schedule.samples_for_iterations(steps)
     tokens = samples * config.data.seq_length
-    each = si(tokens / counts.total)
-    return f"{steps:,} steps, {samples:,} sequences, {si(tokens)} tokens ({each} a parameter)"
+    each = format_si(tokens / counts.total)
+    return f"{steps:,} steps, {samples:,} sequences, {format_si(tokens)} tokens ({each} a parameter)"
 
 
 def _memory(layout: Layout, device: DeviceInfo) -> str:
@@ -195,7 +195,3 @@ def _device(layout: Layout, device: DeviceInfo) -> str:
 
 def _flop(flops: int) -> str:
     return f"{flops / 1e9:.2f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:.2f} MFLOP"
-
-
-def format_bytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

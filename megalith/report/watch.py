@@ -19,11 +19,11 @@ from rich.text import Text
 
 from megalith.errors import printable
 from megalith.remote import StorePath, modified, open_location
-from megalith.report.console import si
 from megalith.report.metrics import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from megalith.report.page.charts import sparkline
 from megalith.report.page.run_files import Record, number, points, run_settings, tail
 from megalith.report.plot import run_names
+from megalith.tables import format_si
 
 NEWEST = 128 * 1024  # bytes of a file that a look reads
 MEAN_OF = 20  # steps that the time left is reckoned by
@@ -126,7 +126,7 @@ class RunSnapshot:
             self._figure("rewards_mean", "{:.4f}"),
             f"{checks[-1][1]:.4f}" if checks else "–",
             self._figure("lr", "{:.2e}"),
-            si(speed) if (speed := number(self._last.get("tokens_per_second_per_device"))) else "–",
+            format_si(speed) if (speed := number(self._last.get("tokens_per_second_per_device"))) else "–",
             self._figure("mfu", "{:.1%}"),
             self._figure("max_memory_gb", "{:.1f}"),
             self._left(),

@@ -39,10 +39,11 @@ from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
 from megalith.planner.fit import memory_warnings, require_fit
 from megalith.planner.layout import Layout, build_layout, with_auto
+from megalith.planner.layout_text import layout_text
 from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of
-from megalith.report.layout_text import layout_text, memory_unit, wrap_paragraph
+from megalith.tables import memory_unit, wrap_paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import check_resumable
 

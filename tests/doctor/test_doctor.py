@@ -15,7 +15,7 @@ import torch
 
 from megalith.cli.main import main
 from megalith.doctor import checks as software
-from megalith.doctor import devices, disk, network
+from megalith.doctor import connectivity, devices, disk
 from megalith.doctor.checks import EXTRAS, MINIMUM_DRIVERS, SUPPORTED, check_driver
 from megalith.doctor.gpus import GpuState
 from megalith.errors import ConfigError
@@ -186,13 +186,13 @@ def test_the_speed_of_the_disk_is_measured_and_a_slow_one_named(tmp_path, monkey
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        checks = list(network.check_network({"MASTER_PORT": str(port)}))
+        checks = list(connectivity.check_network({"MASTER_PORT": str(port)}))
     assert f"{port} (MASTER_PORT) in use" in checks[0].finding and checks[0].state == "warn"
     with pytest.raises(ConfigError, match="--reach is 'nowhere'; give host:port"):
-        network.check_reachable("nowhere")
+        connectivity.check_reachable("nowhere")
     with pytest.raises(ConfigError, match="--reach is 'node:70000'; give host:port, the port 1 to 65535"):
-        network.check_reachable("node:70000")
-    wrong, *_ = network.check_network({"MASTER_PORT": "295000"})
+        connectivity.check_reachable("node:70000")
+    wrong, *_ = connectivity.check_network({"MASTER_PORT": "295000"})
     assert (wrong.name, wrong.state, wrong.finding) == ("MASTER_PORT", "bad", "'295000'")
 
 

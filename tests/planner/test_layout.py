@@ -17,8 +17,8 @@ from megalith.planner.layout import (
     with_static_dispatch,
     with_unsharded_layers,
 )
+from megalith.planner.layout_text import layout_text
 from megalith.planner.micro_batches import micro_batch_notes
-from megalith.report.layout_text import layout_text
 
 FIELD = "parallel.fsdp_unsharded_layers"
 

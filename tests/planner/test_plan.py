@@ -37,7 +37,7 @@ from megalith.planner.layout import build_layout, fullest, with_auto
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import plan, planned, preset_config
 from megalith.planner.step_time import step_time
-from megalith.report.layout_text import format_amount, memory_unit
+from megalith.tables import format_amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run
 
 SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from megalith.config import LogConfig
-from megalith.report.console import EtaEstimator, LiveConsole, LogConsole, open_console, si
+from megalith.report.console import EtaEstimator, LiveConsole, LogConsole, open_console
 from megalith.report.metrics import StepMetrics
+from megalith.tables import format_si
 
 NOW = datetime(2025, 9, 7, 23, 58, 47, 123456)
 MEGATRON_LINE = re.compile(
@@ -249,4 +250,4 @@ def test_kind_of_console_follows_the_stream():
     ],
 )
 def test_numbers_are_shortened_to_three_digits(value, text):
-    assert si(value) == text
+    assert format_si(value) == text

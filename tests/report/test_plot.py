@@ -11,7 +11,8 @@ import pytest
 
 from megalith.errors import DataError
 from megalith.report.metrics import MetricsWriter, StepMetrics
-from megalith.report.plot import loss_points, plot_run, smooth, text_curve
+from megalith.report.plot import loss_points, plot_run, smooth
+from megalith.report.text_curve import text_curve
 
 
 def _run(folder, steps=60, start=8.0):

@@ -297,9 +297,9 @@ def plan_command(words: list[str]) -> int:
     parser.add_argument("--device", default="H100")
     own, overrides = parser.parse_known_args(words)
     asked = translate_oumi(read_configuration(own.config, overrides), own.gpus)
+    from megalith.planner.plan_text import GB, figures, layout_details
     from megalith.planner.rates import rates_of
     from megalith.planner.search import planned
-    from megalith.report.plan_text import GB, figures, layout_details
 
     with in_keys():
         config, gpus = planned_config(asked), own.gpus or asked.model_parallel

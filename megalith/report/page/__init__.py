@@ -15,7 +15,6 @@ import megalith
 from megalith.io import replace_file
 from megalith.parallel.pipeline.drawing import LEGEND
 from megalith.progress import Progress
-from megalith.report.console import si
 from megalith.report.metrics import metrics_size
 from megalith.report.page.charts import (
     COLOURS,
@@ -32,7 +31,7 @@ from megalith.report.page.charts import (
 )
 from megalith.report.page.run_files import RunFiles, downsample, number, points
 from megalith.report.plot import loss_limits, run_names, smoothed
-from megalith.report.summary import format_bytes
+from megalith.tables import format_bytes, format_si
 
 DRAWN = 1000  # points of a curve
 MOST_CHARTS = 60  # of figures that have no title here
@@ -231,7 +230,7 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
         str(run.steps[-1]["step"]),
         f"{losses[-1][1]:.4f}" if losses else "–",
         f"{checks[-1][1]:.4f}, least {least:.4f}" if checks else "–",
-        si(sum(speed) / len(speed)) if speed else "–",
+        format_si(sum(speed) / len(speed)) if speed else "–",
         mean("mfu", ".1%"),
         f"{max(memory):.1f} GB" if memory else "–",
         str(len(run.starts) or "–"),

@@ -14,9 +14,9 @@ from html import escape
 from typing import Any
 
 from megalith.errors import LINES, printable
-from megalith.report.console import si
 from megalith.report.page.run_files import Points
 from megalith.report.plot import limits_around
+from megalith.tables import format_si
 
 SIDE = 1000.0  # of a chart in its own units
 TICKS = 5
@@ -138,11 +138,11 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     full, and the others are said by what they are above it: `1.0000002`, `+5e-8`."""
     labels: list[str] = []
     for digits in range(3, 12):
-        labels = [_short(si(tick, digits)) for tick in ticks]
+        labels = [_short(format_si(tick, digits)) for tick in ticks]
         if len(set(labels)) == len(ticks):
             break
     if max(map(len, labels), default=0) > LONGEST_LABEL:
-        labels[1:] = [f"+{_short(si(tick - ticks[0], 2))}" for tick in ticks[1:]]
+        labels[1:] = [f"+{_short(format_si(tick - ticks[0], 2))}" for tick in ticks[1:]]
     return labels
 
 
@@ -200,7 +200,7 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) 
         f'<span class="label">{text(label)}</span><span class="bar">'
         + "".join(
             f'<i class="p{names.index(name) % COLOURS}" style="width:{100 * size / longest:.3f}%" '
-            f'title="{text(name)}: {si(size)}"></i>'
+            f'title="{text(name)}: {format_si(size)}"></i>'
             for name, size in parts.items()
             if size > 0
         )

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megalith.io import atomic_path
 from megalith.planner.goodput import Goodput
+from megalith.planner.layout_text import MEMORY_HEADINGS
 from megalith.planner.plan_result import PlannedLayout, PlanResult, changed
 from megalith.planner.step_time import PARTS, caution
-from megalith.report.console import columns, render, render_lines, si
-from megalith.report.layout_text import (
-    MEMORY_HEADINGS,
+from megalith.tables import (
+    columns,
     format_amount,
+    format_si,
     memory_unit,
     plain_table,
+    render,
+    render_lines,
     wrap_paragraph,
 )
 
 GB = 1e9
-COLOURS = (
-    "#1f6feb",
-    "#74a9e8",
-    "#8cc79a",
-    "#adb5bd",
-    "#d9480f",
-    "#f0a35e",
-    "#862e9c",
-    "#c2255c",
-    "#ced4da",
-    "#2b8a3e",
-)
 EXPLAINED = 5
 
 
@@ -81,7 +70,7 @@ def best_table(answer: PlanResult, tokens: float | None, price: float | None) ->
         row = [str(number), *figures(each)]
         if tokens:
             days = answer.days(each, tokens)
-            row += [f"{days:,.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
+            row += [f"{days:,.1f}"] + ([format_si(days * 24 * answer.gpus * price)] if price else [])
         table.add_row(*row)
     heading, rows = render_lines(table)
     indent = " " * (len(str(len(rows))) + 3)
@@ -208,72 +197,6 @@ def layout_json(
         if price:
             found["cost"] = found["days"] * 24 * answer.gpus * price
     return found
-
-
-def draw_plan(answer: PlanResult, path: str | Path) -> Path:
-    """Memory by stage and the pipeline's timeline of the best layout, and bars of the best ones by part."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from megalith.parallel.pipeline.drawing import COLOURS as PASSES
-
-    best, timeline = answer.best[0], answer.best[0].time.timeline
-    heights = [1 + 0.4 * len(answer.best), 1 + 0.3 * len(best.memory)]
-    heights += [1 + 0.3 * len(timeline.spans)] if timeline is not None else []
-    figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=110, layout="constrained")
-    figure.suptitle(f"the best: {best.name}", fontsize=10, color="#343a40")
-    axes = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
-    bars, memory = axes[0], axes[1]
-    places = range(len(answer.best))
-    _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
-    bars.set_yticks(places, [fill(each.name, 50) for each in answer.best], fontsize=7)
-    parts = {
-        MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory]
-        for part in MEMORY_HEADINGS
-    }
-    _stack(memory, range(len(best.memory)), parts)
-    memory.axvline(answer.usable / GB, color="#c2255c", linewidth=1.2, linestyle="--")
-    memory.set_yticks(range(len(best.memory)), [f"stage {n}" for n in range(len(best.memory))], fontsize=7)
-    titles = [
-        (bars, "ms a step, by part"),
-        (memory, "GB a GPU by stage (dashed: what a GPU has)"),
-    ]
-    if timeline is not None:
-        for rank, spans in enumerate(timeline.spans):
-            for kind, colour in PASSES.items():
-                boxes = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if s.action.kind is kind]
-                axes[2].broken_barh(
-                    boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3
-                )
-        ranks = range(0, len(timeline.spans), -(-len(timeline.spans) // 16))
-        axes[2].set_yticks(ranks, [f"rank {number}" for number in ranks])
-        axes[2].invert_yaxis()
-        titles.append(
-            (axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)")
-        )
-    for each, title in titles:
-        each.set_title(title, loc="left", fontsize=10, color="#343a40")
-        each.tick_params(labelsize=7, colors="#495057", length=0)
-        for side in ("top", "right", "left"):
-            each.spines[side].set_visible(False)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        FigureCanvasAgg(figure).print_png(str(partial))
-    return path
-
-
-def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
-    start = [0.0] * len(places)
-    for colour, (name, values) in zip(COLOURS, parts.items()):
-        if not any(values):
-            continue
-        axes.barh(places, values, 0.75, start, color=colour, label=name)
-        start = [a + b for a, b in zip(start, values)]
-    axes.invert_yaxis()
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2
-    )
 
 
 def goodput_table(found: Sequence[Goodput]) -> str:
