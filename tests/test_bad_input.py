@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint(refused, place):
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     damaged = (
-        "no checkpoint in run/checkpoints is whole",
+        "no checkpoint in run/checkpoints is intact",
         "model-00000-000.safetensors is damaged",
         "SHA-256",
     )

@@ -1,9 +1,9 @@
-"""Checkpoints: what a run is (`state`), saving it from all ranks (`saver`), and the way back (`open`, `read`).
+"""Checkpoints: a run's state as tensors (`state`), saving from all ranks (`saver`), and loading (`open`, `read`).
 
-checkpoint = open_checkpoint(folder, parts=("model",))     the newest whole step, its files checked
-checkpoint.table("model")                                 name -> type and global shape
-checkpoint.read("model", name)                            a whole tensor, or a slice of one
-with StepWriter(folder, record) as writer:                a step out of tensors that come one at a time
+checkpoint = open_checkpoint(folder, parts=("model",))    newest complete step, files verified
+checkpoint.table("model")                                 name -> dtype and global shape
+checkpoint.read("model", name)                            a complete tensor, or a slice of it
+with StepWriter(folder, record) as writer:                build a step tensor by tensor
     writer.add("model", name, tensor)
 """
 
@@ -33,7 +33,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use, so that the command line starts without torch."""
+    """Import on first use, so that the command line starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'megalith.checkpoint' has no attribute {name!r}")
     from importlib import import_module

@@ -1,10 +1,10 @@
-"""Joint decisions: what one rank finds, every rank learns, so that all go on or all stop.
+"""Collective error handling: every rank learns each rank's result, so that all continue or all stop.
 
-A save or a load that fails on one rank has failed on all of them; a rank that left on its own would leave the others
-waiting. So each phase runs on every rank, and every rank gets all results.
+A save or load that fails on one rank has failed on all; a rank that left alone would leave the others waiting. Each
+phase therefore runs on every rank, and every rank receives all results.
 
-Messages are JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
-background save has one of its own, for the messages of two threads in one group would mix.
+Messages are JSON in CPU tensors, so that nothing is unpickled. The group needs a CPU backend (gloo). A background save
+uses its own group, because messages of two threads in one group would mix.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megalith.errors import CheckpointError
 
 
 def collectively(world: Axis, work: Callable[[], Any]) -> list[Any]:
-    """Does `work` on every rank and returns what each rank's gave, plain JSON, when all are done.
+    """Run `work` on every rank and return every rank's result, which must be JSON.
 
-    When it raised anywhere, every rank raises CollectiveError with the ranks' reasons.
+    If it raises on any rank, every rank raises CollectiveError with the ranks' reasons.
     """
     value, error = None, None
     try:
@@ -34,7 +34,7 @@ def collectively(world: Axis, work: Callable[[], Any]) -> list[Any]:
 
 
 class CollectiveError(CheckpointError):
-    """What failed on some ranks, raised on all."""
+    """Failure of some ranks, raised on all."""
 
     def __init__(self, reasons: Mapping[int, str], world_size: int):
         by_reason: dict[str, list[int]] = {}

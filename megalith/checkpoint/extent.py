@@ -1,8 +1,8 @@
-"""Where a part of a tensor lies: an n-dimensional box in a global tensor, and how boxes meet.
+"""Extents: n-dimensional boxes within a global tensor, and their intersections.
 
-A rank's shard is a box, whatever axes have cut it: rows under ZeRO, rows or columns under tensor parallelism, experts
-first under expert parallelism. So what is stored and what is wanted need no names of layouts: a reader of any layout
-takes the intersections of its boxes with the stored ones.
+Every layout's shards are boxes: rows under ZeRO, rows or columns under tensor parallelism, experts first under expert
+parallelism. Checkpoints therefore need no description of layouts: a reader intersects the boxes it needs with the
+stored ones.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Extent:
-    """A box: where it begins in the global tensor, and how long it is, dimension by dimension."""
+    """A box: offset in the global tensor and shape, per dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Extent:
-        """All of a tensor."""
+        """Return the extent of a complete tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The first place behind the box, dimension by dimension."""
+        """Exclusive end per dimension."""
         return tuple(at + size for at, size in zip(self.offset, self.shape))
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersection(self, other: Extent) -> Extent | None:
-        """The elements that both have; None when there are none."""
+        """Return the elements in both boxes, or None if there are none."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset))
         size = tuple(min(a, b) - at for a, b, at in zip(self.end, other.end, start))
         return Extent(start, size) if all(length > 0 for length in size) else None
 
     def slices(self, outer: Extent) -> tuple[slice, ...]:
-        """The indices of this box in a tensor that holds `outer`."""
+        """Return the index of this box in a tensor that holds `outer`."""
         return tuple(
             slice(at - base, at - base + size)
             for at, base, size in zip(self.offset, outer.offset, self.shape)
@@ -50,7 +50,7 @@ class Extent:
 
 
 def covers_exactly(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
-    """Whether the boxes cover a tensor of this shape, each element once."""
+    """Return True if the boxes cover a tensor of this shape with each element exactly once."""
     covered = 0
     for extent in extents:
         if not len(extent.offset) == len(extent.shape) == len(shape):
@@ -64,7 +64,7 @@ def covers_exactly(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
 
 
 def _are_apart(extents: Sequence[Extent]) -> bool:
-    """Whether no two boxes meet. Shards are cut dimension by dimension, which makes this quick."""
+    """Return True if no two boxes overlap. Fast for shards, which divide one dimension at a time."""
     for dim in range(len(extents[0].offset) if len(extents) > 1 else 0):
         groups: dict[tuple[int, int], list[Extent]] = {}
         for extent in extents:

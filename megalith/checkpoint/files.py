@@ -1,11 +1,12 @@
-"""Safetensors, written and read: every file of this form goes through here.
+"""Reading and writing of safetensors files.
 
-A safetensors file is the length of a JSON header (uint64, little-endian), the header with the type, shape and
-byte range of each tensor, then the bytes. It is written here some megabytes at a time and hashed on the way, so
-saving needs no second copy of the model in memory, and the checksum is that of the bytes meant, not of what
-the disk made of them. What is read is mapped tensor by tensor: what is not used is not read, and what is done with is
-given back. The safetensors library checks the header; the mapping of the whole file that it makes would count as
-memory until the last of its tensors is done.
+A safetensors file contains the length of a JSON header (uint64, little-endian), the header with dtype, shape and byte
+range of each tensor, and the bytes. Files are written some megabytes at a time and hashed while writing, so saving
+needs no second copy of the model in memory, and the checksum is that of the intended bytes rather than of the disk's
+content.
+
+Tensors are memory-mapped one by one, so unused ones are never read and used ones can be released. The safetensors
+library only validates the header: it would map the complete file until its last tensor is released.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ DTYPE_CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-CHUNK = 2**26  # bytes that are copied from a device at once
-# Bytes that are hashed and written at once: they stay in the processor's cache. A write of several MB also has the
-# kernel look for as large blocks of free memory, which a virtual machine may have given back to its host.
+CHUNK = 2**26  # bytes copied from a device at once
+# Bytes hashed and written at once; they stay in the CPU's cache. Writes of several MB would also make the kernel search
+# for equally large blocks of free memory, which a virtual machine may have returned to its host.
 PIECE = 2**20
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
 
 class TensorSource(Protocol):
-    """What can be written as a tensor: its type and shape, and its bytes in stretches, asked for once at its turn."""
+    """A tensor that can be written: dtype, shape, and its bytes in chunks, requested once when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def byte_chunks(self) -> Iterable[Tensor]:
-        """The bytes in row-major order: uint8, one-dimensional, of any device."""
+        """Return the bytes in row-major order: one-dimensional uint8 tensors on any device."""
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """A tensor's bytes in host memory. A Values."""
+    """A tensor's bytes in host memory. Implements TensorSource."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,28 +77,28 @@ class HostBytes:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """The tensor's bytes in row-major order, uint8 [bytes]; without a copy where it is contiguous."""
+    """Return the tensor's bytes in row-major order, uint8 [bytes]. Copies only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     return math.prod(shape) * dtype.itemsize
 
 
 def stored_bytes(record: TensorRecord) -> int:
-    """Bytes of a tensor that a manifest lists."""
+    """Return the size in bytes of a tensor listed in a manifest."""
     return byte_count(record.shape, DTYPES[record.dtype])
 
 
 def tensor_record(tensor: Tensor | TensorSource) -> TensorRecord:
-    """Type and shape, as the manifest and the safetensors header write them."""
+    """Return dtype and shape as in the manifest and the safetensors header."""
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))
 
 
 def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | TensorSource]) -> FileRecord:
-    """Writes named tensors of any device; of a file here it returns once it is synced. Raises OSError."""
-    # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
+    """Write tensors from any device. A local file is synced before the function returns. Raises OSError."""
+    # Wide dtypes first, then by name, as in the safetensors library, which aligns every tensor.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     head, _ = _head({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
     size = sum(byte_count(tensor.shape, tensor.dtype) for tensor in tensors.values())
@@ -115,20 +116,20 @@ def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Ten
 
 
 class RandomAccessWriter:
-    """A safetensors file whose tensors come in any order: the header, which has their places, is written first."""
+    """Writes a safetensors file whose tensors arrive in any order, after its header."""
 
     def __init__(self, path: Path, tensors: Layout):
-        """Raises OSError, as all that follows does."""
+        """Create the file and write its header. All methods raise OSError."""
         head, self._starts = _head(tensors)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._write(head, 0)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor, each once."""
+        """Write a tensor; each exactly once."""
         self._write(byte_view(tensor).numpy(), self._starts.pop(name))
 
     def sync(self) -> None:
-        """Puts the file on the disk, once all tensors are written."""
+        """Sync the file to disk. All tensors must have been written."""
         assert not self._starts, f"not written: {list(self._starts)}"
         sync_file(self._file)
 
@@ -143,7 +144,7 @@ class RandomAccessWriter:
 
 
 def _head(tensors: Layout) -> tuple[bytes, dict[str, int]]:
-    """What stands before the tensors in a file of these, in this order; and where each begins."""
+    """Return the header's bytes for tensors in this order, and each tensor's offset in the file."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -156,14 +157,14 @@ def _head(tensors: Layout) -> tuple[bytes, dict[str, int]]:
 
 
 def _chunks(values: Tensor | TensorSource) -> Iterator[memoryview]:
-    for stretch in [byte_view(values)] if isinstance(values, Tensor) else values.byte_chunks():
-        for part in stretch.split(CHUNK):
+    for chunk in [byte_view(values)] if isinstance(values, Tensor) else values.byte_chunks():
+        for part in chunk.split(CHUNK):
             yield memoryview(part.cpu().numpy())
 
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """A tensor of a safetensors file: its type code, its shape, and its first byte in the file."""
+    """A tensor in a safetensors file: dtype code, shape, and offset of its first byte."""
 
     file: Path
     dtype: str
@@ -171,10 +172,10 @@ class SafetensorsEntry:
     start: int
 
     def read(self) -> Tensor:
-        """The tensor, its bytes read as they are used. It is released with its last view."""
+        """Map the tensor; its bytes are read when used. The mapping is released with its last view."""
         if self.dtype not in DTYPES:
             raise CheckpointError(
-                f"{self.file} has a tensor of type {self.dtype}, known here are {', '.join(DTYPES)}; take the original"
+                f"{self.file} has a tensor of dtype {self.dtype}; supported are {', '.join(DTYPES)}. Use the original"
             )
         dtype, shape = DTYPES[self.dtype], torch.Size(self.shape)
         if not shape.numel():
@@ -184,7 +185,7 @@ class SafetensorsEntry:
         try:
             with open(self.file, "rb") as file:
                 mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        except (OSError, ValueError) as error:  # it is gone, or has been cut short since
+        except (OSError, ValueError) as error:  # deleted or truncated since
             raise CheckpointError(
                 f"{self.file} cannot be read: {error}; fetch it again, or use another"
             ) from None
@@ -194,7 +195,8 @@ class SafetensorsEntry:
 
 
 def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
-    """The tensors of a file by name. Raises CheckpointError, with the way out, when it is no safetensors file."""
+    """Return the tensors of a file by name. Raises CheckpointError, ending in `way_out`, if it is not a safetensors
+    file."""
     try:
         with safe_open(file, framework="pt") as checked:
             names = list(checked.keys())
@@ -213,20 +215,20 @@ def list_safetensors(file: Path, way_out: str) -> dict[str, SafetensorsEntry]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two entries with one name the library may have checked the other."""
+    """Reject duplicate names: the library may have validated the other entry."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("its header has a name twice")
+        raise ValueError("its header contains a name twice")
     return entries
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and checksum of a file. Raises OSError."""
+    """Return size and checksum of a file. Raises OSError."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(bytes=path.stat().st_size, sha256=digest)
 
 
 def bytes_record(content: bytes) -> FileRecord:
-    """Size and checksum of a file with this content."""
+    """Return size and checksum of a file with this content."""
     return FileRecord(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

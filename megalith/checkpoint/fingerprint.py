@@ -1,10 +1,10 @@
-"""A cheap name for a model's weights: a digest of a few values of each tensor, the same in every layout.
+"""Fingerprints and comparisons of checkpoints by their global tensors, the same in every layout.
 
-Adapters belong to the weights that they were trained on, which their checkpoints do not hold. A step of training moves
-nearly every weight, so a sample of them tells whether a base has been trained on since, or is another; reading all of
-it would take as long as loading it. The sample is taken from the weights in memory, each value by a rank that has it.
+Adapters belong to the base weights they were trained on, which their checkpoints do not contain. `fingerprint`
+identifies these by a few values of each tensor: training changes nearly every weight, so a sample suffices, and reading
+all would take as long as loading. Values are taken from the weights in memory, each from a rank that holds it.
 
-What is in a step, by its global tensors: digests that are the same in every layout, and differences.
+`tensor_digests` hashes the complete tensors of a step, and `differences` compares two steps.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 
-VALUES = 16  # of each tensor, evenly over its elements
+VALUES = 16  # sampled per tensor, evenly spaced
 
-Sample = dict[str, dict[int, str]]  # by tensor and number: a value's bytes in hexadecimal
+Sample = dict[str, dict[int, str]]  # hexadecimal bytes of a value, by tensor and sample number
 
 
 def fingerprint(shards: Mapping[str, LocalShard], world: Axis) -> str | None:
-    """The name, on rank 0, of the tensors that the ranks have these shards of; None on the others.
+    """Return a digest of sampled values of the tensors, on rank 0; None on other ranks. Every rank of `world` calls it.
 
-    Every rank of `world` calls it. The shards are to be those without rows that only pad the vocabulary.
+    The shards must exclude vocabulary padding.
     """
-    own = {name: list(sample(shard).items()) for name, shard in shards.items() if shard.owned}
+    local = {name: list(sample(shard).items()) for name, shard in shards.items() if shard.owned}
     merged: Sample = {}
-    for named in gather_json(own, world, to_first=True):
+    for named in gather_json(local, world, to_first=True):
         for name, values in named.items():
             merged.setdefault(name, {}).update((number, value) for number, value in values)
     return None if world.rank else digest(merged)
 
 
 def sample(shard: LocalShard) -> dict[int, str]:
-    """Those of a tensor's VALUES that are in a shard of it, by number: their bytes in hexadecimal."""
+    """Return the sampled values that this shard holds, as hexadecimal bytes by sample number."""
     count = torch.Size(shard.shape).numel()
-    numbers, places = [], []
+    numbers, indices = [], []
     for number in range(VALUES if count else 0):
-        rest, place = (2 * number + 1) * count // (2 * VALUES), []
+        rest, index = (2 * number + 1) * count // (2 * VALUES), []
         for size in reversed(shard.shape):
-            rest, at = divmod(rest, size)
-            place.insert(0, at)
-        place = [at - start for at, start in zip(place, shard.offset)]
-        if all(0 <= at < size for at, size in zip(place, shard.values.shape)):
+            rest, i = divmod(rest, size)
+            index.insert(0, i)
+        index = [i - start for i, start in zip(index, shard.offset)]
+        if all(0 <= i < size for i, size in zip(index, shard.values.shape)):
             numbers.append(number)
-            places.append(place)
+            indices.append(index)
     if not numbers:
         return {}
-    index = torch.tensor(places, dtype=torch.int64, device=shard.values.device)  # [values, dimensions]
+    index = torch.tensor(indices, dtype=torch.int64, device=shard.values.device)  # [values, dimensions]
     values = byte_view(shard.values[index.unbind(1)].expand(len(numbers)).cpu()).view(len(numbers), -1)
     return {number: bytes(value.tolist()).hex() for number, value in zip(numbers, values)}
 
 
 def digest(samples: Sample) -> str:
-    """SHA-256, in hexadecimal, of the samples of a model's tensors."""
+    """Return the SHA-256 of the samples of a model's tensors, in hexadecimal."""
     ordered = {name: sorted(values.items()) for name, values in sorted(samples.items())}
     return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
 
@@ -71,32 +71,32 @@ def digest(samples: Sample) -> str:
 def tensor_digests(
     checkpoint: Checkpoint, part: str, progress: Progress | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Each tensor of a part with the SHA-256, in hexadecimal, of its type, shape and bytes in row-major order."""
+    """Yield each tensor of a part with the SHA-256 of its dtype, shape and row-major bytes, in hexadecimal."""
     for name, values in sorted(stored_values(checkpoint, part, progress).items()):
         digest = hashlib.sha256(f"{checkpoint.table(part)[name]}\n".encode())
-        for stretch in values.byte_chunks():
-            digest.update(memoryview(stretch.numpy()))
+        for chunk in values.byte_chunks():
+            digest.update(memoryview(chunk.numpy()))
         yield name, digest.hexdigest()
 
 
 def total_digest(digests: Iterable[tuple[str, str]]) -> str:
-    """One digest for all of them."""
+    """Return one digest over all tensors' digests."""
     lines = (f"{digest}  {name}\n" for name, digest in sorted(digests))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two checkpoints under one name."""
+    """A difference between two checkpoints in one tensor."""
 
     name: str
-    what: str  # in words
+    description: str
 
 
 def differences(
     a: Checkpoint, b: Checkpoint, part: str, progress: Progress | None = None
 ) -> Iterator[Difference]:
-    """The tensors of a part that are not bitwise the same in both, by name."""
+    """Yield the tensors of a part that are not bitwise identical in both checkpoints, by name."""
     ours, theirs = (c.manifest.tensors.get(part, {}) for c in (a, b))
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
@@ -105,13 +105,15 @@ def differences(
             yield Difference(name, "only in the second")
         elif str(ours[name]) != str(theirs[name]):
             yield Difference(name, f"{ours[name]} in the first, {theirs[name]} in the second")
-        elif found := _compare(a, b, part, name, progress):
-            yield Difference(name, found)
+        elif description := _compare(a, b, part, name, progress):
+            yield Difference(name, description)
 
 
 def _compare(a: Checkpoint, b: Checkpoint, part: str, name: str, progress: Progress | None) -> str | None:
     different, largest, total = 0, 0.0, 0
-    for x, y in zip(*(stored_values(c, part, told)[name].blocks() for c, told in ((a, progress), (b, None)))):
+    x_blocks = stored_values(a, part, progress)[name].blocks()
+    y_blocks = stored_values(b, part)[name].blocks()
+    for x, y in zip(x_blocks, y_blocks):
         total += x.numel()
         unequal = (_bytes_by_element(x) != _bytes_by_element(y)).any(-1)
         if unequal.any():

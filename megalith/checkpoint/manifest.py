@@ -1,9 +1,8 @@
-"""`manifest.json`: what a step folder holds, and everything of a run that is not a tensor.
+"""`manifest.json`: the files and tensors of a step folder, and the run's state that is not a tensor.
 
-It is written last, so a folder without one is not a checkpoint. It lists each file with its size and SHA-256, and
-each global tensor with the pieces that it is stored in: a file, and the box of the tensor that stands there under the
-key of `piece_key`. It carries a checksum of its own content; file names stay inside the folder, and pieces cover their
-tensor.
+It is written last, so a folder without it is not a checkpoint. It lists each file with size and SHA-256, and each
+global tensor with its pieces: for each, a file and a box of the tensor, stored there under the key `piece_key`. It
+contains a checksum of its own content. File names cannot leave the folder, and pieces must cover their tensor exactly.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from megalith.small_files import RefusedFile, read_small_file
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
-MOST_MANIFEST = 2**30  # bytes; those of a run of a thousand ranks have some ten million
+MAX_MANIFEST = 2**30  # bytes; a run with a thousand ranks has about ten million
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A step is not what was saved: another step may still be whole."""
+    """The step is not what was saved; another step may be intact."""
 
 
 def _inside_the_folder(name: str) -> str:
     path = PurePosixPath(name)
     if printable(name) != name:
-        raise ValueError(f"{printable(name)} has characters that no file of a checkpoint has in its name")
+        raise ValueError(f"{printable(name)} has characters that names of checkpoint files cannot contain")
     if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
         raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
     return name
@@ -53,11 +52,11 @@ def _in_order(bounds: list[int]) -> list[int]:
     return bounds
 
 
-Count = Annotated[int, Field(ge=0, lt=2**62)]  # of bytes, samples, elements: what 64 bits can count
+Count = Annotated[int, Field(ge=0, lt=2**62)]  # bytes, samples, elements
 Shape = Annotated[list[Count], Field(max_length=16)]
 FileName = Annotated[str, AfterValidator(_inside_the_folder)]
 Range = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_in_order)]  # [first, end)
-PartName = Annotated[str, StringConstraints(pattern="^[a-z_]+$")]  # files are named after it
+PartName = Annotated[str, StringConstraints(pattern="^[a-z_]+$")]  # used in file names
 
 
 class _Record(BaseModel):
@@ -65,14 +64,14 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A file as it was written: size in bytes, and SHA-256 in hexadecimal."""
+    """Size in bytes and SHA-256 in hexadecimal of a file."""
 
     bytes: Count
     sha256: str
 
 
 class TensorRecord(_Record):
-    """A tensor's safetensors type code and shape."""
+    """Dtype code of safetensors and shape of a tensor."""
 
     dtype: str
     shape: Shape
@@ -82,7 +81,7 @@ class TensorRecord(_Record):
 
 
 class PieceRecord(_Record):
-    """A box of a tensor, and the file that holds it, one of the manifest's."""
+    """A box of a tensor, and the file that contains it."""
 
     file: str
     offset: Shape
@@ -90,12 +89,11 @@ class PieceRecord(_Record):
 
     @property
     def extent(self) -> Extent:
-        """The box."""
         return Extent(tuple(self.offset), tuple(self.shape))
 
 
 class StoredTensor(TensorRecord):
-    """A global tensor and its pieces, none where it has no elements."""
+    """A global tensor and its pieces; none if it has no elements."""
 
     pieces: list[PieceRecord]
 
@@ -107,15 +105,15 @@ class StoredTensor(TensorRecord):
 
 
 class TokenizerRecord(_Record):
-    """Which tokenizer the run's data went through."""
+    """Identity of the tokenizer that the data was processed with."""
 
     fingerprint: str
     vocab_size: Count
 
 
 class DataRecord(_Record):
-    """The files of an indexed dataset: their sizes in bytes, and the `.idx`'s SHA-256 in hexadecimal; or, of chat data,
-    how many rows it makes, and the SHA-256 of its samples."""
+    """Identity of training data. Indexed dataset: file sizes in bytes and SHA-256 of the `.idx`, in hexadecimal. Chat
+    data: number of rows and SHA-256 of the samples."""
 
     bin_bytes: Count = 0
     idx_bytes: Count = 0
@@ -125,22 +123,22 @@ class DataRecord(_Record):
 
 
 class RunRecord(_Record):
-    """A run at one moment, tensors apart: with the weights and optimizer state, all that is needed to go on."""
+    """State of a run besides tensors. Weights, optimizer state and this record suffice to resume."""
 
     step: Count
-    """Updates made so far, skipped ones included."""
+    """Number of steps so far, including skipped ones."""
 
     consumed_samples: Count
     """Sequences consumed so far: the position of data, schedule and batch size."""
 
     skipped_steps: Count = 0
-    """Of these steps those that fp16 skipped for an overflow: schedules do not count them."""
+    """Steps skipped for an fp16 overflow, which schedules do not count."""
 
     skipped_samples: Count = 0
-    """Their samples."""
+    """Samples of the skipped steps."""
 
     config: dict[str, Any]
-    """The resolved configuration as plain values."""
+    """Resolved configuration as plain values."""
 
     loss_scale: dict[str, float] = {}
     """State of a dynamic loss scale."""
@@ -149,32 +147,32 @@ class RunRecord(_Record):
     """Running totals for the log, such as skipped steps."""
 
     left_out: list[Range] = []
-    """[first, end) of each range of the data stream that the run left out after a loss spike."""
+    """Ranges [first, end) of the data stream that were skipped after loss spikes."""
 
     abandoned: list[Range] = []
-    """[first, end) of the save numbers in this folder of steps that are not this run's past: it has gone back since."""
+    """Ranges [first, end) of save numbers in this folder that do not belong to this run's history, because it has gone
+    back."""
 
     base: str | None = None
-    """Of adapters: the fingerprint (fingerprint.py) of the weights that they were trained on."""
+    """Fingerprint (fingerprint.py) of the base weights of adapters."""
 
     tokenizer: TokenizerRecord | None = None
 
     data: dict[str, DataRecord] = {}
-    """What the run trains on, by prefix. Empty: made-up samples, or a checkpoint from before this was kept."""
+    """Training data by prefix. Empty for mock data and in older checkpoints."""
 
 
 class Manifest(RunRecord):
-    """A run's record with the files that complete it."""
+    """A run's record together with its files and tensors."""
 
     format: Literal["megalith-checkpoint"] = FORMAT
     format_version: Literal[2] = FORMAT_VERSION
     save_number: Count
-    """1 for the first save into a checkpoints folder, then rising: the order of saving. A run that goes on
-    from an early step saves lower steps after higher ones."""
+    """Position in the order of saves, from 1. A run resumed from an early step saves lower steps after higher ones."""
 
     files: dict[FileName, FileRecord]
     tensors: dict[PartName, dict[str, StoredTensor]]
-    """For each part (`model`, `optimizer`) its tensors by name."""
+    """Tensors by part (`model`, `optimizer`) and name."""
 
     @model_validator(mode="after")
     def _list_every_file(self) -> Manifest:
@@ -183,14 +181,14 @@ class Manifest(RunRecord):
         return self
 
     def files_of(self, part: str) -> set[str]:
-        """The files with tensors of a part."""
+        """Return the files with tensors of a part."""
         return {piece.file for tensor in self.tensors[part].values() for piece in tensor.pieces}
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """The text of a manifest of this plain JSON, its own checksum first.
+    """Return a manifest's JSON text for this content, beginning with its checksum.
 
-    Raises ValidationError where it would not be taken when it is read.
+    Raises ValidationError if the content would be rejected when read.
     """
     Manifest.model_validate(content)
     content = {**content, "format": FORMAT, "format_version": FORMAT_VERSION}
@@ -198,9 +196,9 @@ def manifest_text(content: dict[str, Any]) -> str:
 
 
 def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
-    """What a piece is called in its safetensors file: the tensor's name, with the ranges where it is a part of it.
+    """Return a piece's key in its safetensors file: the tensor's name, with ranges if it is only part of the tensor.
 
-    `embedding.weight[0:64,0:32]`: rows 0 to 63 and columns 0 to 31.
+    `embedding.weight[0:64,0:32]` is rows 0 to 63 and columns 0 to 31.
     """
     if extent == Extent.whole(shape):
         return name
@@ -208,63 +206,63 @@ def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
 
 
 def read_manifest(folder: Path | StorePath) -> Manifest:
-    """Reads a step folder's manifest.
+    """Read a step folder's manifest.
 
-    Raises DamagedCheckpointError when it is absent or damaged, CheckpointError when it is of another version, or in a
-    store that does not give it.
+    Raises:
+        DamagedCheckpointError: it is missing or damaged.
+        CheckpointError: it has another format version, or the store does not return it.
     """
     path = folder / MANIFEST
     try:
         content = json.loads(manifest_bytes(folder))
         checksum = content.pop("checksum")
-        found = content_checksum(content)
+        computed = content_checksum(content)
     except FileNotFoundError:
         raise DamagedCheckpointError(
-            f"{folder} has no {MANIFEST}, so it is not a whole checkpoint; use another step"
+            f"{folder} has no {MANIFEST}, so it is not a complete checkpoint; use another step"
         ) from None
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         if isinstance(path, StorePath) and isinstance(error, OSError) and not isinstance(error, RefusedFile):
             raise fetch_error(path, error) from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise DamagedCheckpointError(f"{path} is damaged ({reason}); use another step") from None
-    if checksum != found:
+    if checksum != computed:
         raise DamagedCheckpointError(
-            f"{path} is damaged: its content does not have the checksum it states; use another step"
+            f"{path} is damaged: its content does not match its checksum; use another step"
         )
     if content.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {content.get('format_version')!r}, this Megalith reads version "
-            f"{FORMAT_VERSION}; "
-            "use the Megalith that wrote it"
+            f"{path} has format version {content.get('format_version')!r}, but this version of Megalith reads "
+            f"{FORMAT_VERSION}; use the version that wrote it"
         )
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
         raise DamagedCheckpointError(
-            f"{path} is not a checkpoint's manifest: {first_problem(error)}; use another step"
+            f"{path} is not a valid manifest: {first_problem(error)}; use another step"
         ) from None
 
 
 def manifest_bytes(folder: Path | StorePath) -> bytes:
-    """The content of a step's manifest, of a bounded size. Raises OSError."""
-    return read_small_file(folder / MANIFEST, folder, MOST_MANIFEST)
+    """Return the content of a step's manifest, limited in size. Raises OSError."""
+    return read_small_file(folder / MANIFEST, folder, MAX_MANIFEST)
 
 
 def fetch_error(path: StorePath, error: OSError) -> CheckpointError:
-    """What is said where a store does not give what may well be there."""
-    told = f"{error.strerror or error}{f' ({error.filename})' if error.filename not in (None, str(path)) else ''}"
+    """Return the error for a file that a store fails to return although it may exist."""
+    file = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
     return CheckpointError(
-        f"{path} cannot be fetched: {told}; look at the URL, its credentials and the network"
+        f"{path} cannot be fetched: {error.strerror or error}{file}; check the URL, its credentials and the network"
     )
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where the first mistake in a manifest's content is, and what."""
+    """Describe the first validation error, with its location."""
     first = error.errors()[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def content_checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content in one canonical spelling."""
+    """Return the SHA-256 of a manifest's content in canonical JSON."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,11 +1,10 @@
-"""Opening a checkpoint: which step it is, and that its files are what was saved.
+"""Opening of checkpoints: choose a step and verify its files.
 
-Every file that is going to be read is checked against the manifest before a tensor is touched. A folder of several
-steps gives the one saved last that is whole. All ranks of a job open the same one: what one finds damaged, all leave.
+Every file to be read is verified against the manifest before any tensor is used. From a folder of steps, the last saved
+intact one is opened. All ranks of a job open the same step: damage found by one rank excludes it for all.
 
-What checking costs: the ranks of a machine share out the files that any of them reads, and hash each once. A job that
-goes on in its own layout hashes what it saved, each rank its share; one that loads in another layout may have every
-machine hash files of which it needs a part.
+The ranks of a machine divide the files that any of them reads, and hash each once. Resuming in the same layout hashes
+what the job saved, distributed over its ranks; in another layout, machines may hash files that they need only parts of.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location
 
-THREADS = 4  # files hashed or fetched at once
-FETCHED = "megalith_checkpoint_"  # temporary folders of what is fetched
-# What a folder holds that is not a run's, by the name of a file in it, and the command that makes a run of it.
+THREADS = 4  # concurrently hashed or fetched files
+FETCHED = "megalith_checkpoint_"  # prefix of temporary folders for fetched files
+# Other formats, recognized by a file name, and the command that converts them.
 OTHERS = (
     (re.compile(r"config\.json"), "a Hugging Face model", "import-hf"),
     (
@@ -60,19 +59,26 @@ def open_checkpoint(
     shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
     show_progress: bool = False,
 ) -> Checkpoint | None:
-    """Finds a whole checkpoint and checks its manifest and the files of `parts`; its tensors are read later.
+    """Open an intact checkpoint. Verifies its manifest and the files of `parts`; tensors are read later.
 
-    `parts` names parts, None all that were saved.
+    Of several steps, the one saved last is opened. If it is damaged, a warning names it and the previous one is tried.
+    Every rank of `world` calls the function and gets the same step.
 
-    `path` is a run's output folder, its `checkpoints`, or one step folder, or the URL of one. Of several steps the one
-    saved last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
-    such folder or no step in it yet, as at the first start of a run that loads from where it saves.
+    Args:
+        path: a run's output folder, its `checkpoints` folder, one step folder, or the URL of one of these.
+        parts: parts to verify (`model`, `optimizer`). None: all that were saved.
+        world: ranks of the job.
+        shards: this rank's shards by part and name; only files with pieces of them are verified.
+        show_progress: show a progress bar.
 
-    Every rank of `world` calls it and gets the same step. With `shards`, those of this rank by part and name, only the
-    files that hold pieces of them are checked.
+    Returns:
+        The checkpoint. None if the folder does not exist or has no step yet, as at the first start of a run that loads
+            from
+        its own output folder.
 
-    Raises CheckpointError when a step that was named is absent or damaged, when no step is whole, or when the
-    folder holds something else; on every rank alike.
+    Raises:
+        CheckpointError: on every rank, if a given step is missing or damaged, no step is intact, or the folder contains
+            something else.
     """
     path = open_location(path)
 
@@ -84,11 +90,11 @@ def open_checkpoint(
                 raise fetch_error(path, error) from error
             raise
 
-    found = collectively(world, candidates)[0]
-    if found is None:
+    steps = collectively(world, candidates)[0]
+    if steps is None:
         return None
     refused: list[str] = []
-    for candidate in map(open_location, found):
+    for candidate in map(open_location, steps):
         try:
             checkpoint = _open_step(candidate, parts, world, shards, show_progress)
         except DamagedCheckpointError as error:
@@ -98,17 +104,19 @@ def open_checkpoint(
             continue
         if refused and world.rank == 0:
             warnings.warn(
-                f"going back to {printable(candidate)}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
+                f"using {printable(candidate)}, the newest intact checkpoint; skipped: {'; '.join(refused)}",
                 stacklevel=2,
             )
         return checkpoint
-    raise CheckpointError(f"no checkpoint in {open_location(found[0]).parent} is whole: {'; '.join(refused)}")
+    raise CheckpointError(
+        f"no checkpoint in {open_location(steps[0]).parent} is intact: {'; '.join(refused)}"
+    )
 
 
 def open_existing(
     path: str | Path | StorePath, parts: Collection[str] | None = ("model",), *, show_progress: bool = False
 ) -> Checkpoint:
-    """`open_checkpoint` for one process, where there has to be one. Raises CheckpointError when there is none."""
+    """Like `open_checkpoint` for a single process, but raise CheckpointError if there is no checkpoint."""
     checkpoint = open_checkpoint(path, parts, show_progress=show_progress)
     if checkpoint is None:
         raise CheckpointError(
@@ -118,7 +126,7 @@ def open_existing(
 
 
 def check_files(checkpoint: Checkpoint, names: Collection[str], show_progress: bool = False) -> list[str]:
-    """What is wrong with the named files, a sentence each; nothing when they are whole."""
+    """Return a sentence for each of the named files that is damaged."""
 
     def problem(name: str) -> str | None:
         try:
@@ -127,20 +135,20 @@ def check_files(checkpoint: Checkpoint, names: Collection[str], show_progress: b
             return str(error)
         return None
 
-    names, found = sorted(names), []
+    names, problems = sorted(names), []
     sizes = [checkpoint.manifest.files[name].bytes for name in names]
     with (
         Progress("check", sum(sizes), show=show_progress) as progress,
         ThreadPoolExecutor(THREADS) as threads,
     ):
-        for size, said in zip(sizes, threads.map(problem, names)):
-            found += [said] if said else []
+        for size, message in zip(sizes, threads.map(problem, names)):
+            problems += [message] if message else []
             progress.add(size)
-    return found
+    return problems
 
 
 def step_problems(folder: Path | StorePath, show_progress: bool = False) -> list[str]:
-    """What is wrong with a step: its manifest, any of its files, or the tensors in them; nothing when it is whole."""
+    """Return the problems of a step with its manifest, files and their tensors. Empty if it is intact."""
     try:
         checkpoint = _with_files(folder, _manifest_of(folder), [{"host": ""}], ALONE)
         if problems := check_files(checkpoint, checkpoint.manifest.files, show_progress):
@@ -152,10 +160,10 @@ def step_problems(folder: Path | StorePath, show_progress: bool = False) -> list
 
 
 def _candidates(path: Path | StorePath) -> list[str] | None:
-    """The step folders to try, in that order."""
+    """Return the step folders to try, in order."""
     if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint {path}; {_known_steps(path.parent)}")
+            raise CheckpointError(f"there is no checkpoint {path}; {_existing_steps(path.parent)}")
         return [str(path)]
     if not path.exists():
         return None
@@ -197,7 +205,7 @@ def _open_step(
     _refuse_damage(answers)
     if len({answer["number"] for answer in answers}) > 1:
         raise CheckpointError(
-            f"{folder} is not the same on all machines; checkpoint.load must name a folder that they share"
+            f"{folder} is not the same on all machines; checkpoint.load must name a shared folder"
         )
     (manifest,) = opened
     mine = _share_of_hashing(answers, manifest, world.rank)
@@ -209,20 +217,18 @@ def _open_step(
 def _with_files(
     folder: Path | StorePath, manifest: Manifest, answers: Sequence[Mapping[str, Any]], world: Axis
 ) -> Checkpoint:
-    """The step with a folder for what is fetched of it, where it is in a store: one a machine, for all its ranks."""
+    """Return the checkpoint. Files of a step in a store are fetched into a temporary folder, one per machine."""
     if isinstance(folder, Path):
         return Checkpoint(folder, manifest, folder)
     host = answers[world.rank]["host"]
     first = next(rank for rank, answer in enumerate(answers) if answer["host"] == host)
-    made = collectively(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if world.rank == first else None)[
-        first
-    ]
-    is_own = world.rank == first
-    if not Path(made).is_dir():  # of another container that has the same name
-        made, is_own = tempfile.mkdtemp(prefix=FETCHED), True
-    checkpoint = Checkpoint(folder, manifest, Path(made))
-    if is_own:
-        weakref.finalize(checkpoint, shutil.rmtree, made, ignore_errors=True)
+    is_owner = world.rank == first
+    local = collectively(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if is_owner else None)[first]
+    if not Path(local).is_dir():  # created in another container with the same host name
+        local, is_owner = tempfile.mkdtemp(prefix=FETCHED), True
+    checkpoint = Checkpoint(folder, manifest, Path(local))
+    if is_owner:
+        weakref.finalize(checkpoint, shutil.rmtree, local, ignore_errors=True)
     return checkpoint
 
 
@@ -231,14 +237,14 @@ def _manifest_of(folder: Path | StorePath) -> Manifest:
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         raise DamagedCheckpointError(
-            f"{folder / MANIFEST} is of step {manifest.step}, which is not its folder's; use another step"
+            f"{folder / MANIFEST} is for step {manifest.step}, unlike its folder; use another step"
         )
     for part, table in manifest.tensors.items():
         for name, stored in table.items():
             if stored.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{folder / MANIFEST} gives the {part}'s tensor {name} the type {stored.dtype!r}, this Megalith "
-                    f"knows {', '.join(DTYPES)}; use the Megalith that wrote it"
+                    f"{folder / MANIFEST} gives the {part}'s tensor {name} the dtype {stored.dtype!r}, but this "
+                    f"version of Megalith supports {', '.join(DTYPES)}; use the version that wrote it"
                 )
     return manifest
 
@@ -253,7 +259,7 @@ def _needed_files(
     for part in manifest.tensors if parts is None else parts:
         if part not in manifest.tensors:
             raise CheckpointError(
-                f"{folder} has no {part}: it was saved without; to start the optimizer afresh, set "
+                f"{folder} has no {part}: it was saved without; to start with a new optimizer state, set "
                 "checkpoint.load_optim to false"
             )
         needed |= manifest.files_of(part) if shards is None else files_for(manifest, part, shards[part])
@@ -261,7 +267,7 @@ def _needed_files(
 
 
 def _share_of_hashing(answers: Sequence[Mapping[str, Any]], manifest: Manifest, rank: int) -> list[str]:
-    """The files that this rank checks, of those that its machine's ranks read: the largest first, evenly."""
+    """Return the files that this rank verifies, of those its machine's ranks read. Largest first, balanced by size."""
     load = {peer: 0 for peer, answer in enumerate(answers) if answer["host"] == answers[rank]["host"]}
     files = sorted({name for peer in load for name in answers[peer]["needed"]})
     mine = []
@@ -279,7 +285,7 @@ def _refuse_damage(answers: Sequence[Mapping[str, Any]]) -> None:
         raise DamagedCheckpointError("; ".join(damage))
 
 
-def _known_steps(folder: Path | StorePath) -> str:
+def _existing_steps(folder: Path | StorePath) -> str:
     steps = list_steps(folder) if folder.is_dir() else {}
     return f"{folder} has the steps {', '.join(map(str, steps))}" if steps else f"{folder} has no steps"
 
@@ -289,12 +295,12 @@ def _refuse_other_weights(folder: Path | StorePath) -> None:
     for mark, kind, command in OTHERS:
         if any(mark.fullmatch(name) for name in names):
             raise CheckpointError(
-                f"{folder} holds {kind}, no steps of a Megalith run; write it as one: megalith {command} {folder} RUN, "
-                "and begin from there"
+                f"{folder} contains {kind}, not steps of a Megalith run; convert it with megalith {command} {folder} "
+                "RUN, and load RUN"
             )
-    found = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)
-    if found:
+    weights = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)
+    if weights:
         raise CheckpointError(
-            f"{folder} holds {found} but no step_NNNNNNNN folder, so it is no Megalith run; give a run's folder "
-            "or one of its step folders"
+            f"{folder} contains {weights} but no step_NNNNNNNN folder, so it is not a Megalith run; give a run's "
+            "folder or one of its step folders"
         )

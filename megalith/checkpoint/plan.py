@@ -1,12 +1,12 @@
-"""The plan of a save: each shard of a run's state is written once, with the bytes spread evenly over the ranks.
+"""Plan of a save: each shard is written once, and the bytes are balanced over the ranks.
 
-Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its share. A shard that
-several ranks hold (under data parallelism without sharding, or a norm under tensor parallelism) goes to the rank that
-has the least to write so far, starting with the largest shards.
+Every rank sends rank 0 the list of its shards. Rank 0 makes the plan and sends each rank its part. A shard held by
+several ranks (data parallelism without sharding, norms under tensor parallelism) goes to the rank with the least bytes
+so far, beginning with the largest shards.
 
-PyTorch's planner (torch.distributed.checkpoint) does not fit. It plans over DTensors, but the optimizer state is plain
-local shards without their padding rows, and no DTensor placement describes those. It also pickles its plans and
-metadata, between ranks and into the checkpoint.
+PyTorch's planner (torch.distributed.checkpoint) is not used. It plans over DTensors, but optimizer state is plain local
+shards without padding rows, which no DTensor placement describes. It also pickles plans and metadata, between ranks and
+in the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Key = tuple[str, str]  # part and name
 
 @dataclass(frozen=True)
 class Plan:
-    """What is stored, and this rank's share of the writing."""
+    """Tensors to store, and this rank's part of the writing."""
 
     table: Table
-    """Every part, and on rank 0, which writes the manifest, the world's global tensors in it. A part may have none:
-    SGD without momentum has no state."""
+    """All parts. On rank 0, which writes the manifest, with the global tensors of all ranks. A part may be empty: SGD
+    without momentum has no state."""
 
     share: list[Key]
-    """The shards that this rank writes."""
+    """Shards that this rank writes."""
 
     total_bytes: int
-    """What all ranks' shares take; every rank has it, for all tell the same where the disk is full."""
+    """Bytes written by all ranks; known to each, so that all report the same if the disk is full."""
 
 
 def make_plan(shards: StateShards, world: Axis) -> Plan:
-    """The plan for `shards`, of which each rank of the world gives its own; every rank calls it."""
+    """Plan the writing of `shards`, this rank's. Every rank calls it."""
     table, shares = divide(gather_json(entries(shards), world, to_first=True))
     total = sum(
         byte_count(tensor.shape, DTYPES[tensor.dtype])
@@ -53,7 +53,7 @@ def make_plan(shards: StateShards, world: Axis) -> Plan:
 
 
 def entries(shards: StateShards) -> list[list[Any]]:
-    """What a rank tells of its shards, plain JSON: part, name, type, global shape, offset and shape of the shard."""
+    """Describe a rank's shards as JSON: part, name, dtype, global shape, offset and shape of each shard."""
     return [
         [
             part,
@@ -66,26 +66,26 @@ def entries(shards: StateShards) -> list[list[Any]]:
     ]
 
 
-def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
-    """Every tensor, and each rank's share, from what each rank has told.
+def divide(rank_entries: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
+    """Return all tensors and each rank's keys to write, from the `entries` of every rank.
 
-    Shards of a tensor are alike or apart, as axes copy it or cut it.
+    Shards of the same tensor are identical or disjoint.
     """
     table: Table = {}
-    holders: dict[tuple, list[int]] = {}  # of a shard: part, name, offset and shape
+    holders: dict[tuple, list[int]] = {}  # ranks by shard: part, name, offset and shape
     sizes: dict[tuple, int] = {}
-    for rank, shards in enumerate(told):
-        for part, name, code, whole, offset, shape in shards:
+    for rank, shards in enumerate(rank_entries):
+        for part, name, code, global_shape, offset, shape in shards:
             named = table.setdefault(part, {})
             if name not in named:
-                named[name] = TensorRecord(dtype=code, shape=whole)
+                named[name] = TensorRecord(dtype=code, shape=global_shape)
             shard = (part, name, *offset, *shape)
             if shard in holders:
                 holders[shard].append(rank)
             elif 0 not in shape:
                 holders[shard], sizes[shard] = [rank], byte_count(shape, DTYPES[code])
-    load = [0] * len(told)
-    shares: list[list[Key]] = [[] for _ in told]
+    load = [0] * len(rank_entries)
+    shares: list[list[Key]] = [[] for _ in rank_entries]
     for shard in sorted(holders, key=sizes.__getitem__, reverse=True):
         rank = min(holders[shard], key=load.__getitem__)
         load[rank] += sizes[shard]

@@ -1,8 +1,8 @@
-"""A whole step, and its tensors: any slice of any of them, wherever its pieces stand.
+"""An opened step, and access to any slice of its tensors.
 
-A reader takes the intersections of the slice that it wants with the pieces that are stored. Files are mapped, so of a
-piece only the pages that are wanted are read; and a file is compared with the manifest when it is first opened. Of a
-step in an object store the files that are read are fetched into a folder of this machine first, whole and checked.
+A read intersects the requested slice with the stored pieces. Files are mapped, so only the needed pages of a piece are
+read, and a file's content is compared with the manifest when it is first used. Files of a step in an object store are
+fetched to this machine first, completely, and verified.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from megalith.remote import StorePath, size_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A step folder whose files were found to be what its manifest says."""
+    """A step folder whose files match its manifest."""
 
     folder: Path | StorePath
     manifest: Manifest
     files: Path
-    """Where its files are on this machine: the folder, or that of the files fetched from it."""
+    """Folder of the files on this machine: the step folder, or a copy fetched from a store."""
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Where the run's tokenizer was saved, if it was."""
-        found = next((name for name in self.manifest.files if is_tokenizer_file(name)), None)
-        if found is None:
+        """Folder of the run's tokenizer, if it was saved."""
+        file = next((name for name in self.manifest.files if is_tokenizer_file(name)), None)
+        if file is None:
             return None
-        parts = found.split("/")
+        parts = file.split("/")
         return self.files.joinpath(*parts[: parts.index(TOKENIZER) + 1])
 
     @property
     def task_files(self) -> dict[str, Path]:
-        """What the run's task goes on with, by the names that it gave."""
-        found = filter(is_task_file, self.manifest.files)
-        return {name.rpartition("/")[2]: self.files.joinpath(*name.split("/")) for name in found}
+        """Files of the task's state, by name."""
+        names = filter(is_task_file, self.manifest.files)
+        return {name.rpartition("/")[2]: self.files.joinpath(*name.split("/")) for name in names}
 
     def table(self, part: str) -> dict[str, StoredTensor]:
-        """Type and global shape of each tensor of a part (`model`, `optimizer`)."""
+        """Return dtype and global shape of each tensor of a part (`model`, `optimizer`)."""
         return self.manifest.tensors[part]
 
     def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a part with its name, whole, on the CPU."""
+        """Yield name and complete value, on the CPU, of each tensor of a part."""
         for name in self.table(part):
             yield name, self.read(part, name)
 
     def read(self, part: str, name: str, extent: Extent | None = None) -> Tensor:
-        """A tensor on the CPU, or the slice `extent` of it."""
+        """Read a tensor, or the slice `extent` of it, to the CPU."""
         stored = self.table(part)[name]
         extent = extent or Extent.whole(stored.shape)
         values = torch.empty(extent.shape, dtype=DTYPES[stored.dtype])
@@ -79,41 +79,41 @@ class Checkpoint:
         return values
 
     def fill(self, part: str, shards: Mapping[str, LocalShard], progress: Progress | None = None) -> None:
-        """Copies into the values of the shards, of any device, what is stored. Raises CheckpointError. `progress`
-        counts the bytes."""
-        for file, wanted in self._pieces_for(part, shards).items():
+        """Copy stored values into shards on any device. `progress` counts bytes. Raises CheckpointError."""
+        for file, pieces in self._pieces_for(part, shards).items():
             stored = self._tensors_in(file)
-            for name, piece, shard in wanted:
-                there = _extent(shard)
-                both = piece.extent.intersection(there)
+            for name, piece, shard in pieces:
+                target = _extent(shard)
+                both = piece.extent.intersection(target)
                 values = stored[piece_key(name, shard.shape, piece.extent)].read()
-                taken = shard.values[both.slices(there)]
-                taken.copy_(values[both.slices(piece.extent)])
+                destination = shard.values[both.slices(target)]
+                destination.copy_(values[both.slices(piece.extent)])
                 if progress is not None:
-                    progress.add(taken.nbytes)
+                    progress.add(destination.nbytes)
 
     def check_contents(self, files: Iterable[str] | None = None) -> None:
-        """Raises CheckpointError where the tensors in a file (default: any) are not those that the manifest lists."""
+        """Raise CheckpointError if the tensors in one of `files` (default: all) are not those listed in the
+        manifest."""
         for file in self._contents if files is None else files:
             self._tensors_in(file)
 
     def _tensors_in(self, file: str) -> dict[str, SafetensorsEntry]:
-        """A file's tensors by their keys; it is compared with the manifest the first time."""
+        """Return a file's tensors by key, compared with the manifest on first use."""
         if file not in self._tables:
             if isinstance(self.folder, StorePath):
                 check_file(self.folder, self.files, file, self.manifest.files[file])
-            found, wanted = list_safetensors(self.files / file, "use another step"), self._contents[file]
-            if found.keys() != wanted.keys():
+            entries, expected = list_safetensors(self.files / file, "use another step"), self._contents[file]
+            if entries.keys() != expected.keys():
                 raise CheckpointError(
-                    f"{self.folder / file} does not hold the tensors that its manifest lists; use another step"
+                    f"{self.folder / file} does not contain the tensors listed in its manifest; use another step"
                 )
-            for name, record in wanted.items():
-                there = TensorRecord(dtype=found[name].dtype, shape=list(found[name].shape))
-                if there != record:
+            for name, record in expected.items():
+                stored = TensorRecord(dtype=entries[name].dtype, shape=list(entries[name].shape))
+                if stored != record:
                     raise CheckpointError(
-                        f"{self.folder / file}: {name} is {there}, its manifest says {record}; use another step"
+                        f"{self.folder / file}: {name} is {stored}, but {record} in its manifest; use another step"
                     )
-            self._tables[file] = found
+            self._tables[file] = entries
         return self._tables[file]
 
     def _pieces_for(
@@ -128,12 +128,12 @@ class Checkpoint:
 
     @cached_property
     def _tables(self) -> dict[str, dict[str, SafetensorsEntry]]:
-        """The tensors of the files that hold what the manifest lists."""
+        """Tensors of the files compared so far, by file and key."""
         return {}
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, TensorRecord]]:
-        """The pieces of each file, by their keys."""
+        """Expected pieces by file and key."""
         contents: dict[str, dict[str, TensorRecord]] = {}
         for named in self.manifest.tensors.values():
             for name, stored in named.items():
@@ -145,17 +145,17 @@ class Checkpoint:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of a step, by its name there, is the tokenizer's."""
+    """Return True for the tokenizer's files, by their name in the step."""
     return TOKENIZER in name.split("/")[:-1]
 
 
 def is_task_file(name: str) -> bool:
-    """Whether a file of a step, by its name there, is the task's."""
+    """Return True for the task's files, by their name in the step."""
     return name.split("/")[-2:-1] == [TASK] and not is_tokenizer_file(name)
 
 
 def files_for(manifest: Manifest, part: str, shards: Mapping[str, LocalShard]) -> set[str]:
-    """The files that hold pieces of the shards; names that the manifest does not have are passed over."""
+    """Return the files with pieces of the shards. Names missing in the manifest are ignored."""
     table = manifest.tensors[part]
     return {
         piece.file
@@ -170,11 +170,12 @@ def _extent(shard: LocalShard) -> Extent:
     return Extent(shard.offset, tuple(shard.values.shape))
 
 
-def check_file(folder: Path | StorePath, files: Path, name: str, wanted: FileRecord) -> None:
-    """Raises DamagedCheckpointError, naming the file, unless it is what the manifest says.
+def check_file(folder: Path | StorePath, files: Path, name: str, record: FileRecord) -> None:
+    """Verify a file against its manifest record. A file in a store is fetched into `files` first, unless already there.
 
-    One in a store is brought into `files` in the same go, whose content is checked already. Where that fails the step
-    may be whole, so it is a CheckpointError.
+    Raises:
+        DamagedCheckpointError: the file does not match.
+        CheckpointError: the store failed; the step may be intact.
     """
     path, here = folder / name, files / name
     is_remote = isinstance(folder, StorePath)
@@ -182,39 +183,42 @@ def check_file(folder: Path | StorePath, files: Path, name: str, wanted: FileRec
         return
     try:
         if not is_remote:
-            _refuse_odd(path, name)
+            _reject_special_file(path, name)
         size = size_of(path)
-        if size != wanted.bytes:
+        if size != record.bytes:
             raise DamagedCheckpointError(
-                f"{path} is damaged: it has {size} bytes, its manifest says {wanted.bytes}; use another step"
+                f"{path} is damaged: it has {size} bytes, but {record.bytes} in its manifest; use another step"
             )
-        content = _fetched(path, here) if is_remote else path
-        if file_record(content) != wanted:
+        content = _fetch_copy(path, here) if is_remote else path
+        if file_record(content) != record:
             raise DamagedCheckpointError(
-                f"{path} is damaged: its content does not have the SHA-256 that its manifest says; "
-                "use another step"
+                f"{path} is damaged: its content does not match the SHA-256 in its manifest; use another step"
             )
         if is_remote:
             os.replace(content, here)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing, its manifest lists it; use another step") from None
+        raise DamagedCheckpointError(
+            f"{path} is missing, but listed in the manifest; use another step"
+        ) from None
     except OSError as error:
         if is_remote:
             raise fetch_error(path, error) from error
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}; use another step") from error
 
 
-def _refuse_odd(path: Path, name: str) -> None:
+def _reject_special_file(path: Path, name: str) -> None:
     if any(parent.is_symlink() for parent in [path, *path.parents[: name.count("/")]]):
         raise DamagedCheckpointError(
-            f"{path} is a symbolic link, and a checkpoint has none; use another step"
+            f"{path} is a symbolic link, which checkpoints cannot contain; use another step"
         )
     if not stat.S_ISREG(path.stat().st_mode):
-        raise DamagedCheckpointError(f"{path} is not a file, its manifest lists it as one; use another step")
+        raise DamagedCheckpointError(
+            f"{path} is not a file, but listed as one in the manifest; use another step"
+        )
 
 
-def _fetched(path: StorePath, target: Path) -> Path:
-    """A copy beside `target` under a name of this call's own: another rank may be at the same file."""
+def _fetch_copy(path: StorePath, target: Path) -> Path:
+    """Fetch into a uniquely named file next to `target`, because another rank may fetch the same file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     copy = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     path.fetch(copy)

@@ -1,6 +1,6 @@
-"""A step in other files: cut for another number of readers, or put together in one.
+"""Rewriting of a step: for another number of files, or merged into one file.
 
-Tensors go from file to file some megabytes at a time, so a checkpoint of any size is rewritten in little memory.
+Tensors are copied some megabytes at a time, so memory use does not depend on the checkpoint's size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
 from megalith.checkpoint.read import Checkpoint, is_tokenizer_file
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.checkpoint.store import StepFolder, step_folder
-from megalith.checkpoint.writer import ShardWriter, WriteItem, saving
+from megalith.checkpoint.writer import ShardWriter, WriteItem, cleanup_on_error
 from megalith.errors import CheckpointError
 from megalith.io import atomic_path, make_folder
 from megalith.launch.lock import lock_output
@@ -30,7 +30,7 @@ from megalith.remote import StorePath
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A box of a checkpoint's tensor, read when it is written; `progress` counts its bytes. A Values."""
+    """A box of a checkpoint's tensor, read when it is written. Implements TensorSource; `progress` counts its bytes."""
 
     checkpoint: Checkpoint
     part: str
@@ -47,7 +47,7 @@ class StoredValues:
         return self.extent.shape
 
     def blocks(self) -> Iterator[Tensor]:
-        """The values in stretches of rows, each of a few megabytes."""
+        """Yield the values in blocks of rows of a few megabytes."""
         for block in row_blocks(self.extent, self.dtype):
             yield self.checkpoint.read(self.part, self.name, block)
             if self.progress is not None:
@@ -60,7 +60,7 @@ class StoredValues:
 def stored_values(
     checkpoint: Checkpoint, part: str, progress: Progress | None = None
 ) -> dict[str, StoredValues]:
-    """A part's whole tensors by name, each read when it is asked for its values; `progress` counts them."""
+    """Return a part's complete tensors by name, read on use. `progress` counts their bytes."""
     return {
         name: StoredValues(checkpoint, part, name, Extent.whole(stored.shape), progress)
         for name, stored in checkpoint.table(part).items()
@@ -68,13 +68,14 @@ def stored_values(
 
 
 def part_bytes(checkpoint: Checkpoint, part: str | None = None) -> int:
-    """Bytes of a part's tensors; None: of all parts'."""
+    """Return the bytes of a part's tensors. None: of all parts."""
     parts = checkpoint.manifest.tensors if part is None else [part]
     return sum(stored_bytes(stored) for each in parts for stored in checkpoint.table(each).values())
 
 
 def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
-    """The box cut along its first dimension into blocks of at most CHUNK bytes, or of a row where that is longer."""
+    """Divide the box along its first dimension into blocks of at most CHUNK bytes, or single rows if these are
+    longer."""
     if not extent.shape or extent.volume == 0:
         yield extent
         return
@@ -86,21 +87,24 @@ def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
 def reshard(
     checkpoint: Checkpoint, output: Path | StorePath, files: int, show_progress: bool = True
 ) -> Path | StorePath:
-    """Writes the step anew, in `files` files for each part, into `output`/checkpoints; returns its folder.
+    """Write the step to `output`/checkpoints with `files` files per part. Return its folder.
 
-    File r has the r-th part of each tensor's rows: what rank r of so many reads whose state is sharded over all.
-    Raises CheckpointError when the step is there already, or cannot be written; ConfigError while a run has the folder.
+    File r contains the r-th part of each tensor's rows: what rank r reads if the state is sharded over that many ranks.
+
+    Raises:
+        CheckpointError: the step already exists or cannot be written.
+        ConfigError: a run is using the folder.
     """
     manifest = checkpoint.manifest
     step = step_folder(output / CHECKPOINTS, manifest.step)
-    with lock_output(output), saving(step):
+    with lock_output(output), cleanup_on_error(step):
         if step.final.exists():
-            raise CheckpointError(f"{step.final} is there already; choose another output folder")
+            raise CheckpointError(f"{step.final} already exists; choose another output folder")
         step.begin()
         with Progress("reshard", part_bytes(checkpoint), show=show_progress) as progress:
             written = [_write_share(checkpoint, step, rank, files, progress) for rank in range(files)]
-        kept = set(RunRecord.model_fields) - {"abandoned"}  # save numbers of the other folder
-        record = RunRecord.model_validate(manifest.model_dump(include=kept))
+        fields = set(RunRecord.model_fields) - {"abandoned"}  # save numbers of the other folder
+        record = RunRecord.model_validate(manifest.model_dump(include=fields))
         table = {
             part: {
                 name: TensorRecord(dtype=stored.dtype, shape=stored.shape) for name, stored in named.items()
@@ -114,13 +118,13 @@ def reshard(
 
 
 def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = True) -> None:
-    """Writes a part's tensors into one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
+    """Write a part's tensors to one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
 
-    The latter holds the whole part in memory. Raises CheckpointError for another suffix, or when the disk refuses.
+    The latter two hold the complete part in memory. Raises CheckpointError for another suffix and if the disk is full.
     """
     if path.suffix not in (".safetensors", ".bin", ".pt"):
         raise CheckpointError(
-            f"the suffix of {path.name} is not known; end it in .safetensors, or in .bin or .pt for torch.save"
+            f"the suffix of {path.name} is not supported; use .safetensors, or .bin or .pt for torch.save"
         )
     try:
         make_folder(path.parent)
@@ -137,13 +141,13 @@ def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = T
                     tensors[name] = tensor
                     progress.add(tensor.nbytes)
                 torch.save(tensors, temporary)
-    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """The files that the manifest lists, and so no link out of the checkpoint."""
+    """Copy only files listed in the manifest, so that links cannot lead out of the checkpoint."""
     for name in filter(is_tokenizer_file, checkpoint.manifest.files):
         source = checkpoint.files / name
         target = folder / source.relative_to(checkpoint.tokenizer_folder)
@@ -162,12 +166,12 @@ def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int
 
 
 def _share(stored: StoredTensor, number: int, rank: int, files: int) -> Extent:
-    whole = Extent.whole(stored.shape)
-    if not stored.shape:  # the scalars go round
-        return whole if number % files == rank else Extent((0,), (0,))
+    full = Extent.whole(stored.shape)
+    if not stored.shape:  # scalars are distributed round robin
+        return full if number % files == rank else Extent((0,), (0,))
     rows = -(-stored.shape[0] // files)
     start = min(rank * rows, stored.shape[0])
-    return _rows(whole, start, min(rows, stored.shape[0] - start))
+    return _rows(full, start, min(rows, stored.shape[0] - start))
 
 
 def _rows(extent: Extent, start: int, count: int) -> Extent:

@@ -28,7 +28,7 @@ from megalith.checkpoint.plan import Plan, StateShards, make_plan
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import Model, state_shards
 from megalith.checkpoint.store import StepFolder, step_folder
-from megalith.checkpoint.writer import ShardWriter, WriteItem, not_saved, shard_bytes_for
+from megalith.checkpoint.writer import ShardWriter, WriteItem, save_error, shard_bytes_for
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
@@ -37,22 +37,22 @@ from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, open_location
 
-# How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
+# Time that ranks wait for the slowest writer. A rank that has died is noticed at once.
 PATIENCE = timedelta(hours=2)
-AFTER_AN_ERROR = 300.0  # seconds that an error in training waits for a save in flight
+AFTER_AN_ERROR = 300.0  # seconds to wait for a save in progress after an error in training
 
-Share = Callable[[], list[WriteItem]]  # what a rank writes; called when it does
+Share = Callable[[], list[WriteItem]]  # a rank's items; called when they are written
 
 
 @dataclass(frozen=True)
-class Saved:
-    """How a save went."""
+class SaveResult:
+    """Result of a save."""
 
-    folder: Path | StorePath  # where the step stands, if it was saved
+    folder: Path | StorePath  # the step, if it was saved
     moment: tuple[int, int]  # the run's step and consumed samples
     stalled: float  # seconds that training waited
-    seconds: float  # from the beginning to the end
-    error: CheckpointError | None  # why it was not saved
+    seconds: float  # total duration
+    error: CheckpointError | None  # reason for failure
 
     def __str__(self) -> str:
         if self.error is not None:
@@ -62,7 +62,7 @@ class Saved:
 
 
 class Saver:
-    """Saves the steps of one run. Every rank has one and calls it alike."""
+    """Saves the steps of one run. Every rank has one and makes the same calls."""
 
     def __init__(
         self,
@@ -76,13 +76,20 @@ class Saver:
         background: bool = False,
         max_failures: int | None = None,
     ):
-        """`unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
-        optimizer state, is not stored. `write_tokenizer` fills the folder that it is given. With `keep_last`, only
-        that many of the steps saved last stay, and those divisible by `keep_every`. After `max_failures` saves in a row
-        that have failed, `save` raises.
+        """For background saves, create a process group, so that their messages do not mix with training's. It is
+        created here and not at the first save: a rank that is lost during its creation would leave the others waiting.
 
-        For background saves it makes a group of the ranks, so that training's messages do not mix with theirs. Here
-        and not at the first save: a rank that is lost while a group is made leaves the others waiting.
+        Args:
+            checkpoints: folder or URL of the steps.
+            world: all ranks.
+            unpadded_rows: number of rows without padding of each padded parameter; the padding, also of its optimizer
+                state,
+                is not stored.
+            write_tokenizer: writes the tokenizer into a given folder.
+            keep_last: number of most recent steps to keep. None: all.
+            keep_every: also keep steps divisible by this number.
+            background: save in a thread.
+            max_failures: consecutive failed saves after which `save` raises.
         """
         if background and world.size > 1:
             group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
@@ -93,11 +100,11 @@ class Saver:
         self._staging = Staging() if background else None
         self._plan: Plan | None = None
         self._thread: threading.Thread | None = None
-        self._untold: list[Saved] = []
-        self._failures, self._max_failures = 0, max_failures  # the former: in a row
+        self._unreported: list[SaveResult] = []
+        self._failures, self._max_failures = 0, max_failures  # consecutive failures
         self._failure: BaseException | None = None
-        self.last: Saved | None = None
-        """The last save that has ended."""
+        self.last: SaveResult | None = None
+        """Result of the last completed save."""
 
     def save(
         self,
@@ -107,13 +114,21 @@ class Saver:
         more: Mapping[str, Mapping[str, LocalShard]] | None = None,
         task_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Saves a run at this moment into `step_NNNNNNNN`; how it went, `completed_saves` tells.
+        """Save the run's current state as `step_NNNNNNNN`. `completed_saves` reports the result.
 
-        `more` are shards of further parts, by part and name; `task_files`, the first rank's, contents by file name.
-        In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
-        and shards are those of the first save. Without `optimizer` the weights alone are saved.
-        Raises CheckpointError, on every rank, where too many saves in a row have failed: in the background when the
-        next one begins, because until then a save may have ended on some ranks alone.
+        Returns once the step is complete or has failed; in the background, once the state is copied.
+
+        Args:
+            record: the run's state besides tensors.
+            model: the model, or the chunks of a pipeline rank; shapes and shards are those of the first save.
+            optimizer: None saves only the weights.
+            more: shards of further parts, by part and name.
+            task_files: contents by file name; rank 0's are saved.
+
+        Raises:
+            CheckpointError: on every rank, after too many consecutive failures; in the background at the start of the
+                next save,
+                because until then only some ranks may know.
         """
         begin = time.monotonic()
         self._join()
@@ -135,18 +150,19 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
 
-    def completed_saves(self, wait: bool = False) -> list[Saved]:
-        """The saves that have ended since the last call, on this rank; with `wait`, after the one in flight has."""
+    def completed_saves(self, wait: bool = False) -> list[SaveResult]:
+        """Return the saves completed since the last call, on this rank. With `wait`, wait for the one in progress."""
         if wait or (self._thread is not None and not self._thread.is_alive()):
             self._join()
-        untold, self._untold = self._untold, []
-        return untold
+        completed, self._unreported = self._unreported, []
+        return completed
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Lets a save in flight end. After an error no longer than a while: a rank that it needs may be lost."""
+        """Wait for the save in progress. After an error, for at most AFTER_AN_ERROR seconds: a rank it needs may be
+        lost."""
         if kind is None:
             self._join()
         elif self._thread is not None:
@@ -163,8 +179,8 @@ class Saver:
     def _require_some_success(self) -> None:
         if self._max_failures is not None and self._failures >= self._max_failures:
             raise CheckpointError(
-                f"{self._failures} saves in a row have failed (checkpoint.max_failed_saves), the last one: "
-                f"{self.last.error}; make room or mend the storage, and go on from the last whole checkpoint"
+                f"{self._failures} consecutive saves have failed (checkpoint.max_failed_saves), the last one: "
+                f"{self.last.error}; free space or repair the storage, and resume from the last complete checkpoint"
             )
 
     def _write(
@@ -185,13 +201,13 @@ class Saver:
         except CheckpointError as failure:
             error = failure
         except BaseException as failure:
-            self._failure = failure  # a rank is lost, or we are wrong: raised where training is
+            self._failure = failure  # a lost rank or a bug; raised in the training thread
             return
         seconds = time.monotonic() - begin
         moment = (record.step, record.consumed_samples)
         self._failures = 0 if error is None else self._failures + 1
-        self.last = Saved(step.final, moment, seconds if stalled is None else stalled, seconds, error)
-        self._untold.append(self.last)
+        self.last = SaveResult(step.final, moment, seconds if stalled is None else stalled, seconds, error)
+        self._unreported.append(self.last)
 
 
 def save_checkpoint(
@@ -207,10 +223,15 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Path | StorePath:
-    """Saves a run into `checkpoints/step_NNNNNNNN` and returns that folder when it is whole.
+    """Save a run in `checkpoints/step_NNNNNNNN`. Every rank of `world` calls it with its shards.
 
-    Every rank of `world` calls it with what it holds. The options are those of `Saver`, which one that saves often
-    uses. Raises CheckpointError on every rank when the disk refused one; the steps before are then as they were.
+    The arguments are those of `Saver`, which should be used to save repeatedly.
+
+    Returns:
+        The step's folder, once it is complete.
+
+    Raises:
+        CheckpointError: on every rank, if one could not write. Earlier steps are unchanged.
     """
     saver = Saver(
         checkpoints,
@@ -236,9 +257,9 @@ def write_step(
     write_tokenizer: Callable[[Path], None] | None,
     task_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes and completes a step; every rank calls it. Raises CheckpointError on all when it failed on one."""
+    """Write and commit a step. Every rank calls it. Raises CheckpointError on all ranks if one fails."""
     is_first = world.rank == 0
-    own: list[dict] = []
+    finished: list[dict] = []
 
     def write_share() -> None:
         items = share()
@@ -246,19 +267,19 @@ def write_step(
         with ShardWriter(step.temporary, world.rank, shard_bytes=shard_bytes_for(total)) as shards:
             for item in items:
                 shards.add(item)
-            own.append(shards.finish())
+            finished.append(shards.finish())
 
     try:
-        step.join(collectively(world, lambda: step.begin() if is_first else None)[0])
+        step.use_folder(collectively(world, lambda: step.begin() if is_first else None)[0])
         collectively(world, write_share)
-        written = gather_json(own[0], world, to_first=True)
-        more = write_tokenizer, task_files
-        collectively(world, lambda: step.commit(record, plan.table, written, *more) if is_first else None)
+        written = gather_json(finished[0], world, to_first=True)
+        files = write_tokenizer, task_files
+        collectively(world, lambda: step.commit(record, plan.table, written, *files) if is_first else None)
     except BaseException as error:
         if is_first:
             step.abandon()
         if isinstance(error, CollectiveError):
-            raise not_saved(step, str(error), plan.total_bytes) from error
+            raise save_error(step, str(error), plan.total_bytes) from error
         raise
 
 
@@ -271,17 +292,17 @@ def _share(plan: Plan, shards: StateShards) -> list[WriteItem]:
 
 
 def _staged(share: list[WriteItem], staging: Staging) -> Share:
-    """The share's values as they are now; where there is no memory for it, that error when they are asked for."""
+    """Copy the values now. If memory does not suffice, the returned function raises."""
     try:
         copies = staging.copy(
             item.values.float() if isinstance(item.values, Moment) else item.values for item in share
         )
     except (RuntimeError, MemoryError) as error:
-        refused = error
+        failure = error
 
-        def refuse() -> list[WriteItem]:
-            raise refused
+        def fail() -> list[WriteItem]:
+            raise failure
 
-        return refuse
+        return fail
     staged = [replace(item, values=copy) for item, copy in zip(share, copies)]
     return lambda: staged

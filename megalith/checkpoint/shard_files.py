@@ -1,12 +1,13 @@
-"""The files of Accelerate's guide, one of weights and one of optimizer state for each tensor- and pipeline-rank.
+"""Checkpoint files of Accelerate's Megatron guide: one of weights and one of optimizer state per tensor and pipeline
+rank.
 
-What stands in them depends on neither ZeRO nor expert parallelism: `pytorch_model_tp_T_pp_P.bin` has what tensor rank T
-of pipeline stage P would hold without both, and of experts that tensor parallelism does not shard the T-th share. The
-ranks of a stage send the first of its ranks T, which writes, what of each tensor they hold, one tensor after the other;
-it puts them together in a file that is mapped, so that no rank has more than one of them in memory.
+Their content does not depend on ZeRO and expert parallelism: `pytorch_model_tp_T_pp_P.bin` contains what tensor rank T
+of pipeline stage P would hold without both, and the T-th share of experts that tensor parallelism does not shard.
+Within a stage, all ranks send their pieces to the first rank with tensor rank T, one tensor at a time. It assembles
+them in a mapped file and writes the result, so that no rank holds more than one of them in memory.
 
-The files are torch.save's, of tensors alone, and are read by torch.load with `weights_only`, in any layout: beside them
-stands our manifest.
+The files are written by torch.save, contain only tensors, and can be read by torch.load with `weights_only`. A manifest
+is stored with them, so that any layout can load them.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def save_shard_files(
     optimizer: torch.optim.Optimizer | None,
     rows: Mapping[str, int],
 ) -> None:
-    """Writes the files into a folder that is there, in the place of those that it has. Every rank calls it.
+    """Write the files into an existing folder, replacing older ones. Every rank calls it.
 
-    `rows` are those of vocabulary_rows. Raises CheckpointError, the same on every rank, where the disk refuses.
+    `rows` come from `vocabulary_rows`. Raises CheckpointError, identically on every rank, if the disk refuses.
     """
     mesh, chunks = model.mesh, model.chunks
     collectively(mesh.world, lambda: _clear(folder) if mesh.world.rank == 0 else None)
@@ -79,11 +80,11 @@ def save_shard_files(
         targets = {name: extents.get(name) or Extent.whole(shard.shape) for name, shard in shards.items()}
         file = f"{FILES[part]}_tp_{mesh.tp.rank}_pp_{mesh.pp.rank}.bin"
         written.append(_write_part(folder / file, shards, targets, mesh))
-    own = None
+    pieces = None
     if mesh.dp_cp.rank == 0:
-        own = {part: {name: _piece(shard, extents.get(name), stored[part][name]) for name, shard in shards.items()}
+        pieces = {part: {name: _piece(shard, extents.get(name), stored[part][name]) for name, shard in shards.items()}
                for part, shards in parts.items()}  # fmt: skip
-    shares = gather_json([own, written], mesh.world)
+    shares = gather_json([pieces, written], mesh.world)
     collectively(
         mesh.world, lambda: _write_manifest(folder, record, shares) if mesh.world.rank == 0 else None
     )
@@ -98,19 +99,19 @@ def open_shard_files(folder: str | Path, parts: Sequence[str], world: Axis = ALO
 
 
 class _ShardFiles(Checkpoint):
-    """A checkpoint in files of torch.save. They have a tensor's rows that only pad the vocabulary too."""
+    """A checkpoint in torch.save files, which include rows that pad the vocabulary."""
 
     def _tensors_in(self, file: str) -> dict[str, Any]:
         if file not in self._tables:
-            found, table = _load(self.files / file), {}
+            loaded, table = _load(self.files / file), {}
             for stored in self.manifest.tensors.values():
                 for name, tensor in stored.items():
                     for piece in (piece for piece in tensor.pieces if piece.file == file):
-                        values = found.get(name)
+                        values = loaded.get(name)
                         if not _fits(values, tensor.dtype, piece):
                             raise CheckpointError(
-                                f"{self.folder / file} does not hold {name} as {tensor.dtype} {piece.shape}, which its "
-                                "manifest lists; use another checkpoint"
+                                f"{self.folder / file} does not contain {name} as {tensor.dtype} {piece.shape}, as "
+                                "listed in its manifest; use another checkpoint"
                             )
                         table[piece_key(name, tensor.shape, piece.extent)] = _Loaded(values)
             self._tables[file] = table
@@ -127,13 +128,13 @@ class _Loaded:
 
 def _load(file: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # of torch's own, of zip, of pickle
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # from torch, zipfile or pickle
         raise CheckpointError(
             f"{file} cannot be read by torch.load with weights_only: {str(error).partition(chr(10))[0]}; use another "
             "checkpoint"
         ) from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _fits(values: Any, dtype: str, piece: PieceRecord) -> bool:
@@ -144,7 +145,7 @@ def _fits(values: Any, dtype: str, piece: PieceRecord) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """The manifest first: without it the others are no checkpoint."""
+    """Remove old files, beginning with the manifest: without it the others are not a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     for path in folder.iterdir():
         if NAME.fullmatch(path.name):
@@ -152,51 +153,49 @@ def _clear(folder: Path) -> None:
 
 
 def _file_extents(model: ParallelModel) -> dict[str, Extent]:
-    """By name what this rank's tensor rank has of each parameter and buffer in its file."""
-    mesh, found = model.mesh, {}
+    """Return, by name, the part of each parameter and buffer in the file of this rank's tensor rank."""
+    mesh, extents = model.mesh, {}
     for chunk in model.chunks:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
-            own = dtensor_of(tensor)
+            dtensor = dtensor_of(tensor)
             if EXPERTS not in name:
-                shape, offset = local_shape_and_offset(own, ("tp",))
+                shape, offset = local_shape_and_offset(dtensor, ("tp",))
             elif mesh.etp.size == mesh.tp.size:
-                shape, offset = local_shape_and_offset(own, ("etp",))
-            else:  # [experts, …], a share of them whole
-                share = -(-own.shape[0] // mesh.tp.size)
-                first = min(mesh.tp.rank * share, own.shape[0])
-                shape = (min(share, own.shape[0] - first), *own.shape[1:])
-                offset = (first, *[0] * (own.ndim - 1))
-            found[name] = Extent(tuple(offset), tuple(shape))
-    return found
+                shape, offset = local_shape_and_offset(dtensor, ("etp",))
+            else:  # [experts, …]: a share of complete experts
+                share = -(-dtensor.shape[0] // mesh.tp.size)
+                first = min(mesh.tp.rank * share, dtensor.shape[0])
+                shape = (min(share, dtensor.shape[0] - first), *dtensor.shape[1:])
+                offset = (first, *[0] * (dtensor.ndim - 1))
+            extents[name] = Extent(tuple(offset), tuple(shape))
+    return extents
 
 
 def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> list:
-    """What of a stored tensor of this shape, without padding, a file has: its type, shape, and where it lies."""
-    whole = Extent.whole(shape)
-    found = (extent or whole).intersection(whole)
-    place = None if found is None else [list(found.offset), list(found.shape)]
-    return [DTYPE_CODES[shard.values.dtype], list(shape), place]
+    """Return dtype, shape and extent of a file's part of a stored tensor of this shape, without padding."""
+    unpadded = Extent.whole(shape)
+    stored = (extent or unpadded).intersection(unpadded)
+    box = None if stored is None else [list(stored.offset), list(stored.shape)]
+    return [DTYPE_CODES[shard.values.dtype], list(shape), box]
 
 
 def _write_part(
     file: Path, shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], mesh: Mesh
 ) -> list | None:
-    """Sends what this rank holds to those that write; where it writes, the file's name, bytes and checksum."""
+    """Send this rank's pieces to the writing ranks. A writing rank returns the file's name, size and checksum."""
     writes = mesh.dp_cp.rank == 0
     empty = {name: (targets[name].shape, shard.values.dtype) for name, shard in shards.items()}
-    with _mapped(file, empty if writes else {}, mesh.world) as found:
-        _exchange(shards, targets, found, mesh)
-        return collectively(mesh.world, lambda: _write(file, found) if writes else None)[mesh.world.rank]
+    with _mapped(file, empty if writes else {}, mesh.world) as tensors:
+        _exchange(shards, targets, tensors, mesh)
+        return collectively(mesh.world, lambda: _write(file, tensors) if writes else None)[mesh.world.rank]
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
     try:
-        with (
-            atomic_path(file) as temporary,
-            open(temporary, "wb") as opened,
-        ):  # of a path the name would stand in it
+        # A file object, because torch.save would store the name of a path.
+        with atomic_path(file) as temporary, open(temporary, "wb") as opened:
             torch.save(dict(tensors), opened)
-    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{file} could not be written: {reason}; make room, or choose another folder"
@@ -206,13 +205,15 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> list:
 
 @contextmanager
 def _mapped(file: Path, kinds: Mapping[str, tuple], world: Axis) -> Iterator[dict[str, Tensor]]:
-    """Tensors of these shapes and types, with values that are still to come, in a mapped file beside `file` that is
-    gone at the end. Raises CheckpointError, the same on every rank, where there is no room."""
+    """Yield uninitialized tensors of these shapes and dtypes in a mapped scratch file, which is deleted at the end.
+
+    Raises CheckpointError, identically on every rank, if there is no space.
+    """
 
     def make() -> None:
-        places, size = {}, 0
+        offsets, size = {}, 0
         for name, (shape, dtype) in kinds.items():
-            places[name] = size
+            offsets[name] = size
             size += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if not size:
             return
@@ -226,63 +227,66 @@ def _mapped(file: Path, kinds: Mapping[str, tuple], world: Axis) -> Iterator[dic
             os.close(handle)
         for name, (shape, dtype) in kinds.items():
             count = torch.Size(shape).numel()
-            made[name] = (
-                torch.frombuffer(mapping, dtype=dtype, count=count, offset=places[name]).view(shape)
+            tensors[name] = (
+                torch.frombuffer(mapping, dtype=dtype, count=count, offset=offsets[name]).view(shape)
                 if count
                 else torch.empty(shape, dtype=dtype)
             )
 
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     collectively(world, make)
-    yield made
+    yield tensors
 
 
 @torch.no_grad()
 def _exchange(
-    shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], found: Mapping[str, Tensor], mesh: Mesh
+    shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], tensors: Mapping[str, Tensor], mesh: Mesh
 ) -> None:
-    """Fills `found`, where this rank writes, from what the ranks of its stage hold; one tensor after the other."""
-    own = {name: [shard.offset, shard.values.shape, shard.values.device.type, targets[name].offset, targets[name].shape]
-           for name, shard in shards.items()}  # fmt: skip
-    everyone = dict(enumerate(gather_json(own, mesh.world)))
-    places = {rank: mesh.describe(rank) for rank in everyone}
-    stage = [rank for rank in everyone if places[rank].pp == mesh.pp.rank]
-    writers = [rank for rank in stage if places[rank].dp == places[rank].cp == 0]
+    """Fill `tensors` on writing ranks with the pieces of all ranks of the stage, one tensor at a time."""
+    local = {}
     for name, shard in shards.items():
-        there = Extent(shard.offset, tuple(shard.values.shape))
+        values, target = shard.values, targets[name]
+        local[name] = [shard.offset, values.shape, values.device.type, target.offset, target.shape]
+    by_rank = dict(enumerate(gather_json(local, mesh.world)))
+    coordinates = {rank: mesh.describe(rank) for rank in by_rank}
+    stage = [rank for rank in by_rank if coordinates[rank].pp == mesh.pp.rank]
+    writers = [rank for rank in stage if coordinates[rank].dp == coordinates[rank].cp == 0]
+    for name, shard in shards.items():
+        local_extent = Extent(shard.offset, tuple(shard.values.shape))
         for writer in writers:
-            *_, offset, shape = everyone[writer][name]
-            target, taken = Extent(tuple(offset), tuple(shape)), set()
+            *_, offset, shape = by_rank[writer][name]
+            target, done = Extent(tuple(offset), tuple(shape)), set()
             for rank in (writer, *stage):
-                held = Extent(tuple(everyone[rank][name][0]), tuple(everyone[rank][name][1]))
-                both = held.intersection(target)
-                if both is None or held in taken:
+                source = Extent(tuple(by_rank[rank][name][0]), tuple(by_rank[rank][name][1]))
+                both = source.intersection(target)
+                if both is None or source in done:
                     continue
-                taken.add(held)
+                done.add(source)
                 if rank == mesh.world.rank:
-                    values = shard.values[both.slices(there)]
+                    values = shard.values[both.slices(local_extent)]
                     if rank == writer:
-                        found[name][both.slices(target)] = values
+                        tensors[name][both.slices(target)] = values
                     else:
                         dist.send(values.contiguous(), dst=writer, group=mesh.world.group)
                 elif writer == mesh.world.rank:
-                    values = torch.empty(both.shape, dtype=shard.values.dtype, device=everyone[rank][name][2])
+                    values = torch.empty(both.shape, dtype=shard.values.dtype, device=by_rank[rank][name][2])
                     dist.recv(values, src=rank, group=mesh.world.group)
-                    found[name][both.slices(target)] = values
+                    tensors[name][both.slices(target)] = values
 
 
 def _write_manifest(folder: Path, record: RunRecord, shares: Sequence[list]) -> None:
-    """Last. What several files have, such as a norm or a tied embedding, is read from the first."""
+    """Write the manifest, last. Tensors in several files, such as norms and tied embeddings, are read from the
+    first."""
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    for own, written in shares:
-        for (part, pieces), (file, about) in zip(own.items() if own else (), written):
-            files[file] = about
-            for name, (dtype, shape, place) in pieces.items():
+    for parts, written in shares:
+        for (part, pieces), (file, record) in zip(parts.items() if parts else (), written):
+            files[file] = record
+            for name, (dtype, shape, box) in pieces.items():
                 stored = tensors.setdefault(part, {}).setdefault(
                     name, {"dtype": dtype, "shape": shape, "pieces": []}
                 )
-                if place is not None and place not in [[p["offset"], p["shape"]] for p in stored["pieces"]]:
-                    stored["pieces"].append({"file": file, "offset": place[0], "shape": place[1]})
+                if box is not None and box not in [[p["offset"], p["shape"]] for p in stored["pieces"]]:
+                    stored["pieces"].append({"file": file, "offset": box[0], "shape": box[1]})
     content = {**record.model_dump(mode="json"), "save_number": 1, "files": files, "tensors": tensors}
     replace_file(folder / MANIFEST, manifest_text(content))

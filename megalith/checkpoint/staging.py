@@ -19,16 +19,16 @@ SLAB = 2**28  # bytes
 
 
 class Staging:
-    """Host memory for one copy of a rank's share of the state."""
+    """Host memory for one copy of the tensors that a rank saves."""
 
     def __init__(self, slab: int = SLAB):
         self._slab = slab
         self._slabs: list[Tensor] = []
 
     def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
-        """The tensors as they are now. The copies last until the next call, which reuses the memory."""
+        """Copy the tensors. The copies are valid until the next call, which reuses the memory."""
         devices, copies, at = set(), [], 0
-        for tensor in tensors:  # one at a time: some are made for this
+        for tensor in tensors:  # one at a time: some are created on iteration
             if tensor.is_cuda:
                 devices.add(tensor.device)
             source, parts = byte_view(tensor), []
@@ -43,7 +43,7 @@ class Staging:
         return copies
 
     def _room(self, at: int, pinned: bool) -> Tensor:
-        """What is free behind the byte `at`, up to the end of its slab."""
+        """Return the free bytes from position `at` to the end of its slab."""
         number, start = divmod(at, self._slab)
         if number == len(self._slabs):
             self._slabs.append(torch.empty(self._slab, dtype=torch.uint8, pin_memory=pinned))

@@ -1,14 +1,13 @@
-"""What a run is, as named tensors: the model's by their names, the optimizer's as `optim.{name}.{key}`.
+"""A run's state as named tensors: the model's under their names, the optimizer's as `optim.{name}.{key}`.
 
-Tensors are global and as small as their meaning: rows that only pad the vocabulary are not stored, so that a
-checkpoint does not depend on the padding. They are zero after loading. Everything else of a run stands in
-its record (step, consumed samples, configuration, loss scale).
+Tensors are global and without rows that only pad the vocabulary, so that a checkpoint does not depend on the padding;
+loading sets these rows to zero. The rest of the state is in the record (step, consumed samples, configuration, loss
+scale).
 
-Of a model with adapters its own checkpoint holds these alone. Everything else is frozen and stands in its base, the
-weights that the run began from.
+Checkpoints of a model with adapters contain only the adapters. The frozen rest is in the base, the weights that the run
+began from.
 
-A rank may hold the whole tensors or shards of them, in any layout; what is stored is the same, so a run saved in one
-layout goes on in any other.
+Ranks may hold complete tensors or shards in any layout. The stored form is the same, so a run can resume in any layout.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from megalith.progress import Progress
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
 
-
-Model = nn.Module | Sequence[nn.Module]  # one, or the chunks of a pipeline rank
+Model = nn.Module | Sequence[nn.Module]  # a model, or the chunks of a pipeline rank
 
 
 def model_shards(model: Model) -> dict[str, LocalShard]:
-    """Parameters and persistent buffers by name; a tensor that has two names (tied) under its first."""
+    """Return parameters and persistent buffers by name. A tied tensor appears under its first name."""
     named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in _chunks(model):
@@ -56,12 +54,12 @@ def model_shards(model: Model) -> dict[str, LocalShard]:
 
 
 def base_shards(model: Model) -> dict[str, LocalShard]:
-    """`model_shards` without adapters: what a published model has."""
+    """Return `model_shards` without adapters."""
     return {name: shard for name, shard in model_shards(model).items() if ADAPTER not in name}
 
 
 def checkpoint_shards(model: Model) -> dict[str, LocalShard]:
-    """Those of `model_shards` that the run's checkpoints hold: all, or of a model with adapters these alone."""
+    """Return the shards that the run's checkpoints contain: all, or only the adapters if there are any."""
     shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
         return shards
@@ -73,10 +71,10 @@ def _chunks(model: Model) -> Sequence[nn.Module]:
 
 
 def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, LocalShard]:
-    """The state of each parameter: `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
+    """Return the state of each parameter as `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
 
-    Moments in fewer bytes are a `Moment`, float32 to a checkpoint. The optimizer steps the local shards of `model`'s
-    parameters; None: they are whole.
+    Reduced moments are `Moment`s, float32 in checkpoints. The optimizer updates the local shards of `model`'s
+    parameters; without `model` they are unsharded.
     """
     parameters = {} if model is None else model_shards(model)
     shards = {}
@@ -96,7 +94,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
 def state_shards(
     model: Model, optimizer: torch.optim.Optimizer | None, unpadded_rows: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, LocalShard]]:
-    """What of this rank's state is stored, by part and name; without `optimizer` the weights alone."""
+    """Return this rank's stored state by part and name. Without `optimizer`, only the weights."""
     rows = unpadded_rows or {}
     shards = {MODEL: _cut(checkpoint_shards(model), rows)}
     if optimizer is not None:
@@ -111,16 +109,18 @@ def load_model(
     world: Axis = ALONE,
     show_progress: bool = False,
 ) -> None:
-    """Fills the model's parameters and buffers, in place and bitwise. All of them or, on an error, none.
+    """Load the model's parameters and buffers in place, bitwise. On an error, nothing is changed.
 
-    Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises
-    CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
+    Loads only adapters if the model has them; `load_base` loads the rest. Every rank of `world` calls it. Raises
+    CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
+    dtype.
     """
     _fill(checkpoint, MODEL, checkpoint_shards(model), unpadded_rows or {}, world, show_progress)
 
 
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
-    """Raises the CheckpointError that load_model would, of a model that one process has, on the meta device too."""
+    """Raise the CheckpointError that `load_model` would. The model belongs to a single process and may be on the meta
+    device."""
     _check_fit(checkpoint, MODEL, _cut(checkpoint_shards(model), unpadded_rows), ALONE)
 
 
@@ -131,14 +131,14 @@ def load_base(
     world: Axis = ALONE,
     show_progress: bool = False,
 ) -> None:
-    """As load_model, but for adapters, from a checkpoint of a model without."""
+    """Like `load_model`, for the weights other than adapters, from a checkpoint of a model without adapters."""
     _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world, show_progress)
 
 
 def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
-    """The fingerprint of all weights but adapters, on rank 0; every rank of `world` calls it."""
+    """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it."""
     return fingerprint(_cut(base_shards(model), unpadded_rows or {}), world)
 
 
@@ -150,17 +150,19 @@ def load_optimizer(
     world: Axis = ALONE,
     show_progress: bool = False,
 ) -> None:
-    """Fills the optimizer's state, in place and bitwise. All of it or, on an error, nothing.
+    """Load the optimizer's state in place, bitwise. On an error, nothing is changed.
 
-    `model` is needed where the optimizer steps shards of its parameters. Every rank of `world` calls it. Raises
-    CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
+    `model` is required if the optimizer updates shards of its parameters. Every rank of `world` calls it. Raises
+    CheckpointError, identically on every rank, naming tensors that are missing, unexpected, or of another shape or
+    dtype.
     """
     shards, rows = optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {})
     _fill(checkpoint, OPTIMIZER, shards, rows, world, show_progress)
 
 
 def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, LocalShard]]:
-    """FP8's delayed scales as a part of a checkpoint, of which every rank has the whole; none without a table."""
+    """Return the state of FP8's delayed scaling as a part of a checkpoint. Every rank holds all of it. Empty without a
+    table."""
     state = {} if table is None else table.state()
     shards = {
         name: LocalShard(values.contiguous(), (0,) * values.ndim, tuple(values.shape), owned=world.rank == 0)
@@ -170,9 +172,9 @@ def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, Loc
 
 
 def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = ALONE) -> None:
-    """Fills a table with what the checkpoint has of it, which may be nothing. Every rank of `world` calls it.
+    """Load an FP8 table from the checkpoint, if it contains one. Every rank of `world` calls it.
 
-    Raises CheckpointError, the same on every rank, for what is of another shape or damaged.
+    Raises CheckpointError, identically on every rank, if it has another shape or is damaged.
     """
     stored = checkpoint.manifest.tensors.get(AMAXES, {})
     if table is None or not stored:
@@ -180,12 +182,12 @@ def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = A
     others = [
         f"{name} {stored[name].shape}"
         for name, values in table.state().items()
-        if name in stored  # histories may be of another length
+        if name in stored  # the length of histories may differ
         and (len(stored[name].shape), *stored[name].shape[-1:]) != (values.ndim, values.shape[-1])
     ]
     if others:
         raise CheckpointError(
-            f"{checkpoint.folder} has FP8 scales of another shape: {shorten(others)}; start from its weights alone, by "
+            f"{checkpoint.folder} has FP8 scales of another shape: {shorten(others)}; load only its weights, with "
             "model.init_from"
         )
     collectively(world, lambda: checkpoint.check_contents(checkpoint.manifest.files_of(AMAXES)))
@@ -197,7 +199,7 @@ def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cut(shards: Mapping[str, LocalShard], unpadded_rows: Mapping[str, int]) -> dict[str, LocalShard]:
-    """Each shard, or its part in the meaningful rows."""
+    """Remove padding rows from the shards."""
     return {
         name: shard.first_rows(unpadded_rows[name]) if name in unpadded_rows else shard
         for name, shard in shards.items()
@@ -228,7 +230,7 @@ def _fill_shards(
     stored: Mapping[str, LocalShard],
     progress: Progress,
 ) -> None:
-    """Fills `shards`, of which `stored` are the rows that the checkpoint has; the others become zero."""
+    """Fill `shards`. `stored` are their rows in the checkpoint; the others become zero."""
     moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
     checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments}, progress)
     for name, shard in moments.items():
@@ -242,24 +244,24 @@ def _fill_shards(
 
 
 def _check_fit(checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShard], world: Axis) -> None:
-    found = checkpoint.table(part)
-    wanted = {
+    table = checkpoint.table(part)
+    expected = {
         name: TensorRecord(dtype=DTYPE_CODES[shard.values.dtype], shape=list(shard.shape))
         for name, shard in shards.items()
     }
-    other = [
-        f"{name} (stored {found[name]}, needed {wanted[name]})"
-        for name in wanted
-        if name in found and str(found[name]) != str(wanted[name])
+    mismatches = [
+        f"{name} (stored {table[name]}, needed {expected[name]})"
+        for name in expected
+        if name in table and str(table[name]) != str(expected[name])
     ]
-    known = {name: None for names in gather_json(list(wanted), world) for name in names}
-    others = {text: None for texts in gather_json(other, world) for text in texts}
+    all_names = {name: None for names in gather_json(list(expected), world) for name in names}
+    all_mismatches = {text: None for texts in gather_json(mismatches, world) for text in texts}
     problems = [
-        ("missing", [name for name in known if name not in found]),
-        ("unexpected", [name for name in found if name not in known]),
-        ("of another shape or type", list(others)),
+        ("missing", [name for name in all_names if name not in table]),
+        ("unexpected", [name for name in table if name not in all_names]),
+        ("of another shape or type", list(all_mismatches)),
     ]
-    sentences = [f"{what}: {shorten(names)}" for what, names in problems if names]
+    sentences = [f"{kind}: {shorten(names)}" for kind, names in problems if names]
     if not sentences:
         return
     way_out = (

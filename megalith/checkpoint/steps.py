@@ -1,16 +1,16 @@
-"""The names of step folders, and the order in which they were saved.
+"""Names of step folders, and the order in which they were saved.
 
-    checkpoints/
-      step_00000100/   model-RRRRR-NNN.safetensors  optimizer-RRRRR-NNN.safetensors  tokenizer/…  task/…  manifest.json
-      latest           the name of the step saved last, for people and scripts
+     checkpoints/
+       step_00000100/   model-RRRRR-NNN.safetensors  optimizer-RRRRR-NNN.safetensors  tokenizer/…  task/…  manifest.json
+       latest           name of the step saved last, for people and scripts
 
-A rank R writes its files N of the model and of the optimizer's state; what a task goes on with besides, such as a queue
-of rollouts, stands in `task`. The manifest says what is where.
+R is the rank that wrote a file, N its number. `task` holds a task's state, such as a queue of rollouts. The manifest
+lists which tensors are in which file.
 
-In an object store the files of a step stand one level deeper, below a name that each save draws anew, and a step
-without its manifest is none.
+In an object store, a step's files are one level deeper, under a name unique to each save, and a folder without a
+manifest is not a step.
 
-Loading does not trust `latest`: it goes by the order of saving that the manifests state.
+Loading ignores `latest` and uses the order of saves in the manifests.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ REPLACED = re.compile(r"step_(\d{8,})\.replaced")
 
 
 def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
-    """The steps in a checkpoints folder with their folders, in order of the step. They are not checked."""
+    """Return the step folders in a checkpoints folder by step, ascending. They are not verified."""
     steps: dict[int, Path | StorePath] = {}
     folders = list(checkpoints.iterdir())
-    for pattern in (REPLACED, STEP):  # a step that has its name goes before one that was set aside
+    for pattern in (REPLACED, STEP):  # a completed step overrides the one it replaces
         for folder in folders:
             match = pattern.fullmatch(folder.name)
             if match and ((folder / MANIFEST).exists() if isinstance(folder, StorePath) else folder.is_dir()):
@@ -48,7 +48,8 @@ def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
 
 @cache
 def _save_number(folder: Path | StorePath, version: Any) -> int:
-    """Read once for each manifest as it is: a large job's has megabytes, and every save asks for that of every step."""
+    """Read the number once per version of a manifest. Those of large jobs have megabytes, and every save needs all of
+    them."""
     number = json.loads(manifest_bytes(folder))["save_number"]
     if type(number) is not int:
         raise ValueError(f"save_number is {number}")
@@ -56,9 +57,9 @@ def _save_number(folder: Path | StorePath, version: Any) -> int:
 
 
 def save_number(folder: Path | StorePath) -> int | None:
-    """The order of a step among its folder's saves; None where its manifest is absent or damaged.
+    """Return a step's position in the order of saves. None if its manifest is missing or damaged.
 
-    Raises OSError where it cannot be read now, as on a network filesystem that does not answer: it may be whole.
+    Raises OSError if it cannot be read at present, for example from a network filesystem that does not respond.
     """
     path = folder / MANIFEST
     try:
@@ -73,7 +74,8 @@ def save_number(folder: Path | StorePath) -> int | None:
 
 
 def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str]:
-    """Sorts steps by when they were saved; those with an unreadable manifest go last (1) or first (-1)."""
+    """Return a sort key by order of saving. Steps with an unreadable manifest come last (`unreadable` 1) or first
+    (-1)."""
     number = None
     with contextlib.suppress(OSError):
         number = save_number(folder)
@@ -81,9 +83,9 @@ def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str
 
 
 def next_save_number(checkpoints: Path | StorePath) -> int:
-    """The save number that a step gets which is saved now: above all others, those that cannot be read now too.
+    """Return the next save number, greater than all others, including those of steps that cannot be read at present.
 
-    These may be the last ones saved, which count up one by one.
+    These are assumed to be the most recent saves, numbered consecutively.
     """
     orders = [save_order(step, unreadable=1) for step in list_steps(checkpoints).values()]
     return 1 + max((number for _, number, _ in orders), default=0) + sum(order[0] for order in orders)

@@ -1,15 +1,15 @@
-"""A step folder while it is saved: whole, or not there.
+"""Atomic creation of step folders.
 
-A save writes into `step_00000100.tmp`, syncs every file, writes the manifest last, renames the folder, and only
-then moves `latest` and deletes steps that need not be kept. So whenever a save dies, the steps before it are
-whole; its remains are cleared by the next save. A step that is saved again stands aside as
-`step_00000100.replaced` until the new one has its name, and counts as the step if it never gets it.
+A save writes into `step_00000100.tmp`, syncs every file, writes the manifest last, renames the folder, and only then
+updates `latest` and deletes old steps. Whenever a save is killed, earlier steps are intact; the next save removes its
+remains. A step that is saved again is renamed to `step_00000100.replaced` until the new one has its name, and counts as
+the step if the new one never gets it.
 
-An object store renames nothing. There a save writes below a name in `step_00000100/` that no other save has, then the
-manifest, which makes the step whole at once (saved again: the new one), then `latest`. A step loses its manifest before
-its first file is deleted, and one without a manifest is a killed save's, which the next save clears.
+An object store cannot rename. There, a save writes under a unique name in `step_00000100/`, then the manifest, which
+completes the step (or replaces it), then `latest`. A step's manifest is deleted before its files; a folder without a
+manifest is left from a killed save and removed by the next one.
 
-One process of a job does what stands here; the others only write files into the temporary folder.
+One process of a job calls these functions; the others only write files into the temporary folder.
 """
 
 from __future__ import annotations
@@ -43,41 +43,40 @@ from megalith.remote import StorePath
 
 
 def step_folder(checkpoints: Path | StorePath, step: int) -> StepFolder:
-    """A step to be saved, here or in an object store."""
+    """Return the folder of a step to be saved, local or in an object store."""
     return (StoredStep if isinstance(checkpoints, StorePath) else StepFolder)(checkpoints, step)
 
 
 class StepFolder:
-    """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`. All raise OSError."""
+    """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`. All methods raise OSError."""
 
     shared = "train.output_dir must be a folder that all machines share"
 
     def __init__(self, checkpoints: Path, step: int):
         self.checkpoints = checkpoints
         self.final = checkpoints / f"step_{step:08d}"
-        """Where the step stands once it is whole."""
+        """Path of the completed step."""
         self.temporary = checkpoints / f"{self.final.name}.tmp"
-        """Where its files are written until then."""
+        """Path of its files until then."""
         self.prefix = ""
-        """What stands before their names in the manifest."""
+        """Prefix of their names in the manifest."""
 
     def begin(self) -> str:
-        """Makes the temporary folder, after clearing what killed saves have left. Returns its name, for `join`."""
+        """Create the temporary folder and remove remains of killed saves. Return its name, for `use_folder`."""
         make_folder(self.checkpoints)
         latest = self.checkpoints / LATEST
         if latest.is_dir() and not latest.is_symlink():
             raise CheckpointError(
-                f"{latest} is a folder, but a save writes the name of the newest step into a file there; move the "
-                "folder away"
+                f"{latest} is a folder, but must be a file with the name of the newest step; move the folder away"
             )
         _clear_remains(self.checkpoints)
-        if self.temporary.exists():  # what could not be removed; here it is in the way
+        if self.temporary.exists():  # could not be removed before, and must be now
             shutil.rmtree(self.temporary)
         self.temporary.mkdir()
         return self.temporary.name
 
-    def join(self, name: str) -> None:
-        """Has this process write into the folder that another began."""
+    def use_folder(self, name: str) -> None:
+        """Write into the folder that another process began."""
 
     def commit(
         self,
@@ -87,10 +86,17 @@ class StepFolder:
         write_tokenizer: Callable[[Path], None] | None,
         task_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Makes the step whole, from what each writer's `ShardWriter.finish` gave and the tensors' types and shapes.
+        """Complete the step.
 
-        `write_tokenizer` fills the folder that it is given; `task_files` are contents by name. Raises CheckpointError
-        when a written file is not here.
+        Args:
+            record: the run's state besides tensors.
+            table: dtype and shape of each tensor, by part and name.
+            written: the result of each writer's `ShardWriter.finish`.
+            write_tokenizer: writes the tokenizer into a given folder.
+            task_files: contents by file name.
+
+        Raises:
+            CheckpointError: a file written by another process is not visible here.
         """
         files: dict[str, Any] = {}
         tensors: dict[str, dict[str, Any]] = {
@@ -101,41 +107,43 @@ class StepFolder:
             files |= {self.prefix + name: record for name, record in share["files"].items()}
             for part, name, piece in share["pieces"]:
                 tensors[part][name]["pieces"].append(piece | {"file": self.prefix + piece["file"]})
-        self._check_that_files_are_here(files)
+        self._check_files_visible(files)
         files |= self._write_tokenizer(write_tokenizer)
         for name, content in (task_files or {}).items():
             self._write_task_file(f"{TASK}/{name}", content)
             files[f"{self.prefix}{TASK}/{name}"] = bytes_record(content).model_dump()
         number = max([next_save_number(self.checkpoints), *(end for _, end in record.abandoned)])
-        kept = record.model_dump(mode="json")
+        fields = record.model_dump(mode="json")
         try:
-            text = manifest_text({**kept, "save_number": number, "files": files, "tensors": tensors})
+            text = manifest_text({**fields, "save_number": number, "files": files, "tensors": tensors})
         except ValidationError as error:
-            raise CheckpointError(f"what was written is no checkpoint: {first_problem(error)}") from None
+            raise CheckpointError(
+                f"the written files are not a valid checkpoint: {first_problem(error)}"
+            ) from None
         self._publish(text)
 
     def _publish(self, manifest: str) -> None:
-        """Makes the step whole, and `latest` name it."""
+        """Complete the step and update `latest`."""
         write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
-        aside = self.final.with_name(f"{self.final.name}.replaced")
-        if (old := replace_folder(self.temporary, self.final, aside)) is not None:
+        replaced = self.final.with_name(f"{self.final.name}.replaced")
+        if (old := replace_folder(self.temporary, self.final, replaced)) is not None:
             _remove(old)
         latest = self.checkpoints / LATEST
-        if latest.is_symlink():  # someone's own, whose target is left as it is
+        if latest.is_symlink():  # created by the user; keep its target
             latest.unlink()
         replace_file(latest, self.final.name + "\n")
 
     def abandon(self) -> None:
-        """Removes what was written. What cannot be removed now goes with the next save."""
+        """Remove what was written. Anything that cannot be removed is left for the next save."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def delete_old_steps(self, keep_last: int | None, keep_every: int | None) -> None:
-        """Deletes all but the `keep_last` steps saved last, this one, and those divisible by `keep_every`.
+        """Delete all steps except the `keep_last` most recent, this one, and those divisible by `keep_every`.
 
-        With None for `keep_last` all stay. A step with a damaged manifest is the oldest; one whose manifest cannot be
-        read now may be whole and new, so it stays and is none of the last. What cannot be deleted now is tried again
-        after the next save.
+        Without `keep_last`, keep all. A step with a damaged manifest counts as the oldest. A step whose manifest cannot
+        be read at present may be intact and new: it is kept and not counted. Failed deletions are tried again after the
+        next save.
         """
         if keep_last is None:
             return
@@ -149,12 +157,12 @@ class StepFolder:
                 if steps[step] != self.final and not (keep_every and step % keep_every == 0):
                     self._delete(steps[step])
 
-    def _check_that_files_are_here(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_files_visible(self, files: Mapping[str, Mapping[str, Any]]) -> None:
         sizes = self._sizes(files)
         for name, record in files.items():
             if sizes.get(name) != record["bytes"]:
                 raise CheckpointError(
-                    f"{self.final / name}, which another process has written, is not here; {self.shared}"
+                    f"{self.final / name}, written by another process, is not visible here; {self.shared}"
                 )
 
     def _sizes(self, names: Iterable[str]) -> dict[str, int]:
@@ -184,27 +192,27 @@ class StepFolder:
         sync_folder(path.parent)
 
     def _delete(self, step: Path) -> None:
-        """Deletes a step: it has lost its name before its first file goes. What stays goes another time."""
-        doomed = step.with_name(f"{step.name}.deleted.tmp")
+        """Delete a step. It is renamed before its first file is deleted; what remains is removed by a later save."""
+        trash = step.with_name(f"{step.name}.deleted.tmp")
         with contextlib.suppress(OSError):
-            os.replace(step, doomed)
-            _remove(doomed)
+            os.replace(step, trash)
+            _remove(trash)
 
 
 class StoredStep(StepFolder):
-    """The same in an object store."""
+    """A step in an object store."""
 
     shared = "checkpoint.save must be a store that all processes share, which memory:// is not"
-    is_published = False  # or may be: the store may have taken a manifest whose receipt was lost
+    is_published = False  # True once a manifest was sent: the store may have it although its reply was lost
 
     def begin(self) -> str:
         for folder in self.checkpoints.iterdir():
             if STEP.fullmatch(folder.name) and not (folder / MANIFEST).exists():
                 folder.remove()
-        self.join(secrets.token_hex(4))
+        self.use_folder(secrets.token_hex(4))
         return self.temporary.name
 
-    def join(self, name: str) -> None:
+    def use_folder(self, name: str) -> None:
         self.temporary, self.prefix = self.final / name, f"{name}/"
 
     def abandon(self) -> None:
@@ -216,7 +224,7 @@ class StoredStep(StepFolder):
         self.is_published = True
         (self.final / MANIFEST).write(manifest)
         (self.checkpoints / LATEST).write(self.final.name + "\n")
-        # What was saved under this number before; where it cannot be removed now it goes with the step.
+        # Remove an earlier save of this step. What cannot be removed is deleted with the step.
         with contextlib.suppress(OSError):
             for old in self.final.iterdir():
                 if old.name not in (MANIFEST, self.temporary.name):
@@ -227,12 +235,12 @@ class StoredStep(StepFolder):
 
     def _write_tokenizer(self, write_tokenizer: Callable[[Path], None] | None) -> dict[str, Any]:
         records = {}
-        with tempfile.TemporaryDirectory() as made:
+        with tempfile.TemporaryDirectory() as folder:
             if write_tokenizer is not None:
-                write_tokenizer(Path(made))
-            for path in sorted(Path(made).rglob("*")):
+                write_tokenizer(Path(folder))
+            for path in sorted(Path(folder).rglob("*")):
                 if path.is_file():
-                    name = f"{TOKENIZER}/{path.relative_to(made).as_posix()}"
+                    name = f"{TOKENIZER}/{path.relative_to(folder).as_posix()}"
                     (self.temporary / name).send(path)
                     records[self.prefix + name] = file_record(path).model_dump()
         return records
@@ -247,7 +255,7 @@ class StoredStep(StepFolder):
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder or a file, of a link not what it leads to. Raises nothing: what stays goes another time."""
+    """Remove a folder, a file or a link, ignoring errors."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -256,9 +264,9 @@ def _remove(path: Path) -> None:
 
 
 def _clear_remains(checkpoints: Path) -> None:
-    """Removes what killed saves and deletions left, and gives a step that was set aside its name back.
+    """Remove remains of killed saves and deletions, and restore a step that was being replaced.
 
-    What cannot be removed stays: on NFS a folder does while another process has a file of it open.
+    What cannot be removed stays: on NFS, a folder in which another process has a file open.
     """
     for folder in list(checkpoints.iterdir()):
         if folder.name.startswith(("step_", f".{LATEST}.")) and folder.name.endswith(".tmp"):

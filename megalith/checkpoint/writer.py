@@ -1,8 +1,8 @@
-"""Writing tensors into a step, piece by piece.
+"""Writing of tensors into a step, piece by piece.
 
-`StepWriter` is for a program that makes a checkpoint out of something else (another format, another number of files):
-it is given one tensor, or one slice of a tensor, at a time, and holds no more than a few shards of `shard_bytes`.
-`ShardWriter` beneath it writes one process's files; a job's ranks each have one (saver.py).
+`StepWriter` is for programs that build a checkpoint from something else (another format, another number of files). It
+receives one tensor or slice at a time and holds at most a few shards of `shard_bytes`. It uses `ShardWriter`, which
+writes one process's files; each rank of a job has one (saver.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megalith.errors import CheckpointError
 from megalith.io import sync_folder
 from megalith.remote import StorePath, open_location
 
-THREADS = 4  # files written at once: hashing and writing leave Python's lock
+THREADS = 4  # concurrently written files; hashing and writing release the GIL
 SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**31
 STREAMED_SHARD = 2**28
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """The slice `extent` of a tensor of a part, for a file."""
+    """The slice `extent` of a tensor, to be written."""
 
     part: str
     name: str
@@ -48,15 +48,17 @@ class WriteItem:
 
 
 def shard_bytes_for(total: int) -> int:
-    """Bytes a file where `total` are to be written: each thread gets two files or more, none of them tiny or huge."""
+    """Return the file size for `total` bytes: at least two files per thread, within SMALLEST_SHARD and
+    LARGEST_SHARD."""
     return min(max(total // (2 * THREADS), SMALLEST_SHARD), LARGEST_SHARD)
 
 
 class ShardWriter:
-    """Safetensors files of one process in a folder: `model-00003-000.safetensors` is rank 3's first."""
+    """Writes one process's safetensors files into a folder. `model-00003-000.safetensors` is the first file of rank
+    3."""
 
     def __init__(self, folder: Path | StorePath, rank: int = 0, *, shard_bytes: int):
-        """A file is written when its items have come to `shard_bytes`, the rest at the end."""
+        """A file is written when its items reach `shard_bytes`, the rest by `finish`."""
         self._folder, self._rank, self._shard_bytes = folder, rank, shard_bytes
         self._pending: dict[str, list[WriteItem]] = {}
         self._sizes: dict[str, int] = {}
@@ -69,11 +71,11 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Waits for the files that are being written; begins no others."""
+        """Wait for files being written; start no others."""
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, item: WriteItem) -> None:
-        """Takes an item, whose values must not change until `finish`. Raises OSError."""
+        """Add an item, whose values must not change until `finish`. Raises OSError."""
         if item.extent.volume == 0:
             return
         self._pending.setdefault(item.part, []).append(item)
@@ -82,10 +84,7 @@ class ShardWriter:
             self._begin_file(item.part)
 
     def finish(self) -> dict[str, Any]:
-        """Returns, once all is on the disk, plain JSON: the records of `files`, and the `pieces` in them.
-
-        Raises OSError.
-        """
+        """Write the rest and sync. Return JSON: the records of `files`, and their `pieces`. Raises OSError."""
         for part in list(self._pending):
             self._begin_file(part)
         records = {name: future.result().model_dump() for name, future in self._files.items()}
@@ -98,7 +97,7 @@ class ShardWriter:
         self._sizes[part] = 0
         number = self._counts[part] = self._counts.get(part, -1) + 1
         file = f"{part}-{self._rank:05d}-{number:03d}.safetensors"
-        if len(self._files) >= THREADS:  # no more shards than that wait in memory
+        if len(self._files) >= THREADS:  # bounds the shards waiting in memory
             list(self._files.values())[-THREADS].result()
         self._pieces += [
             [
@@ -113,14 +112,14 @@ class ShardWriter:
 
 
 class StepWriter:
-    """A step made by one process out of tensors that come one at a time.
+    """Writes a step from one process, tensor by tensor.
 
-        with StepWriter(checkpoints, record) as writer:
-            writer.add("model", name, tensor)                          # a whole tensor
-            writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a slice of one: rows 128 and on
-        writer.folder                                                  # whole from here on
+         with StepWriter(checkpoints, record) as writer:
+             writer.add("model", name, tensor)                          # a complete tensor
+             writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a slice: rows from 128 on
+         writer.folder                                                  # the completed step
 
-    When the block is left by an error, nothing stays. The slices of a tensor have to cover it, each element once.
+    An error in the block removes everything. The slices of a tensor must cover it exactly.
     """
 
     def __init__(
@@ -132,14 +131,15 @@ class StepWriter:
         write_tokenizer: Callable[[Path], None] | None = None,
         shard_bytes: int = STREAMED_SHARD,
     ):
-        """`parts` are in the step even when no tensor is added to them. `write_tokenizer` fills a given folder."""
+        """`parts` exist in the step even if no tensor is added to them. `write_tokenizer` writes into a given
+        folder."""
         self._step = step_folder(open_location(checkpoints), record.step)
         self._record, self._write_tokenizer, self._shard_bytes = record, write_tokenizer, shard_bytes
         self._table: dict[str, dict[str, TensorRecord]] = {part: {} for part in parts}
         self.folder = self._step.final
 
     def __enter__(self) -> StepWriter:
-        with saving(self._step):
+        with cleanup_on_error(self._step):
             self._step.begin()
         self._shards = ShardWriter(self._step.temporary, shard_bytes=self._shard_bytes)
         return self
@@ -152,24 +152,24 @@ class StepWriter:
         offset: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Takes a tensor, or the slice of one of `shape` that begins at `offset`; it must not change afterwards.
+        """Add a tensor, or the slice at `offset` of a tensor with `shape`. The values must not change afterwards.
 
-        Raises CheckpointError when the disk refuses, or when slices of one tensor disagree in type or shape.
+        Raises CheckpointError if the disk refuses, or if slices of a tensor disagree in dtype or shape.
         """
-        whole = tuple(values.shape) if shape is None else tuple(shape)
+        global_shape = tuple(values.shape) if shape is None else tuple(shape)
         extent = Extent((0,) * len(values.shape) if offset is None else tuple(offset), tuple(values.shape))
-        record = TensorRecord(dtype=tensor_record(values).dtype, shape=list(whole))
+        record = TensorRecord(dtype=tensor_record(values).dtype, shape=list(global_shape))
         if self._table.setdefault(part, {}).setdefault(name, record) != record:
             raise CheckpointError(
-                f"{name} was added as {self._table[part][name]} and as {record}; give it one"
+                f"{name} was added as {self._table[part][name]} and as {record}; use the same for all slices"
             )
-        with saving(self._step):
-            self._shards.add(WriteItem(part, name, values, extent, whole))
+        with cleanup_on_error(self._step):
+            self._shards.add(WriteItem(part, name, values, extent, global_shape))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with saving(self._step), self._shards:
+        with cleanup_on_error(self._step), self._shards:
             if error is None:
                 written = self._shards.finish()
                 self._step.commit(self._record, self._table, [written], self._write_tokenizer)
@@ -178,29 +178,29 @@ class StepWriter:
 
 
 @contextmanager
-def saving(step: StepFolder) -> Iterator[None]:
-    """Removes the step's remains on an error; one of the disk becomes a CheckpointError."""
+def cleanup_on_error(step: StepFolder) -> Iterator[None]:
+    """Remove the step's remains on an error. OSError becomes CheckpointError."""
     try:
         yield
     except BaseException as error:
         step.abandon()
         if isinstance(error, OSError):
-            raise not_saved(step, f"{error.strerror or error}") from error
+            raise save_error(step, f"{error.strerror or error}") from error
         raise
 
 
-def not_saved(step: StepFolder, reason: str, needed: int = 0) -> CheckpointError:
-    """What is said of a save that failed; `needed` bytes are its tensors', where that is known."""
+def save_error(step: StepFolder, reason: str, needed: int = 0) -> CheckpointError:
+    """Return the error for a failed save. `needed` is the size of its tensors in bytes, if known."""
     if isinstance(step.final, StorePath):
         return CheckpointError(
-            f"the checkpoint {step.final} could not be saved: {reason}; the steps saved before are whole: look at the "
-            "bucket, its credentials and the network"
+            f"the checkpoint {step.final} could not be saved: {reason}; earlier steps are intact. Check the bucket, "
+            "its credentials and the network"
         )
     room = ""
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(step.checkpoints).free / 1e9
         room = f" ({f'it takes {needed / 1e9:.3g} GB, ' if needed else ''}{free:.3g} GB are free without it)"
     return CheckpointError(
-        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: free "
-        "some space or repair the disk"
+        f"the checkpoint {step.final} could not be saved: {reason}{room}; earlier steps are intact. Free some space or "
+        "repair the disk"
     )

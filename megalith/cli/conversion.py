@@ -367,7 +367,7 @@ def run_diff(args: argparse.Namespace) -> int:
             different = 0
             for difference in differences(a, b, part, progress):
                 different += 1
-                print(f"{printable(difference.name)}: {difference.what}", flush=True)
+                print(f"{printable(difference.name)}: {difference.description}", flush=True)
             found, same = found + different, same + len(names) - different
     print(f"{found} tensors differ, {same} are the same to the bit")
     return 1 if found else 0

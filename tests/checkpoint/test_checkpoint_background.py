@@ -128,7 +128,7 @@ def test_a_run_ends_after_so_many_failed_saves_in_a_row(run, monkeypatch, in_bac
     monkeypatch.setattr(saver, "write_step", refuses)
     checkpoint = {"save_interval": 1, "async_save": in_background}  # max_failed_saves is 3
     with pytest.raises(
-        CheckpointError, match=r"3 saves in a row have failed .*max_failed_saves.*the disk is full"
+        CheckpointError, match=r"3 consecutive saves have failed .*max_failed_saves.*the disk is full"
     ):
         run(checkpoint=checkpoint, train={"train_iters": 12, "eval_iters": 0})
     assert steps == [1, 2, 3, 4, 5, 6]

@@ -63,7 +63,7 @@ def test_damage_is_named_and_the_step_before_is_used(tiny_run, tmp_path, name, d
     damage(newer / name)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         open_checkpoint(newer)
-    with pytest.warns(UserWarning, match=rf"going back to .*step_00000001.*skipped.*step_00000002.*{name}"):
+    with pytest.warns(UserWarning, match=rf"using .*step_00000001.*skipped.*step_00000002.*{name}"):
         checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.folder == older
     assert tiny_run(seed=3).load(checkpoint).equals(tiny_run().train(1))
@@ -82,7 +82,7 @@ def test_when_no_step_is_whole_nothing_is_started_afresh(tiny_run, tmp_path):
     run = tiny_run()
     for _ in range(2):
         truncate(run.train(1).save(tmp_path) / "model-00000-000.safetensors")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*step_00000002.*step_00000001"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is intact: .*step_00000002.*step_00000001"):
         open_checkpoint(tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
     run = tiny_run()
     run.train(1).save(tmp_path)
     rewrite_manifest(run.train(1).save(tmp_path), lambda content: content.update(format_version=3))
-    with pytest.raises(CheckpointError, match="format version 3, this Megalith reads version 2"):
+    with pytest.raises(CheckpointError, match="format version 3, but this version of Megalith reads 2"):
         open_checkpoint(tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
 def test_manifests_with_other_content_are_refused(tiny_run, tmp_path, change):
     folder = tiny_run().save(tmp_path)
     rewrite_manifest(folder, change)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is not a checkpoint's manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a valid manifest"):
         open_checkpoint(folder)
 
 
@@ -231,7 +231,7 @@ def test_a_type_that_is_not_known_is_a_sentence_in_every_command(tiny_run, tmp_p
     ):
         assert main(["checkpoint", *map(str, words)]) == 4
         printed = capsys.readouterr()
-        said = "step_00000000/manifest.json gives the model's tensor norm.bias the type 'F8_E5M2', this Megalith knows"
+        said = "step_00000000/manifest.json gives the model's tensor norm.bias the dtype 'F8_E5M2', but this version"
         assert said in printed.out + printed.err
 
 

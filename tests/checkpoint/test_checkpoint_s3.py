@@ -87,7 +87,7 @@ def test_credentials_a_bucket_or_a_server_that_are_not_there_are_a_sentence(
                 patch.setenv(name, value) if value else patch.delenv(name)
             _store.cache_clear()
             with pytest.raises(
-                CheckpointError, match=rf"could not be saved: {told}.*look at the bucket, its cred"
+                CheckpointError, match=rf"could not be saved: {told}.*Check the bucket, its cred"
             ):
                 run.save(open_location(url))
             if changed:

@@ -99,7 +99,7 @@ def test_a_full_disk_leaves_the_old_step_whole_and_no_remains(tiny_run, tmp_path
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"step_00000002 could not be saved.*it takes .* GB, .* GB are free.*saved before are whole",
+            match=r"step_00000002 could not be saved.*it takes .* GB, .* GB are free.*earlier steps are intact",
         ):
             run.save(tmp_path, keep_last=1)
     finally:
@@ -135,9 +135,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tiny_run, tmp_path):
 
 def test_a_folder_named_latest_is_a_sentence_before_anything_is_written(tiny_run, tmp_path):
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
-    with pytest.raises(
-        CheckpointError, match="latest is a folder, but a save writes the name of the newest step"
-    ):
+    with pytest.raises(CheckpointError, match="latest is a folder, but must be a file"):
         tiny_run().save(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["latest"]
 
@@ -319,7 +317,7 @@ def test_a_file_that_is_not_as_long_as_its_writer_says_stops_the_commit(tmp_path
     elif what != "missing":
         file.write_bytes(content[:-1] if what == "shorter" else content + b"\0")
     table = {"model": {"a": TensorRecord(dtype="F32", shape=[3])}}
-    with pytest.raises(CheckpointError, match=r"model-00000-000.*which another process has written, is not"):
+    with pytest.raises(CheckpointError, match=r"model-00000-000.*written by another process, is not visible"):
         step.commit(RunRecord(step=1, consumed_samples=0, config={}), table, [written], None)
     assert not step.final.exists() and not (tmp_path / "latest").exists()
 

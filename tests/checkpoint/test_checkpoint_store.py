@@ -137,7 +137,7 @@ def test_a_save_that_ends_at_any_moment_leaves_what_was_whole_and_no_load_takes_
             assert (saved.error is None) == ("write latest" in done[:number]), (number, done)
             if saved.error is not None:
                 assert re.search(
-                    r"memory://.* could not be saved: the network is gone; the steps saved before are whole: look at",
+                    r"memory://.* could not be saved: the network is gone; earlier steps are intact. Check",
                     str(saved.error),
                 )
             new.save(store, keep_last=1)
@@ -180,9 +180,9 @@ def test_a_step_loses_its_manifest_before_its_first_file(store, tiny_run, break_
 
 
 DAMAGES = {
-    "is damaged: its content does not have the SHA-256": lambda data: bytes([data[0] ^ 1]) + data[1:],
-    r"is damaged: it has \d+ bytes, its manifest says": lambda data: data[:-1],
-    "is missing, its manifest lists it": lambda data: None,
+    "is damaged: its content does not match the SHA-256": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    r"is damaged: it has \d+ bytes, but \d+ in its manifest": lambda data: data[:-1],
+    "is missing, but listed in the manifest": lambda data: None,
 }
 
 
@@ -201,14 +201,14 @@ def test_a_damaged_object_is_named_and_the_step_before_is_used(store, tiny_run, 
     with pytest.raises(CheckpointError, match=rf"memory://.*{part}.* {damage}"):
         open_checkpoint(newer)
     assert damage.split()[1] in step_problems(newer)[0]
-    with pytest.warns(UserWarning, match=r"going back to memory://.*step_00000001.*skipped.*step_00000002"):
+    with pytest.warns(UserWarning, match=r"using memory://.*step_00000001.*skipped.*step_00000002"):
         checkpoint = open_checkpoint(store)
     assert checkpoint.folder == older and tiny_run(seed=3).load(checkpoint).equals(tiny_run().train(1))
 
 
 def test_a_manifest_that_is_too_large_is_not_read(store, tiny_run, monkeypatch):
     saved = tiny_run().train(1).save(store)
-    monkeypatch.setattr("megalith.checkpoint.manifest.MOST_MANIFEST", 100)
+    monkeypatch.setattr("megalith.checkpoint.manifest.MAX_MANIFEST", 100)
     monkeypatch.setattr(StorePath, "read_bytes", lambda self: pytest.fail("it was read"))
     with pytest.raises(
         CheckpointError, match=r"manifest.json is damaged \(it has [\d,]+ bytes, and such a file at most"
@@ -233,7 +233,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_go_back(store, tiny_run, m
         with monkeypatch.context() as patch:
             patch.setattr(StorePath, name, call)
             with pytest.raises(
-                CheckpointError, match=r"cannot be fetched: no route to host.*; look at the URL"
+                CheckpointError, match=r"cannot be fetched: no route to host.*; check the URL"
             ):
                 open_checkpoint(store)
     assert StorePath.fetch is fetch

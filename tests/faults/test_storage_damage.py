@@ -114,7 +114,7 @@ def test_all_ranks_leave_a_damaged_step_for_the_one_before_and_name_the_file(out
     assert (first[0], second) == (1, (1, []))
     (told,) = first[1]
     file = DAMAGES[name][1]
-    assert re.search(rf"going back to .*step_00000001.*skipped.*step_00000002.*{file}", told)
+    assert re.search(rf"using .*step_00000001.*skipped.*step_00000002.*{file}", told)
     assert sentence == other and file in sentence
 
 

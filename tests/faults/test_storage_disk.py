@@ -60,7 +60,7 @@ def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_err
         assert [line.startswith("saved") for line in told] == [True, True, False, False, False]
         assert "step_00000003 could not be saved: " in told[2]
         assert "No space left on device" in told[2]
-        assert "step_00000004 could not be saved" in failure and "steps saved before are whole" in failure
+        assert "step_00000004 could not be saved" in failure and "earlier steps are intact" in failure
     assert entries(full / "run") == ["latest", "step_00000001", "step_00000002"]
     assert (full / "run" / "checkpoints" / "latest").read_text() == "step_00000002\n"
     for folder in list_steps(full / "run" / "checkpoints").values():
@@ -133,7 +133,7 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
 def test_a_run_that_cannot_save_its_end_ends_with_the_exit_code_of_checkpoints(disk):
     full = disk(200_000)  # for the log, not for the state
     with pytest.raises(
-        CheckpointError, match=r"step_00000012 could not be saved: No space left.*free some space"
+        CheckpointError, match=r"step_00000012 could not be saved: No space left.*Free some space"
     ) as error:
         megalith.train(run_config(full / "run", save_interval=5))
     assert error.value.exit_code == 4
