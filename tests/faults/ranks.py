@@ -157,7 +157,7 @@ LAUNCHER = """
 import sys
 from functools import partial
 from megalith.cli.main import main
-from megalith.launch import agent as rendezvous
+from megalith.launch import rendezvous
 rendezvous.RendezvousParameters = partial(rendezvous.RendezvousParameters, keep_alive_interval=2)
 rendezvous.LAST_CALL = 1
 sys.exit(main(sys.argv[1:]))

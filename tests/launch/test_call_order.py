@@ -12,11 +12,11 @@ SCRIPT = """import sys, time
 import torch
 import torch.distributed as dist
 from datetime import timedelta
-from megalith.launch.call_order import CallOrder, own_connection
+from megalith.launch.call_order import CallOrder, clone_store
 
 rank, way = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[3]}", rank=rank, world_size=2)
-order = CallOrder(rank, 2, own_connection(timedelta(seconds=30)))
+order = CallOrder(rank, 2, clone_store(timedelta(seconds=30)))
 for _ in range(20):
     with order.call("step"):
         dist.barrier()
