@@ -22,7 +22,7 @@ WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = """import sys
 from megalith.launch import agent
 from megalith.launch.launcher import launch
-agent.TELLING = 60.0  # of a machine with much else to do
+agent.CRASH_REPORT_TIMEOUT = 60.0  # of a machine with much else to do
 sys.exit(launch(2, sys.argv[1:]))
 """
 
