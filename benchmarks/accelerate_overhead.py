@@ -70,9 +70,9 @@ def timed(args: argparse.Namespace, name: str, side: Callable[[], dict[str, Any]
     """A side's figures, printed with how long it took."""
     print(f"{name}: {args.steps} steps begin", flush=True)
     began = time.perf_counter()
-    found = side()
-    show(args, name, {**found, "took_s": time.perf_counter() - began})
-    return found
+    result = side()
+    show(args, name, {**result, "took_s": time.perf_counter() - began})
+    return result
 
 
 def measure_script(args: argparse.Namespace, layout: str) -> dict[str, float | str]:

@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, variant: str) -> str:
             command += ["-m", "benchmarks.async_tp", args.workload, "--batch", "1", "--worker", str(run)]
         else:
             command += ["-m", "megalith", "train", str(run)]
-        code, printed = run_to_end(command, Path(folder) / "printed.txt", args.limit)
+        code, printed = run_logged(command, Path(folder) / "printed.txt", args.limit)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         if code or not metrics.exists():
             return f"failed with {code}: {printed[-3000:]}"
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, variant: str) -> str:
     return f"{step:8.1f} ms  {steps[-1]['max_memory_gb']:6.1f} GB  loss {steps[-1]['loss']:.4f} {notes}"
 
 
-def run_to_end(command: list[str], file: Path, limit: float) -> tuple[int, str]:
+def run_logged(command: list[str], file: Path, limit: float) -> tuple[int, str]:
     """The exit status and what was printed; after `limit` seconds the processes are ended, all of them."""
     with file.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

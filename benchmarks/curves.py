@@ -253,16 +253,16 @@ def judge_seeds(curves: dict[str, list[float]], seeded: Collection[str]) -> list
     pairs = {
         name: list(zip(seeds_of(name, curves), seeds_of("plain", curves), strict=True)) for name in names
     }
-    means = {name: statistics.mean(mean_distance(*pair) for pair in found) for name, found in pairs.items()}
+    means = {name: statistics.mean(mean_distance(*pair) for pair in result) for name, result in pairs.items()}
     yardstick = max(means[name] for name in YARDSTICKS)
     level = statistics.mean(statistics.mean(second_half(plain)) for plain in seeds_of("plain", curves))
     print(f"\nover {len(pairs['fp32'])} seeds; bound of the shift {SHIFT * level:.1e}")
     print(f"{'difference from plain':23} {'mean':>9} {'× yardstick':>12} {'shift ± its standard error':>28}")
     apart = []
-    for name, found in pairs.items():
+    for name, result in pairs.items():
         shifts = [
             statistics.mean(second_half(losses)) - statistics.mean(second_half(plain))
-            for losses, plain in found
+            for losses, plain in result
         ]
         mean, error = statistics.mean(shifts), statistics.stdev(shifts) / len(shifts) ** 0.5
         fits = abs(mean) + 2 * error <= SHIFT * level

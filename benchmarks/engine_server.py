@@ -54,10 +54,10 @@ class Batcher:
     def ask(self, ids: list[int], sampling: Sampling, count: int) -> list[Completion]:
         request = Request(ids, sampling, count)
         self._waiting.put(request)
-        found = request.answer.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = request.answer.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _work(self) -> None:
         while True:
@@ -79,14 +79,14 @@ class Batcher:
         keys = range(self._asked, self._asked + len(prompts))
         self._asked += len(prompts)
         try:
-            found = iter(self._engine.generate(prompts, sampling, keys=keys))
+            result = iter(self._engine.generate(prompts, sampling, keys=keys))
         except Exception as error:
             for request in requests:
                 request.answer.put(error)
             return
         time.sleep(max(0.0, began + self._least * len(prompts) / 1000 - time.monotonic()))
         for request in requests:
-            request.answer.put([next(found) for _ in range(request.count)])
+            request.answer.put([next(result) for _ in range(request.count)])
 
 
 class EngineService:

@@ -32,7 +32,7 @@ from typing import Any
 
 import yaml
 
-from megalith.bench.training_speed import run_to_end, surroundings
+from megalith.bench.training_speed import environment, run_logged
 
 EXAMPLES = Path("examples/grpo")
 WARMUP, BAR, LESS = 5, 1.25, 0.05
@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = {"steps": args.steps, "set": args.set, "least": args.least, "runs": {}}
-        found["model"] = "arithmetic" if args.small else "arithmetic_100m"
+        result = {"steps": args.steps, "set": args.set, "least": args.least, "runs": {}}
+        result["model"] = "arithmetic" if args.small else "arithmetic_100m"
         setup = Setup(args, (args.folder or Path(temporary)).absolute())
         setup.tune()
         runs: dict[str, Callable[[], dict[str, Any]]]
@@ -70,13 +70,13 @@ def main() -> None:
         if args.least is None:
             runs["colocated, on policy"] = setup.colocated
         for name, run in runs.items():
-            found["runs"][name] = run()
-            print(json.dumps({name: found["runs"][name]}), file=sys.stderr, flush=True)
-    found |= compared(found["runs"])
-    print(json.dumps(found | surroundings()), flush=True)
+            result["runs"][name] = run()
+            print(json.dumps({name: result["runs"][name]}), file=sys.stderr, flush=True)
+    result |= compared(result["runs"])
+    print(json.dumps(result | environment()), flush=True)
     if args.results:
         with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found | surroundings()) + "\n")
+            file.write(json.dumps(result | environment()) + "\n")
 
 
 class Setup:
@@ -142,7 +142,7 @@ class Setup:
         words = ["env", f"CUDA_VISIBLE_DEVICES={gpus}", sys.executable, "-m"]
         if nproc > 1:
             words += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
-        returncode, printed = run_to_end(
+        returncode, printed = run_logged(
             [*words, "megalith", command, str(file)], self.folder / f"{name}.txt"
         )
         if returncode:
@@ -195,12 +195,12 @@ def figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
     def reward(some: list[dict[str, Any]]) -> float:
         return round(statistics.fmean(step["rewards_mean"] for step in some), 4)
 
-    found: dict[str, Any] = {"step_s": median([sum(step.get(n, 0.0) for n in phases) for step in counted])}
-    found |= {name: median([step.get(name, 0.0) for step in counted]) for name in phases}
-    found["rewards"] = [reward(steps[at : at + 10]) for at in range(0, len(steps), 10)]
-    found["reward_at_end"] = reward(steps[-10:])
+    result: dict[str, Any] = {"step_s": median([sum(step.get(n, 0.0) for n in phases) for step in counted])}
+    result |= {name: median([step.get(name, 0.0) for step in counted]) for name in phases}
+    result["rewards"] = [reward(steps[at : at + 10]) for at in range(0, len(steps), 10)]
+    result["reward_at_end"] = reward(steps[-10:])
     ages = ("staleness", "staleness_max", "tokens_dropped", "queue_length")
-    return found | {name: steps[-1][name] for name in (*ages, "mismatch") if name in steps[-1]}
+    return result | {name: steps[-1][name] for name in (*ages, "mismatch") if name in steps[-1]}
 
 
 def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -209,11 +209,11 @@ def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if base is None:
         return {}
     speed = {name: round(base["step_s"] / one["step_s"], 3) for name, one in runs.items()}
-    found: dict[str, Any] = {"times_as_fast": speed}
+    result: dict[str, Any] = {"times_as_fast": speed}
     if "split, 1 ahead" in runs:
         rewards = [runs[name]["reward_at_end"] for name in ("split, 1 ahead", "split, 0 ahead")]
-        found["reaches_the_bar"] = speed["split, 1 ahead"] >= BAR and rewards[0] >= rewards[1] - LESS
-    return found
+        result["reaches_the_bar"] = speed["split, 1 ahead"] >= BAR and rewards[0] >= rewards[1] - LESS
+    return result
 
 
 if __name__ == "__main__":

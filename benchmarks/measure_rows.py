@@ -22,7 +22,7 @@ import torch
 from benchmarks.measured_rows import ROWS, TRADEOFFS, TWO_GPUS, Row
 from benchmarks.mirrored_rank import mirrored
 from benchmarks.plan_accuracy import expected
-from megalith.bench.training_speed import medians, run_of, surroundings
+from megalith.bench.training_speed import environment, medians, run_training
 
 AS_EXPECTED = [  # what a run would choose by its memory, and `expected` leaves out
     ("runtime", "activation_memory_budget", 1.0),
@@ -59,9 +59,9 @@ def main() -> None:
             continue
         with alone():
             figures = measured(row, args.steps, args.warmup)
-        found = {"row": row.name, "model": row.model["preset"], "mirrored": args.mirrored} | figures
-        found |= {"expected_ms": round(1e3 * seconds.seconds, 1), "expected_gb": round(memory, 1)}
-        print(line := json.dumps(found | surroundings()), flush=True)
+        result = {"row": row.name, "model": row.model["preset"], "mirrored": args.mirrored} | figures
+        result |= {"expected_ms": round(1e3 * seconds.seconds, 1), "expected_gb": round(memory, 1)}
+        print(line := json.dumps(result | environment()), flush=True)
         if args.results:
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
@@ -89,10 +89,10 @@ def measured(row: Row, steps: int, warmup: int) -> dict[str, Any]:
     tree["train"] |= {"train_iters": steps, "eval_iters": 0}
     tree["checkpoint"] = {"save_at_end": False}
     with tempfile.TemporaryDirectory() as folder:
-        found, printed = run_of(tree, Path(folder), row.processes)
-    if found is None:
+        result, printed = run_training(tree, Path(folder), row.processes)
+    if result is None:
         return {"failed": printed}
-    figures = medians(found[warmup:steps])
+    figures = medians(result[warmup:steps])
     names = {"ms": "step_time_ms", "gb": "max_memory_gb"}
     return {short: round(figures[name], 1) for short, name in names.items() if name in figures}
 

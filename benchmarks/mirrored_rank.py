@@ -232,16 +232,16 @@ def main() -> None:
     for variant in args.variant:
         args.set = [*given, *(f"parallel.{name}={value}" for name, value in VARIANTS[variant].items())]
         with mirrored():
-            found = training_speed.measure(args, args.layout, {"mock": True})
-        training_speed.show(args, f"{args.layout} {variant}, mirrored", found)
-        failed |= "failed" in found
+            result = training_speed.measure(args, args.layout, {"mock": True})
+        training_speed.show(args, f"{args.layout} {variant}, mirrored", result)
+        failed |= "failed" in result
     sys.exit(failed)
 
 
 @contextmanager
 def mirrored() -> Iterator[None]:
     """In it, training_speed's runs are rank 0's own, among ranks that mirror it."""
-    run_to_end = training_speed.run_to_end
+    run_logged = training_speed.run_logged
 
     def alone(command: list[str], file: Path) -> tuple[int, str]:
         at = command.index("--nproc")
@@ -250,9 +250,9 @@ def mirrored() -> Iterator[None]:
         address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # nobody asks there
         ours = [sys.executable, "-m", "benchmarks.mirrored_rank", "--worker"]
         with mock.patch.dict(os.environ, ranks | address):
-            return run_to_end([*ours, *command[command.index("train") :]], file)
+            return run_logged([*ours, *command[command.index("train") :]], file)
 
-    with mock.patch.object(training_speed, "run_to_end", alone):
+    with mock.patch.object(training_speed, "run_logged", alone):
         yield
 
 

@@ -45,8 +45,8 @@ def trainer_of(path: Path) -> str | None:
 
 def keys_in(sentence: str) -> list[str]:
     """The keys of Oumi's that a sentence names first: those that the file would have to change."""
-    found = KEY.findall(sentence.partition(": ")[0]) or KEY.findall(sentence)
-    return [re.sub(r"\[\d+\]", "[]", key) for key in found[:1]]
+    result = KEY.findall(sentence.partition(": ")[0]) or KEY.findall(sentence)
+    return [re.sub(r"\[\d+\]", "[]", key) for key in result[:1]]
 
 
 SHRUNK = {
@@ -128,20 +128,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.train and not (args.chat and args.pairs):
         parser.error("--train takes --chat and --pairs too")
-    found = count(args.checkout, *(path and path.resolve() for path in (args.train, args.chat, args.pairs)))
+    result = count(args.checkout, *(path and path.resolve() for path in (args.train, args.chat, args.pairs)))
     if args.json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print(json.dumps(result, indent=1, ensure_ascii=False))
         return
     print(f"{len(ALL)} keys are known; taken of the files, by trainer_type:")
-    for trainer, files in sorted(found["files"].items(), key=lambda item: -item[1]):
-        print(f"  {trainer:14} {found['taken'].get(trainer, 0):4} of {files}")
-    print(f"  all            {sum(found['taken'].values()):4} of {sum(found['files'].values())}")
+    for trainer, files in sorted(result["files"].items(), key=lambda item: -item[1]):
+        print(f"  {trainer:14} {result['taken'].get(trainer, 0):4} of {files}")
+    print(f"  all            {sum(result['taken'].values()):4} of {sum(result['files'].values())}")
     if args.train:
-        print(f"trained two steps, shrunk: {found['trained']}; not: {len(found['failed'])}")
-        for path, why in found["failed"].items():
+        print(f"trained two steps, shrunk: {result['trained']}; not: {len(result['failed'])}")
+        for path, why in result["failed"].items():
             print(f"  {path}: {why}")
     print("refused, by the key that has to change:")
-    for key, times in found["refused_by_key"].items():
+    for key, times in result["refused_by_key"].items():
         print(f"  {times:4}  {key}")
 
 

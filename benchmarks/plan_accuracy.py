@@ -61,7 +61,7 @@ def as_megatron_core() -> Iterator[None]:
 def sc21(in_2021: bool = False, rows: Sequence[tuple] = SC21) -> dict[str, float]:
     """Name → TFLOP/s a GPU as the paper counts them: attention's matrix whole, the layers' recomputed forward pass too.
     `in_2021`: with what there was then, and not as Megalith makes a step."""
-    found = {}
+    result = {}
     for row in (sc21_row(*each) for each in rows):
         config = row.config().with_settings(IN_2021 if in_2021 else {})
         with patch.object(step_time, "Passes", OldAttention if in_2021 else passes.Passes):
@@ -69,8 +69,8 @@ def sc21(in_2021: bool = False, rows: Sequence[tuple] = SC21) -> dict[str, float
         each = flops_per_token(config.model, config.data.seq_length)
         tokens = config.train.global_batch_size * config.data.seq_length
         flops = tokens * (4 / 3 * (each.full - each.head) + each.head)
-        found[row.name] = flops / seconds / row.gpus / 1e12
-    return found
+        result[row.name] = flops / seconds / row.gpus / 1e12
+    return result
 
 
 def feasible(row: Published) -> PlannedLayout:
@@ -82,8 +82,8 @@ def feasible(row: Published) -> PlannedLayout:
     )
 
 
-def off(found: float, figure: float) -> str:
-    return f"{found / figure - 1:+.1%}".replace("-", "−").replace("%", " %")
+def off(result: float, figure: float) -> str:
+    return f"{result / figure - 1:+.1%}".replace("-", "−").replace("%", " %")
 
 
 def measured_line(row: Row) -> str:
@@ -105,15 +105,15 @@ def measured_line(row: Row) -> str:
 
 
 def published_line(row: Published) -> str:
-    found, layout = told(row), feasible(row)
+    result, layout = told(row), feasible(row)
     best = plan(row.config(), row.gpus, rates=rates_of(row.device), top=1).best[0]
     gain = off(layout.time.seconds, best.time.seconds)
     cells = [
         row.name,
         str(row.gpus),
         f"{row.figure:,} {row.unit}",
-        f"{found:,.0f}",
-        off(found, row.figure),
+        f"{result:,.0f}",
+        off(result, row.figure),
         "",
     ]
     if row.by_megatron_core:

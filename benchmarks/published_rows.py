@@ -64,10 +64,10 @@ class Published(NamedTuple):
 
 
 def sizes(tp: int, pp: int, cp: int = 1, vp: int | None = None, **more) -> dict:
-    found = dict(
+    result = dict(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, **more
     )
-    return found | ({} if vp is None else dict(virtual_pipeline_model_parallel_size=vp))
+    return result | ({} if vp is None else dict(virtual_pipeline_model_parallel_size=vp))
 
 
 ENDS = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)

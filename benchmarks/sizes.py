@@ -145,10 +145,10 @@ def _nearest(row: SizeRow, layout: PlannedLayout) -> str:
 def threshold_line(row: SizeRow) -> str:
     """What the planner finds for a row's job, beside the row with the optimizer's state sharded."""
     config = config_of(row, OPTIM, {}).with_settings({"train.global_batch_size": BATCH})
-    found = plan(config, row.gpus, rates=rates_of(row.device), top=1).best[0]
+    result = plan(config, row.gpus, rates=rates_of(row.device), top=1).best[0]
     own = planned(config, row.gpus, rates_of(row.device))
     cells = [row.label, str(row.gpus), f"{row.tp} / {row.pp}", f"{1e3 * own.time.seconds:,.0f}"]
-    cells += [f"{found.name}: {found.bytes / 1e9:.1f} GB", f"{1e3 * found.time.seconds:,.0f}"]
+    cells += [f"{result.name}: {result.bytes / 1e9:.1f} GB", f"{1e3 * result.time.seconds:,.0f}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -138,11 +138,11 @@ def their_sft(folder: Path, records: list, settings: dict) -> tuple[list[Sequenc
     model = trainer.model.train()
     loss = trainer.compute_loss(model, batch)
     loss.backward()
-    found = [
+    result = [
         (ids[attended > 0].tolist(), (labels[attended > 0] >= 0).tolist())
         for ids, attended, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"])
     ]
-    return found, loss.item(), model
+    return result, loss.item(), model
 
 
 def their_dpo(folder: Path, records: list, settings: dict) -> tuple[list[Sequence], float, torch.nn.Module]:
@@ -158,13 +158,13 @@ def their_dpo(folder: Path, records: list, settings: dict) -> tuple[list[Sequenc
     model = trainer.model.train()
     loss = trainer._compute_loss(model, batch, return_outputs=False)
     loss.backward()
-    found = [
+    result = [
         (ids[attended > 0].tolist(), (learned[attended > 0] > 0).tolist())
         for ids, attended, learned in zip(
             batch["input_ids"], batch["attention_mask"], batch["completion_mask"]
         )
     ]
-    return found, loss.item(), model
+    return result, loss.item(), model
 
 
 def ours(folder: Path, kind: str, records: list, settings: dict) -> tuple[list[Sequence], float, dict]:
@@ -194,11 +194,11 @@ def ours(folder: Path, kind: str, records: list, settings: dict) -> tuple[list[S
     with run.data.train_loader(0, 0, run.device) as batches:
         loss = run.gradients([next(batches)]).item()
     samples = run.data.train.samples
-    found = [
+    result = [
         (samples.tokens[first:last].tolist(), samples.learned[first:last].tolist())
         for first, last in zip(samples.starts, samples.starts[1:])
     ]
-    return found, loss, {name: plain.grad for name, plain in run.model.parameters.named}
+    return result, loss, {name: plain.grad for name, plain in run.model.parameters.named}
 
 
 if __name__ == "__main__":

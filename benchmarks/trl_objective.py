@@ -113,9 +113,9 @@ def in_our_names(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(folder / "gradients")
-    found = {key: value.detach() for key, value in ours_of(folder / "gradients").parameters.named}
-    assert max(gradient.abs().max() for gradient in found.values()) > 1e-3, "nothing is compared"
-    return found
+    result = {key: value.detach() for key, value in ours_of(folder / "gradients").parameters.named}
+    assert max(gradient.abs().max() for gradient in result.values()) > 1e-3, "nothing is compared"
+    return result
 
 
 def theirs(folder: Path, batch: dict, settings: dict, name: str) -> tuple[torch.nn.Module, float]:

@@ -14,7 +14,7 @@ from forked import ForkedPopen
 
 from benchmarks import data_open
 from megalith.bench import peers, training_speed
-from megalith.bench.bench_command import OF_GPUS, OTHERS, TRAINING, run_command
+from megalith.bench.bench_command import GPU_ONLY, OTHERS, TRAINING, run_command
 from megalith.bench.workloads import LAYOUTS, WORKLOADS, layout_of, run_tree
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
@@ -66,11 +66,11 @@ def test_generation_is_measured_beside_transformers(bench):
 
 
 def test_weights_of_a_model_are_synced_to_an_engine(bench):
-    found = json.loads(bench("generate", "tiny", "--sync", "--device", "cpu"))
-    assert len(found["gb_per_second"]) == 4
+    result = json.loads(bench("generate", "tiny", "--sync", "--device", "cpu"))
+    assert len(result["gb_per_second"]) == 4
 
 
-@pytest.mark.parametrize("name", OF_GPUS)
+@pytest.mark.parametrize("name", GPU_ONLY)
 def test_benchmarks_of_kernels_need_a_gpu(name):
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -78,7 +78,7 @@ def test_benchmarks_of_kernels_need_a_gpu(name):
         run_command([name])
 
 
-@pytest.mark.parametrize("name", sorted({*OTHERS} - {*OF_GPUS}))
+@pytest.mark.parametrize("name", sorted({*OTHERS} - {*GPU_ONLY}))
 def test_every_benchmark_has_help(name, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command([name, "--help"])

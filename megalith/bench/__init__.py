@@ -1,1 +1,1 @@
-"""How fast this machine is: training, beside peers too, fine-tuning, generation, GRPO, checkpoints and data."""
+"""Benchmarks of this machine: training, other libraries, fine-tuning, generation, GRPO, checkpoints and data."""

@@ -1,9 +1,9 @@
-"""Attention's time, memory and kernels on a GPU, by mask: `megalith bench attention [heads groups head_dim seq]`.
+"""Time, memory and kernels of attention on a GPU by mask: `megalith bench attention [heads groups head_dim seq]`.
 
-One sequence in bf16, forward and backward. "ours" is what the model calls, compiled where scores are soft-capped or
-have ALiBi; "dense" the same with a mask [seq, seq], which takes the memory-efficient kernel; "torch" is
-scaled_dot_product_attention with enable_gqa and that mask, left to choose its kernel. Times are medians of ten runs,
-memory the peak above the inputs, both also as multiples of the causal kernel's. The bars are for ours.
+One sequence in bf16, forward and backward. "ours" is the model's attention, compiled for soft caps and ALiBi; "dense"
+is the same with a [seq, seq] mask, which uses the memory-efficient kernel; "torch" is scaled_dot_product_attention with
+enable_gqa and that mask, free to choose its kernel. Times are medians of ten runs and multiples of the causal kernel's.
+Memory is the peak above the inputs. The bars apply to "ours".
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from megalith.bench.timing import elapsed_ms
 from megalith.ops.attention_core import attention
 from megalith.ops.documents import document_ids, mask_of_ids, window_mask
 
@@ -26,42 +27,35 @@ BARS = {f"{DOCUMENTS} documents": 1.2, f"window {WINDOW}": 0.6}  # × the causal
 
 
 def dense(ends: Tensor | None, window: int | None, seq: int) -> Tensor | None:
-    """bool [1, 1, seq, seq]"""
+    """Return the mask, bool [1, 1, seq, seq]."""
     mask = None if window is None else window_mask(seq, seq, window, torch.device("cuda"))
     if ends is not None:
-        numbers = document_ids(ends, seq)
-        inside = mask_of_ids(numbers, numbers, causal=True)
-        mask = inside if mask is None else mask & inside
+        ids = document_ids(ends, seq)
+        document_mask = mask_of_ids(ids, ids, causal=True)
+        mask = document_mask if mask is None else mask & document_mask
     return mask
 
 
-def torchs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     heads = [x.transpose(1, 2) for x in (query, key, value)]
     out = scaled_dot_product_attention(*heads, mask, is_causal=mask is None, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-def measured(work: Callable[[], None]) -> tuple[float, float, list[str]]:
-    """Milliseconds, gigabytes, and the kernels that take longest."""
+def measure(work: Callable[[], None]) -> tuple[float, float, list[str]]:
+    """Return milliseconds, gigabytes, and the three slowest kernels."""
     for _ in range(WARM_UP):
         work()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    times = []
-    for _ in range(RUNS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended))
-    taken = torch.cuda.max_memory_allocated() - before
+    times = [elapsed_ms(work) for _ in range(RUNS)]
+    memory = torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         work()
         torch.cuda.synchronize()
     longest = sorted(recorded.key_averages(), key=lambda event: -event.self_device_time_total)[:3]
-    return statistics.median(times), taken / 1e9, [event.key[:60] for event in longest]
+    return statistics.median(times), memory / 1e9, [event.key[:60] for event in longest]
 
 
 def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192) -> None:
@@ -96,19 +90,19 @@ def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192)
             functions["ours"] = torch.compile(functions["ours"], fullgraph=True)
         if mask is not None:
             functions["dense"] = lambda *x: attention(*x, mask=mask)  # noqa: B023
-            functions["torch"] = lambda *x: torchs(*x, mask)  # noqa: B023
-        for way, function in functions.items():
+            functions["torch"] = lambda *x: torch_attention(*x, mask)  # noqa: B023
+        for implementation, function in functions.items():
 
             def work(function=function) -> None:
                 torch.autograd.grad(function(*tensors), tensors, grad)
 
-            time, memory, kernels = measured(work)
+            time, memory, kernels = measure(work)
             causal = causal or time
-            said = f"{name:22} {way:6} {time:8.2f} ms {time / causal:6.2f} × {memory:7.2f} GB"
-            if way == "ours" and name in BARS:
-                held = time <= BARS[name] * causal and memory <= MEMORY
-                said += f"  bar {BARS[name]} × and {MEMORY} GB {'held' if held else 'MISSED'}"
-            print(f"{said}  {'; '.join(kernels)}")
+            line = f"{name:22} {implementation:6} {time:8.2f} ms {time / causal:6.2f} × {memory:7.2f} GB"
+            if implementation == "ours" and name in BARS:
+                passed = time <= BARS[name] * causal and memory <= MEMORY
+                line += f"  bar {BARS[name]} × and {MEMORY} GB {'held' if passed else 'MISSED'}"
+            print(f"{line}  {'; '.join(kernels)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`megalith bench NAME …`: a workload of training, or one of the other benchmarks, each a module that runs by itself.
+"""`megalith bench NAME …`: train a workload, or run another benchmark.
 
-`megalith bench WORKLOAD` is `python -m megalith.bench.training_speed WORKLOAD`, and so are the others: a name stands
-for a module of this folder, which reads its own options.
+`megalith bench WORKLOAD` runs `python -m megalith.bench.training_speed WORKLOAD`. Every other name runs another module
+of this folder. The modules parse their own options.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalith.bench.workloads import LAYOUTS, WORKLOADS
 from megalith.errors import ConfigError, did_you_mean
 
 TRAINING = "training_speed"
-OTHERS = {  # what is measured besides training: its module
+OTHERS = {  # module by name
     "finetune": "fine_tuning_speed",
     "grpo": "grpo_speed",
     "generate": "generation_speed",
@@ -27,12 +27,15 @@ OTHERS = {  # what is measured besides training: its module
     "attention": "attention_speed",
     "fp8": "fp8_speed",
 }
-OF_GPUS = ("attention", "fp8")
+GPU_ONLY = ("attention", "fp8")
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Runs what the words behind `megalith bench` name; without a name, or with --help, lists all names. Raises
-    ConfigError for a name that there is not."""
+    """Run the benchmark named by the first argument; without one, or with --help, list all names.
+
+    Raises:
+        ConfigError: the name is unknown, or the benchmark needs a GPU and there is none.
+    """
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print(listing())
@@ -40,11 +43,13 @@ def run_command(words: Sequence[str]) -> int:
     if name not in WORKLOADS and name not in OTHERS:
         hint = did_you_mean(name, [*WORKLOADS, *OTHERS]) or "; `megalith bench` lists them"
         raise ConfigError(f"there is no benchmark {name!r}{hint}")
-    if name in OF_GPUS and not _has_gpu():
-        raise ConfigError(f"`megalith bench {name}` measures kernels of a GPU, and torch finds none here")
-    given = words[1:] if name in OTHERS else words
+    if name in GPU_ONLY and not _has_gpu():
+        raise ConfigError(
+            f"`megalith bench {name}` measures kernels of a GPU, but torch finds none; run it on a machine with a GPU"
+        )
+    remaining_words = words[1:] if name in OTHERS else words
     program = sys.argv
-    sys.argv = [f"megalith bench {name}", *given]
+    sys.argv = [f"megalith bench {name}", *remaining_words]
     try:
         runpy.run_module(f"megalith.bench.{OTHERS.get(name, TRAINING)}", run_name="__main__")
     finally:
@@ -59,12 +64,12 @@ def _has_gpu() -> bool:
 
 
 def listing() -> str:
-    """The names of all benchmarks, and what each measures."""
+    """Return the names and descriptions of all benchmarks."""
     lines = [
         "usage: megalith bench WORKLOAD [--layout LAYOUT …] [--peer PEER …] [--help]",
         "       megalith bench NAME [--help]",
         "",
-        "How fast this machine is. A workload is a model that is trained, on as many GPUs as its layout takes:",
+        "Benchmarks of this machine. A workload trains a model on the number of GPUs of its layout:",
         "",
     ]
     for name, workload in WORKLOADS.items():
@@ -73,20 +78,20 @@ def listing() -> str:
             str(workload[key]) for key in ("seq_length", "decoder_seq_length") if key in workload
         )
         layers = f", {settings['num_layers']} layers" if "num_layers" in settings else ""
-        shape = f"{settings['preset']}{layers}, {workload['batch']} sequences of {lengths} a process"
+        shape = f"{settings['preset']}{layers}, {workload['batch']} sequences of {lengths} per process"
         lines.append(f"  {name:20} {shape}, {workload['precision']}")
-    lines += ["", "layouts, and the processes they take:", ""]
+    lines += ["", "layouts by number of processes:", ""]
     by_size: dict[int, list[str]] = {}
     for name, layout in LAYOUTS.items():
         by_size.setdefault(layout["processes"], []).append(name)
     lines += [f"  {size:<4} {', '.join(names)}" for size, names in sorted(by_size.items())]
-    lines += ["", "other names:", ""]
+    lines += ["", "other benchmarks:", ""]
     lines += [f"  {name:20} {summary(module)}" for name, module in OTHERS.items()]
     return "\n".join(lines)
 
 
 def summary(module: str) -> str:
-    """The first sentence of a module of this folder, which is not imported for it."""
+    """Return the first sentence of a benchmark module's docstring, without importing the module."""
     source = Path(importlib.util.find_spec(f"megalith.bench.{module}").origin).read_text(encoding="utf-8")
     text = " ".join(ast.get_docstring(ast.parse(source)).split("\n\n")[0].split())
     return text.split(": `")[0].split(". ")[0].rstrip(".:")

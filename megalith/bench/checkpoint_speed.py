@@ -1,12 +1,12 @@
-"""Saving and loading a run's state, against torch.distributed.checkpoint's own save, in one run.
+"""Saving and loading checkpoints, compared with torch.distributed.checkpoint.
 
     megalith bench checkpoint                        1 GB on one process: six layers of GPT-2 with Adam
     megalith bench checkpoint --nproc 8 --folder /fast/disk model.preset=llama3-8b \\
         parallel.data_parallel_sharding_strategy=optim_grads_params
 
-The state is that of the configuration in its layout: fp32 weights and Adam's two moments. Each figure is the median of
-`--repeats` saves; the first of each kind, which allocates, stands beside it. The stall is the time for which training
-would wait, on the slowest rank; the bandwidth is the state's size by the time until all of it is on the disk.
+The state is fp32 weights and Adam's two moments, in the layout of the settings. Figures are medians of `--repeats`
+saves; the first save, which allocates memory, is shown separately. The stall is the time that training would wait on
+the slowest rank. The bandwidth is the state's size divided by the time until all of it is on disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megalith.bench.timing import synchronize
 from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_shards
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Bench:
-    """A run's state on this rank, saved and loaded over and over."""
+    """Saves and loads of a run's state, on each rank."""
 
     def __init__(self, config: RunConfig, folder: Path, repeats: int):
         process = this_process()
@@ -73,8 +74,8 @@ class Bench:
                 value.uniform_(generator=generator)
 
     def run(self) -> None:
-        """Measures and prints. No more than one copy of the state is on the disk at a time."""
-        at_once = self._saves(background=False)
+        """Measure and print. At most one copy of the state is on disk at a time."""
+        synchronous = self._saves(background=False)
         checkpoint = open_checkpoint(self.folder, world=self.world, shards=self._shards())
         size = sum(record.bytes for record in checkpoint.manifest.files.values())
         load = self._load()
@@ -82,7 +83,7 @@ class Bench:
             f"{size / 1e9:.2f} GB on {self.world.size} × {self.device.type}, median of {self.repeats}"
         )
         self._print(f"{'':34}{'stall s':>9}{'first':>8}{'whole s':>9}{'GB/s':>7}")
-        self._line("Megalith, at once", at_once, size)
+        self._line("Megalith, at once", synchronous, size)
         self._line("Megalith, in the background", self._saves(background=True), size)
         self._line("torch.distributed.checkpoint.save", self._dcp_saves(), size)
         self._print(f"{'load, checksums included':34}{'':17}{load:9.2f}{size / 1e9 / load:7.2f}")
@@ -90,7 +91,7 @@ class Bench:
         end_distributed()
 
     def _saves(self, background: bool) -> list[tuple[float, float]]:
-        """Stall and whole time of each save, of the slowest rank."""
+        """Return the stall and the total time of each save in seconds, on the slowest rank."""
         saver = Saver(self.folder / "checkpoints", self.world, unpadded_rows=self.rows, background=background)
         figures = []
         for step in range(self.repeats + 1):
@@ -119,7 +120,7 @@ class Bench:
         return figures
 
     def _dtensors(self) -> dict[str, Tensor]:
-        """The same state as torch's own saving wants it: optimizer state as DTensors placed as their parameters."""
+        """Return the same state as DTensors, with the parameters' placements, for torch's save."""
         state: dict[str, Tensor] = {}
         parameters = {
             name: parameter for chunk in self.model.chunks for name, parameter in chunk.named_parameters()
@@ -141,7 +142,7 @@ class Bench:
         return state
 
     def _load(self) -> float:
-        """Seconds to check the newest step's files and to fill weights and moments from them."""
+        """Return the seconds to verify the newest step's files and load weights and moments from them."""
         self._settle()
         begin = time.monotonic()
         checkpoint = open_checkpoint(self.folder, world=self.world, shards=self._shards())
@@ -151,8 +152,7 @@ class Bench:
         return self._slowest(time.monotonic() - begin, 0.0)[0]
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         gather_json(None, self.world)
 
     def _slowest(self, *seconds: float) -> tuple[float, ...]:
@@ -168,8 +168,8 @@ class Bench:
 
     def _line(self, name: str, figures: list[tuple[float, float]], size: int) -> None:
         first, *rest = figures
-        stall, whole = (statistics.median(column) for column in zip(*rest))
-        self._print(f"{name:34}{stall:9.2f}{first[0]:8.2f}{whole:9.2f}{size / 1e9 / whole:7.2f}")
+        stall, total = (statistics.median(column) for column in zip(*rest))
+        self._print(f"{name:34}{stall:9.2f}{first[0]:8.2f}{total:9.2f}{size / 1e9 / total:7.2f}")
 
     def _print(self, text: str) -> None:
         if self.world.rank == 0:

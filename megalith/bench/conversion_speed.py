@@ -1,13 +1,13 @@
-"""Speed and memory of import-hf and export-hf against a plain copy of the same files.
+"""Speed and memory of import-hf and export-hf, compared with a plain copy of the same files.
 
     megalith bench convert --gb 2 --dtype bfloat16 --folder /tmp/convert
 
-Makes a Llama-like folder of that size, a tensor at a time, in shards of 500 MB; then, each in a process of its own:
-copies it, imports it, exports it, and says how many GB (10⁹ bytes) of the folder a second each took and the most
-memory that it held. The copy is synced to the disk as the others are. `--turns` repeats the three in turn.
+Writes a Llama-like folder of the given size, in shards of 500 MB. Then copies, imports and exports it, each in a
+process of its own, and prints the speed in GB/s (10⁹ bytes) and the peak memory. The copy is synced to disk as well.
+`--turns` repeats the sequence.
 
-Before each, some seconds pass: a virtual machine gives freed memory back to its host, and the first use of a page that
-is not there costs five times the copy into it. So all three begin without such pages.
+Each measurement starts after a pause: a virtual machine returns freed memory to its host, and first use of a returned
+page costs five times the copy into it. After the pause, all three start without such pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, FFN, HEADS, GROUPS, VOCAB = 2048, 5632, 16, 4, 32000
 SHARD_BYTES = 500_000_000
 WAIT = 6  # seconds
 
-# What each process does, between two readings of the clock.
+# Code of each process: imports, then the part that is timed.
 START = ("import megalith.bridge.importer, megalith.bridge.exporter", "")
 COPY = (
     "import os, shutil, sys; from pathlib import Path",
@@ -50,33 +50,33 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--folder", type=Path, required=True, help="where to work; must not be there yet")
+    parser.add_argument("--folder", type=Path, required=True, help="working folder; must not exist")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     try:
         source = args.folder / "source"
-        measured(MAKE, source, args.gb * 1e9, args.dtype)
+        measure(MAKE, source, args.gb * 1e9, args.dtype)
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
-        print(f"Python with torch and the converter alone: {measured(START)[1] / 1e6:.0f} MB")
+        print(f"Python with torch and the converter alone: {measure(START)[1] / 1e6:.0f} MB")
         for turn in range(1, args.turns + 1):
             for name in ("copy", "run", "out"):
                 shutil.rmtree(args.folder / name, ignore_errors=True)
             os.sync()
-            copied = None
+            copy_rate = None
             for name, code, *folders in (
                 ("copy", COPY, source, args.folder / "copy"),
                 ("import", IMPORT, source, args.folder / "run"),
                 ("export", EXPORT, args.folder / "run", args.folder / "out"),
             ):
-                rate = report(turn, name, size, *measured(code, *folders), copied)
-                copied = copied or rate
+                rate = report(turn, name, size, *measure(code, *folders), copy_rate)
+                copy_rate = copy_rate or rate
     finally:
         shutil.rmtree(args.folder)
 
 
 def make_source(folder: Path, size: float, dtype: str) -> None:
-    """Writes the folder, a tensor at a time."""
+    """Write the folder, one tensor at a time."""
     import torch
 
     from megalith.bridge.exporter import FolderWriter
@@ -102,10 +102,10 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
         writer.write_json("config.json", {**LLAMA.write_config(model), "torch_dtype": dtype})
 
 
-def measured(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
-    """Seconds of the second part of the code, and the most bytes resident, in a Python process of its own.
+def measure(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
+    """Run code in a Python process of its own; return the seconds of its second part and its peak memory in bytes.
 
-    Between the two parts it waits.
+    The process pauses between the two parts.
     """
     prepare, work = code
     text = f"""
@@ -123,11 +123,11 @@ print(time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxr
     return float(seconds), int(kilobytes) * 1024
 
 
-def report(turn: int, what: str, size: float, seconds: float, memory: int, copied: float | None) -> float:
-    """Prints a line; returns GB/s."""
+def report(turn: int, name: str, size: float, seconds: float, memory: int, copy_rate: float | None) -> float:
+    """Print a line; return GB/s."""
     rate = size / seconds
-    share = f", {rate / copied:.2f} of the copy" if copied else ""
-    print(f"{turn} {what:6} {seconds:6.1f} s {rate:6.2f} GB/s, {memory / 1e6:5.0f} MB{share}", flush=True)
+    share = f", {rate / copy_rate:.2f} of the copy" if copy_rate else ""
+    print(f"{turn} {name:6} {seconds:6.1f} s {rate:6.2f} GB/s, {memory / 1e6:5.0f} MB{share}", flush=True)
     return rate
 
 

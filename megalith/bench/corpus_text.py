@@ -1,4 +1,4 @@
-"""Real text to measure on: Python's standard library, as long as is asked for, with a tokenizer trained on it."""
+"""Real text for benchmarks: Python's standard library, repeated to a given size, with a tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ VOCAB_SIZE = 32_000
 
 
 def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tuple[Path, int]:
-    """Writes the corpus, a tokenizer, and the corpus repeated to about so many megabytes; that file and its bytes.
+    """Write a tokenizer, and the corpus repeated to about `megabytes`, at least once.
 
-    It is as long as the corpus at least.
+    Returns:
+        The text file, and its size in bytes.
     """
     corpus = write_stdlib_corpus(folder / "corpus.jsonl")
     train_tokenizer([corpus.path], vocab_size, folder)
@@ -29,12 +30,12 @@ def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tu
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The one that `write_text` has left."""
+    """Open the tokenizer that `write_text` has written."""
     return build_tokenizer("HuggingFaceTokenizer", folder / "tokenizer.json")
 
 
 def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[str, int]:
-    """An indexed dataset of so many megabytes of text: its prefix and its tokens, two bytes each."""
+    """Write an indexed dataset of `megabytes` of text; return its prefix and number of tokens, two bytes each."""
     text, _ = write_text(folder, megabytes, vocab_size)
     tokenizer = tokenizer_of(folder)
     summary = preprocess([text], folder / "text", tokenizer, append_eod=True, show_progress=False)

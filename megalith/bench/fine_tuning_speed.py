@@ -1,13 +1,12 @@
-"""What fine-tuning costs beside pre-training: `megalith bench finetune llama3.2-1b`.
+"""Speed of fine-tuning compared with pre-training: `megalith bench finetune llama3.2-1b`.
 
-In one call, by the same model: pre-training on whole sequences, SFT on packed rows of that length, GRPO's training
-phase on packed rollouts from a file, and SFT with one padded sample a row. Samples have lognormal lengths (median 350,
-σ 0.9, cut at 4,096), by a fixed seed. Tokens/s count the samples' tokens and no padding: that of packed to padded
-is the ratio of samples a second too. What padding each batch of eight to its longest sample would reach at
-pre-training's tokens/s is counted, not measured.
+Measures one model in pre-training on full sequences, SFT on packed rows of that length, GRPO's training phase on packed
+rollouts from a file, and SFT with one padded sample per row. Sample lengths are lognormal (median 350, σ 0.9, at most
+4,096) with a fixed seed. Tokens/s exclude padding, so packed / padded is also the ratio of samples/s. The speed of
+padding each batch of eight to its longest sample is computed from pre-training's tokens/s, not measured.
 
-`--runs lora` trains adapters (rank 16 on every linear) of the model over random weights, which are written into
-a Hugging Face folder before; `--peer peft peft-liger` does it by PEFT in the same call, on the same GPU.
+`--runs lora` trains adapters (rank 16 on every linear) over random weights from a Hugging Face folder that is written
+first; `--peer peft peft-liger` does the same with PEFT, on the same GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ def main() -> None:
     )
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS[:-1])
-    parser.add_argument("--batch", type=int, help="rows a step (default: the workload's)")
-    parser.add_argument("--micro", type=int, default=2, help="rows of a micro-batch")
+    parser.add_argument("--batch", type=int, help="rows per step (default: the workload's)")
+    parser.add_argument("--micro", type=int, default=2, help="rows per micro-batch")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
@@ -51,21 +51,21 @@ def main() -> None:
     args.set.append(f"train.micro_batch_size={args.micro}")
     config = model_run(args.workload, [each for each in args.set if each.startswith(("model.", "data."))])
     length, vocab = config.data.seq_length, config.model.vocab_size
-    rows, found = args.batch or WORKLOADS[args.workload]["batch"], {}
+    rows, result = args.batch or WORKLOADS[args.workload]["batch"], {}
     with tempfile.TemporaryDirectory() as folder:
         for run in args.runs:
-            found[run] = RUN[run](args, Path(folder), rows, length, vocab)
-            show(args, run, found[run])
+            result[run] = RUN[run](args, Path(folder), rows, length, vocab)
+            show(args, run, result[run])
     for peer in args.peer:
-        found[peer] = measure_peer(args, peer)
-        show(args, peer, found[peer])
-    print_ratios({run: figures for run, figures in found.items() if RATE in figures}, length)
+        result[peer] = measure_peer(args, peer)
+        show(args, peer, result[peer])
+    print_ratios({run: figures for run, figures in result.items() if RATE in figures}, length)
 
 
 def lengths(count: int, longest: int) -> np.ndarray:
-    """int64 [count]: tokens of samples."""
-    drawn = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, count)
-    return drawn.astype(np.int64).clip(2, min(LONGEST, longest))
+    """Return the tokens of each sample, int64 [count]."""
+    samples = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, count)
+    return samples.astype(np.int64).clip(2, min(LONGEST, longest))
 
 
 def pretrain(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def sft(
 
 
 def grpo(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
-    """The optimizer steps alone: one a rollout batch, of as many completions as fill the rows."""
+    """Measure optimizer steps only: one per rollout batch, whose completions fill the rows."""
     path, rng = folder / "rollouts.jsonl.zst", np.random.default_rng(SEED)
     batch = int(rows * length / lengths(10_000, length).mean()) // GROUP * GROUP or GROUP
     groups = []
@@ -112,27 +112,27 @@ def lora(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: 
     base.save_pretrained(folder / "base")
     del base
     torch.cuda.empty_cache()
-    given, args.set = args.set, [each for each in args.set if not each.startswith("model.")]
+    settings, args.set = args.set, [each for each in args.set if not each.startswith("model.")]
     try:
         model = {**dict.fromkeys(WORKLOADS[args.workload]["model"]), "init_from": str(folder / "base")}
         sections = {"model": model, "lora": {"rank": 16, "alpha": 32}}
         return measure(args, "one", {"mock": True, "seq_length": length}, "train", sections)
     finally:
-        args.set = given
+        args.set = settings
 
 
 RUN = {
     "pretrain": pretrain,
-    "packed": lambda *of: sft(*of, packing=True),
-    "padded": lambda *of: sft(*of, packing=False),
+    "packed": partial(sft, packing=True),
+    "padded": partial(sft, packing=False),
     "grpo": grpo,
     "lora": lora,
 }
 
 
-def print_ratios(found: dict[str, dict[str, Any]], length: int) -> None:
-    """The bars, of what was measured."""
-    rate = {run: figures[RATE] for run, figures in found.items()}
+def print_ratios(result: dict[str, dict[str, Any]], length: int) -> None:
+    """Print the measured ratios and their bars."""
+    rate = {run: figures[RATE] for run, figures in result.items()}
     for run, bar in (("packed", 0.95), ("grpo", 0.9)):
         if {run, "pretrain"} <= set(rate):
             print(f"{run} / pretrain: {rate[run] / rate['pretrain']:.3f} of tokens/s (bar {bar})")
@@ -147,7 +147,7 @@ def print_ratios(found: dict[str, dict[str, Any]], length: int) -> None:
         )
     for peer in set(rate) & {"peft", "peft-liger"}:
         if "lora" in rate:
-            memory = [found[run].get("max_memory_gb") for run in ("lora", peer)]
+            memory = [result[run].get("max_memory_gb") for run in ("lora", peer)]
             print(f"lora / {peer}: {rate['lora'] / rate[peer]:.2f} × tokens/s (bar 1.15), GB {memory}")
 
 

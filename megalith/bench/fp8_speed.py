@@ -1,9 +1,9 @@
-"""FP8 beside bf16 on one GPU: the matmuls and casts of a layer, alone and in a row: `megalith bench fp8`.
+"""FP8 compared with bf16 on one GPU: matmuls, casts, and a layer's linears: `megalith bench fp8`.
 
-Each matmul of a Llama-3-8B layer is timed in bf16 and as the recipes compute it, with its share of the device's peak;
-the casts of ops/fp8/codes.py in several shapes of tile, in GB/s of what they read and write. Then a layer's linears,
-each as ops/gemm.py's `linear` runs it, forward and backward, casts included. Medians of 5; operands are not zero. The
-last table has both by recipe.
+The matmuls of a Llama-3-8B layer are timed in bf16 and by FP8 recipe, with their fraction of the device's peak; the
+casts of ops/fp8/codes.py by tile shape, in GB/s read and written; then a layer's linears as ops/gemm.py's `linear` runs
+them, forward and backward, including casts. Times are medians of 5, with nonzero operands. The last table summarizes
+matmuls and linears by recipe.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalith.bench.timing import elapsed_ms
 from megalith.hardware import local_device_info
 from megalith.ops.fp8 import codes as fp8
 from megalith.ops.fp8.codes import E4M3, E5M2
@@ -29,23 +30,13 @@ TILES = ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 4), (128, 128, 8), 
 BF16 = torch.bfloat16
 
 
-def milliseconds(function: Callable[[], object], least: float = 60.0) -> float:
-    """A call's, of calls in a row that take about `least` ms."""
+def milliseconds(function: Callable[[], object], total_ms: float = 60.0) -> float:
+    """Return the milliseconds per call: the median of five samples that take `total_ms` together."""
     function()
-    once = max(_timed(function, 3), 1e-3)
-    count = max(3, int(least / once / 5))
-    _timed(function, count)
-    return statistics.median(_timed(function, count) for _ in range(5))
-
-
-def _timed(function: Callable[[], object], count: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count
+    first = max(elapsed_ms(function, 3), 1e-3)
+    calls = max(3, int(total_ms / first / 5))
+    elapsed_ms(function, calls)
+    return statistics.median(elapsed_ms(function, calls) for _ in range(5))
 
 
 def normal(*shape: int, spread: float = 1.0) -> Tensor:
@@ -53,9 +44,11 @@ def normal(*shape: int, spread: float = 1.0) -> Tensor:
 
 
 def matmuls(tokens: int) -> dict[str, float]:
-    """Time and share of the peak of each matmul: bf16, one scale a tensor with fast and with exact sums, blocks.
+    """Print the time and fraction of the peak of each matmul: bf16; tensorwise FP8 with fast and exact sums; blockwise.
 
-    Returns the ms of a layer's matmuls as each recipe computes them."""
+    Returns:
+        Milliseconds of a layer's matmuls by recipe.
+    """
     total = dict.fromkeys(("bf16", "delayed", "tensorwise", "blockwise"), 0.0)
     peaks = local_device_info("cuda")
     print(
@@ -94,7 +87,7 @@ def matmuls(tokens: int) -> dict[str, float]:
 
 
 def casts(tokens: int) -> None:
-    """GB/s, read and written, of each cast."""
+    """Print the GB/s, read and written, of each cast."""
     x, scale, seen = (
         normal(tokens, 14336),
         torch.full((), 60.0, device="cuda"),
@@ -105,16 +98,16 @@ def casts(tokens: int) -> None:
     def rate(function: Callable[[], object], per_element: float) -> str:
         return f"{per_element * x.numel() / milliseconds(function) / 1e6:6.0f}"
 
-    own = fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS
+    default = fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS
     for tile in TILES:
         fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = tile
         both = [rate(lambda d=d: fp8.cast(x, scale, seen, d, True, True), 4) for d in (E4M3, E5M2)]
         row, column = (rate(lambda r=r: fp8.cast(x, scale, seen, E4M3, r, not r), 3) for r in (True, False))
         rows, columns, warps = tile
-        mark = " (used)" if tile == own else ""
+        mark = " (used)" if tile == default else ""
         print(f"  {rows:3} × {columns:3}, {warps} warps: both ways e4m3 {both[0]}, e5m2 {both[1]}; by row {row}, by "
               f"column {column}{mark}", flush=True)  # fmt: skip
-    fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = own
+    fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = default
     codes = fp8.cast(x, scale, seen, E4M3, True, False)[0]
     print(f"  amax {rate(lambda: fp8.amax(x), 2)}; transpose {rate(lambda: fp8.transpose(codes), 2)}; blocks both ways "
           f"{rate(lambda: fp8.cast_blocks(x, True, True, False), 4)}, 128 × 128 "
@@ -139,8 +132,8 @@ def _all(calls: list[Callable[[], object]]) -> None:
 
 
 def layer(tokens: int) -> dict[str, float]:
-    """Milliseconds of a layer's linears, forward and backward, compiled, by recipe."""
-    found = {}
+    """Return the milliseconds of a layer's compiled linears, forward and backward, by recipe."""
+    result = {}
     for recipe, gemm in gemms().items():
         calls = []
         for inside, outside in LINEARS.values():
@@ -153,9 +146,9 @@ def layer(tokens: int) -> dict[str, float]:
 
             compiled = torch.compile(forward, fullgraph=True, dynamic=False)
             calls.append(lambda c=compiled, x=x, w=weight, g=grad: torch.autograd.grad(c(x, w), (x, w), g))
-        found[recipe] = milliseconds(partial(_all, calls), 1000.0)
+        result[recipe] = milliseconds(partial(_all, calls), 1000.0)
         torch._dynamo.reset()
-    return found
+    return result
 
 
 def main() -> None:
@@ -174,8 +167,8 @@ def main() -> None:
     print(f"{'a layer, ms':14}{'matmuls':>10}{'':8}{'linears with casts':>20}")
     for recipe in summed or times:
         cells = [
-            f"{found[recipe]:10.2f}{found['bf16'] / found[recipe]:6.2f} ×" if found else f"{'–':>18}"
-            for found in (summed, times)
+            f"{result[recipe]:10.2f}{result['bf16'] / result[recipe]:6.2f} ×" if result else f"{'–':>18}"
+            for result in (summed, times)
         ]
         print(f"{recipe:14}{cells[0]}  {cells[1]}")
 

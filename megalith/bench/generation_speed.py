@@ -1,11 +1,11 @@
-"""Tokens a second of the generation engine, and of transformers' `generate` on the same weights' shape.
+"""Tokens per second of the generation engine, compared with transformers' `generate` on a model of the same shape.
 
     megalith bench generate qwen2.5-1.5b --batch 64 256 512 --room 640 2176 --peer hf
     megalith bench generate tiny --batch 8 --new-tokens 64 --device cpu --peer hf --vocab 32000
 
-Random weights never end by themselves, so every completion is given its length (`--new-tokens`, the same for all, or
-with `--spread` evenly from a quarter of it up). `tokens/s` is over the whole call, prompts included; `step_ms` of the
-decode steps alone. `--trace FILE` writes a profile of some steps. A line of JSON for each measurement.
+Random weights never emit an end token, so lengths are forced: `--new-tokens` for all, or with `--spread` evenly from a
+quarter of it to all of it. Prints a line of JSON per measurement: `tokens/s` is over the whole call including prompts,
+`step_ms` is the time of a decode step. `--trace FILE` writes a profile of some steps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from megalith.bench.timing import synchronize
 from megalith.config import ModelConfig
 from megalith.config.run import RunConfig
 from megalith.generation.engine import Engine
@@ -44,12 +45,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[64])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument(
-        "--generations", type=int, default=1, help="completions of each prompt, within the batch"
+        "--generations", type=int, default=1, help="completions per prompt, counted in the batch"
     )
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=1, help="times the batch: rows are refilled")
+    parser.add_argument("--rounds", type=int, default=1, help="number of batches; free rows are refilled")
     parser.add_argument("--spread", action="store_true", help="lengths from a quarter of --new-tokens up")
-    parser.add_argument("--room", type=int, nargs="*", help="tokens of a row; default prompt + new tokens")
+    parser.add_argument("--room", type=int, nargs="*", help="tokens per row (default: prompt + new tokens)")
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -59,14 +60,16 @@ def main() -> None:
     parser.add_argument("--peer-tokens", type=int, default=64, help="new tokens of the peer, which is slow")
     parser.add_argument("--trace")
     parser.add_argument(
-        "--sync", action="store_true", help="only weights in fp32 to an engine on the same device"
+        "--sync",
+        action="store_true",
+        help="only measure the transfer of fp32 weights to an engine on the same device",
     )
     args = parser.parse_args()
     shape = dict(SHAPES[args.shape]) | ({"vocab_size": args.vocab} if args.vocab else {})
     config = RunConfig.from_tree({"model": shape}).model
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     if args.sync:
-        report(synced(config, dtype, args), shape=args.shape, who="megalith")
+        report(sync_speed(config, dtype, args), shape=args.shape, who="megalith")
         return
     for batch in args.batch:
         for room in args.room or [args.prompt + args.new_tokens]:
@@ -81,8 +84,8 @@ def main() -> None:
             report(peer(config, dtype, batch, args), shape=args.shape, batch=batch, who="transformers")
 
 
-def report(found: dict, **what) -> None:
-    print(json.dumps(what | found), flush=True)
+def report(result: dict, **what) -> None:
+    print(json.dumps(what | result), flush=True)
 
 
 def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: argparse.Namespace) -> dict:
@@ -96,35 +99,35 @@ def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: a
         lengths = [args.new_tokens * (count + 3 * i) // (4 * count) for i in range(count)]
         lengths = [lengths[i * 7919 % count] for i in range(count)]
     prompts = torch.randint(0, config.vocab_size, (count // args.generations, args.prompt)).tolist()
-    began = time.perf_counter()
+    start = time.perf_counter()
     warm = Sampling(forced_lengths=[min(9, args.new_tokens)] * count, top_p=args.top_p)
     engine.generate(prompts, warm, num_generations=args.generations)
-    first = time.perf_counter() - began
-    wait(on_gpu)
+    first = time.perf_counter() - start
+    synchronize(args.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
+    start = time.perf_counter()
     done = engine.generate(
         prompts, Sampling(forced_lengths=lengths, top_p=args.top_p), num_generations=args.generations
     )
-    wait(on_gpu)
-    seconds = time.perf_counter() - began
+    synchronize(args.device)
+    seconds = time.perf_counter() - start
     tokens = sum(len(each.ids) for each in done)
     assert tokens == sum(lengths)
-    found = dict(
+    result = dict(
         tokens_per_second=round(tokens / seconds), seconds=round(seconds, 2), first_call_s=round(first, 1)
     )
-    found["step_ms"] = round(step_time(engine, steps=100 if on_gpu else 4), 3)
-    found["prefill_s"] = round(prefill_time(engine, prompts, args.generations), 3)
+    result["step_ms"] = round(step_time(engine, steps=100 if on_gpu else 4), 3)
+    result["prefill_s"] = round(prefill_time(engine, prompts, args.generations), 3)
     if on_gpu:
-        found["gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-    found |= {f"{name}_gb": round(size / 1e9, 2) for name, size in engine.memory().items()}
+        result["gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    result |= {f"{name}_gb": round(size / 1e9, 2) for name, size in engine.memory().items()}
     if args.trace:
         trace(engine, args.trace)
-    return found
+    return result
 
 
-def synced(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace) -> dict:
+def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace) -> dict:
     model = Transformer(config, device="meta")
     model.to_empty(device=args.device)
     for parameter in model.parameters():
@@ -142,13 +145,12 @@ def step_time(engine: Engine, steps: int) -> float:
     sampling = Sampling(forced_lengths=[1])
     engine._begin(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
-    on_gpu = engine.device.type == "cuda"
-    wait(on_gpu)
-    began = time.perf_counter()
+    synchronize(engine.device)
+    start = time.perf_counter()
     for _ in range(steps):
         run_step(engine, sampling)
-    wait(on_gpu)
-    return 1e3 * (time.perf_counter() - began) / steps
+    synchronize(engine.device)
+    return 1e3 * (time.perf_counter() - start) / steps
 
 
 def run_step(engine: Engine, sampling: Sampling) -> None:
@@ -163,17 +165,16 @@ def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> 
     """Return the seconds that the prefill of one batch takes."""
     sampling = Sampling(max_new_tokens=1)
     sequences = sequences_of(prompts, sampling, generations, engine.config, engine.max_tokens)
-    on_gpu = engine.device.type == "cuda"
-    wait(on_gpu)
-    began = time.perf_counter()
+    synchronize(engine.device)
+    start = time.perf_counter()
     engine._prefill(list(enumerate(sequences[: engine.max_rows])))
-    wait(on_gpu)
-    return time.perf_counter() - began
+    synchronize(engine.device)
+    return time.perf_counter() - start
 
 
 @torch.no_grad()
 def trace(engine: Engine, path: str) -> None:
-    """A profile of ten steps that are not in a graph, each kernel under its name, and the table of the longest."""
+    """Write a profile of ten steps without CUDA graphs, and print the table of the slowest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     sampling = Sampling(forced_lengths=[1])
@@ -182,14 +183,14 @@ def trace(engine: Engine, path: str) -> None:
     with profile(activities=activities) as seen:
         for _ in range(10):
             run_step(engine, sampling)
-        wait(engine.device.type == "cuda")
+        synchronize(engine.device)
     by = "self_cuda_time_total" if engine.device.type == "cuda" else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=by, row_limit=30), flush=True)
     seen.export_chrome_trace(path)
 
 
 def fill(engine: Engine) -> None:
-    """Random weights, whose distribution is that of a model's first step."""
+    """Fill the engine with random weights of the initial distribution."""
     for name, shard in engine.shards.items():
         if shard.values.ndim > 1:
             shard.values.normal_(0, engine.config.init_method_std)
@@ -198,7 +199,7 @@ def fill(engine: Engine) -> None:
 
 
 def peer(config: ModelConfig, dtype: torch.dtype, batch: int, args: argparse.Namespace) -> dict:
-    """transformers' generate: its own choice of cache and kernels, sampling."""
+    """Measure transformers' `generate` with sampling, with its default cache and kernels."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
     kind = Qwen2Config if config.qkv_bias else LlamaConfig
@@ -215,20 +216,15 @@ def peer(config: ModelConfig, dtype: torch.dtype, batch: int, args: argparse.Nam
     with torch.device(args.device):
         model = AutoModelForCausalLM.from_config(hf, dtype=dtype).eval()
         ids = torch.randint(0, config.vocab_size, (batch, args.prompt))
-    on_gpu, count = args.device.startswith("cuda"), args.peer_tokens
+    count = args.peer_tokens
     options = dict(do_sample=True, top_k=0, pad_token_id=0, attention_mask=torch.ones_like(ids))
     for tokens in (4, count):
-        wait(on_gpu)
-        began = time.perf_counter()
+        synchronize(args.device)
+        start = time.perf_counter()
         model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
-        wait(on_gpu)
-        seconds = time.perf_counter() - began
+        synchronize(args.device)
+        seconds = time.perf_counter() - start
     return dict(tokens_per_second=round(batch * count / seconds), seconds=round(seconds, 2), new_tokens=count)
-
-
-def wait(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""A step of GRPO by its phases, and its training phase beside pre-training at the same packed length.
+"""GRPO steps by phase, and the training phase compared with pre-training at the same packed length.
 
     megalith bench grpo llama3.2-1b --nproc 2
     megalith bench grpo tiny --nproc 2 --prompts 4 --generations 4 --prompt 16 --tokens 48 --packed 96 --micro 1
 
-A step samples `--prompts` × `--generations` completions and trains on them. Random weights never end by themselves, so
-lengths are forced from a list: every completion fills its `--tokens`, prompt included, or with `--spread` they go
-evenly from a quarter of that room up. Pre-training is `megalith train` on synthetic rows of `--packed` tokens, as many
-a step. Medians of the steps after the first two; a line of JSON. The reward says whether the first token is odd.
+A step samples `--prompts` × `--generations` completions and trains on them. Random weights never emit an end token, so
+lengths are forced: every completion fills its `--tokens`, including the prompt, or with `--spread` completions are
+spread evenly from a quarter of that to all of it. Pre-training is `megalith train` on the same number of synthetic rows
+of `--packed` tokens. Prints medians over the steps after the first two as a line of JSON. The reward is 1 if the first
+token is odd.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import yaml
 
 import megalith
 from megalith.bench.generation_speed import SHAPES
-from megalith.bench.training_speed import run_to_end, surroundings
+from megalith.bench.training_speed import environment, run_logged
 from megalith.config import RunConfig
 from megalith.generation.engine import Engine
 
-WARMUP = 2  # steps that are not counted
-RUN = "run"  # in the place of a shape: one of the processes of a part
+WARMUP = 2  # steps excluded from the figures
+RUN = "run"  # first argument of the processes that run a part
 
 
 def main() -> None:
@@ -41,50 +42,52 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--generations", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="of prompt and completion")
-    parser.add_argument("--spread", action="store_true", help="completions from a quarter of their room up")
-    parser.add_argument("--packed", type=int, default=4096, help="tokens of a row of the trainer")
-    parser.add_argument("--micro", type=int, default=4, help="rows of a micro-batch")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of prompt and completion together")
+    parser.add_argument(
+        "--spread", action="store_true", help="spread completion lengths from a quarter of the maximum up"
+    )
+    parser.add_argument("--packed", type=int, default=4096, help="tokens per row in the trainer")
+    parser.add_argument("--micro", type=int, default=4, help="rows per micro-batch")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value")
     parser.add_argument("--part", choices=("grpo", "train"), nargs="+", default=["grpo", "train"])
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    found: dict[str, Any] = {"shape": args.shape, "nproc": args.nproc, "set": args.set}
-    found |= {name: getattr(args, name) for name in ("prompts", "generations", "tokens", "packed", "micro")}
-    found["lengths"] = "a quarter to all of the room" if args.spread else "all of the room"
+    result: dict[str, Any] = {"shape": args.shape, "nproc": args.nproc, "set": args.set}
+    result |= {name: getattr(args, name) for name in ("prompts", "generations", "tokens", "packed", "micro")}
+    result["lengths"] = "a quarter to all of the room" if args.spread else "all of the room"
     for part in args.part:
-        found[part] = measured(args, part)
-    grpo, train = found.get("grpo", {}), found.get("train", {})
+        result[part] = run_part(args, part)
+    grpo, train = result.get("grpo", {}), result.get("train", {})
     if "training_tokens_per_second" in grpo and "tokens_per_second" in train:
-        found["training_share"] = grpo["training_tokens_per_second"] / train["tokens_per_second"]
-    print(json.dumps(found | surroundings()), flush=True)
+        result["training_share"] = grpo["training_tokens_per_second"] / train["tokens_per_second"]
+    print(json.dumps(result | environment()), flush=True)
     if args.results:
         with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found | surroundings()) + "\n")
+            file.write(json.dumps(result | environment()) + "\n")
 
 
 def run(part: str, run_file: str, longest: str, spread: str) -> None:
-    """A part's run, in one of its processes."""
+    """Run a part, in one of its processes."""
     config = RunConfig.load(run_file)
     if part == "train":
         megalith.train(config)
         return
-    sampled, most = Engine.generate, int(longest)
+    generate, max_length = Engine.generate, int(longest)
 
-    def forced(engine, prompts, sampling, *, num_generations=1, **more):
+    def generate_forced(engine, prompts, sampling, *, num_generations=1, **options):
         count = len(prompts) * num_generations
-        lengths = [most] * count
+        lengths = [max_length] * count
         if int(spread):
-            lengths = [max(1, most * (count + 3 * i) // (4 * count)) for i in range(count)]
+            lengths = [max(1, max_length * (count + 3 * i) // (4 * count)) for i in range(count)]
             random.Random(0).shuffle(lengths)
-        if num_generations > 1:  # not the canary's
+        if num_generations > 1:  # not the canary's single completion
             sampling = dataclasses.replace(sampling, forced_lengths=lengths)
-        return sampled(engine, prompts, sampling, num_generations=num_generations, **more)
+        return generate(engine, prompts, sampling, num_generations=num_generations, **options)
 
-    Engine.generate = forced
+    Engine.generate = generate_forced
     megalith.grpo(config, reward_funcs=odd)
 
 
@@ -92,8 +95,8 @@ def odd(completions: list[str], completion_ids: list[list[int]], **columns: Any)
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-def measured(args: argparse.Namespace, part: str) -> dict[str, Any]:
-    """The figures of one run, or under `failed` the end of what it printed."""
+def run_part(args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """Return the figures of one run, or under `failed` the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         tree, output = run_tree(args, part, Path(folder)), Path(folder) / "run"
         for setting in args.set:
@@ -104,7 +107,7 @@ def measured(args: argparse.Namespace, part: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(args.nproc), "-m", "megalith.bench.grpo_speed", RUN, part, f"{folder}/run.yaml"]
         command += [str(args.tokens - args.prompt), str(int(args.spread))]
-        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
+        returncode, printed = run_logged(command, Path(folder) / "printed.txt")
         if returncode or not (output / "metrics.jsonl").exists():
             return {"failed": f"failed with {returncode}: {printed[-3000:]}"}
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -135,7 +138,7 @@ def measured(args: argparse.Namespace, part: str) -> dict[str, Any]:
 
 
 def run_tree(args: argparse.Namespace, part: str, folder: Path) -> dict[str, Any]:
-    """The run file of a part: of GRPO on random prompts, or of pre-training on as many rows."""
+    """Return the run file of a part: GRPO on random prompts, or pre-training on the same number of rows."""
     model = dict(SHAPES[args.shape]) | ({"vocab_size": 128256} if "llama" in args.shape else {})
     count = args.prompts * args.generations
     rows = -(-count // (args.packed // (args.tokens - 1)))
@@ -166,7 +169,7 @@ def run_tree(args: argparse.Namespace, part: str, folder: Path) -> dict[str, Any
         return tree
     tree["rl"] = {
         "prompts": str(prompts),
-        "reward_funcs": "odd",  # in its place a function
+        "reward_funcs": "odd",  # replaced by the function
         "num_generations": args.generations,
         "max_completion_length": args.tokens - args.prompt,
         "max_prompt_length": args.prompt,

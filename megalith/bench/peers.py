@@ -1,15 +1,14 @@
-"""What a workload costs elsewhere: plain PyTorch, and transformers alone or under FSDP2, with liger-kernel too.
+"""The same training in other libraries: `python -m megalith.bench.peers hf gpt2-large` prints one line of JSON.
 
-`python -m megalith.bench.peers hf gpt2-large` prints one line of JSON; training_speed.py calls it. All train on random
-tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
-`hf` is transformers' model for causal language modelling, of an encoder that for pre-training (with both losses), of an
-encoder-decoder that for conditional generation (the samples of these two half to wholly filled, as ours are), compiled
-whole, under autocast; `plain` a GPT-2 of 60 lines with a compiled block, PyTorch's attention, and the logits whole;
-`fsdp2` transformers' model, sharded by fully_shard, in as many processes as torchrun starts; `liger` the same with
-liger-kernel's patches of Llama (norms, RoPE, SwiGLU, and a loss without whole logits). Both have the switches that a
-careful user would try: parameters resharded after the forward pass or kept (`--reshard never`), every layer recomputed,
-layers compiled or not. `peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager
-model, `peft-liger` the same with liger-kernel. torchtitan is in torchtitan_peer.py.
+All peers train on random tokens with fused AdamW, bf16 compute over fp32 weights, and gradient clipping:
+- `hf`: transformers' model, compiled, under autocast. Rows of encoders and encoder-decoders are half to fully filled.
+- `plain`: a GPT-2 of 60 lines, with compiled blocks, PyTorch's attention and materialized logits.
+- `fsdp2`: transformers' model sharded by fully_shard, in the processes that torchrun starts.
+- `liger`: the same with liger-kernel's patches of Llama (norms, RoPE, SwiGLU, fused loss).
+- `peft`: PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager model.
+- `peft-liger`: the same with liger-kernel.
+`fsdp2` and `liger` have the options a careful user would try: `--reshard`, `--recompute` and `--compile`.
+torchtitan is in torchtitan_peer.py.
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from megalith.bench.timing import synchronize
 from megalith.bench.workloads import WORKLOADS, lengths
 from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.model import ModelConfig
 
-MASKED = 0.15  # of an encoder's tokens
+MASKED = 0.15  # fraction of an encoder's tokens
 Peer = tuple[Callable[[Tensor, Tensor], Tensor], nn.Module]
-"""The loss of tokens and labels, both [batch, seq]; the model."""
+"""Loss as a function of tokens and labels, both [batch, seq]; the model."""
 
 
-@record  # torchrun's last lines then have the error itself
+@record  # makes torchrun print the error
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--batch", type=int, help="sequences of a process's step")
+    parser.add_argument("--batch", type=int, help="sequences per process and step")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
@@ -57,10 +57,9 @@ def main() -> None:
     workload = WORKLOADS[args.workload]
     run = model_run(args.workload, args.set)
     config, seq_length = run.model, run.data.seq_length
-    device = begin_processes()
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    began = time.perf_counter()
-    loss_of, model = PEERS[args.peer](run, device)
+    device = init_processes()
+    process_start = time.perf_counter()
+    loss_function, model = PEERS[args.peer](run, device)
     if args.recompute == "selective":
         parser.error(f"{args.peer} recomputes every layer or none; torchtitan has selective recomputation")
     if args.recompute == "full":
@@ -73,44 +72,46 @@ def main() -> None:
     rows = (args.batch or workload["batch"]) // args.micro_batches
     for step in range(args.steps):
         ids = torch.randint(config.vocab_size, (args.micro_batches, rows, seq_length + 1), device=device)
-        synchronize()
+        synchronize(device)
         start = time.perf_counter()
         for number, micro_batch in enumerate(ids):
             tokens, labels = micro_batch[:, :-1].contiguous(), micro_batch[:, 1:].contiguous()
-            if args.reshard == "never" and args.peer in SHARDED:  # reduced once, of the last micro-batch
+            if (
+                args.reshard == "never" and args.peer in SHARDED
+            ):  # reduce gradients after the last micro-batch only
                 model.set_requires_gradient_sync(number == len(ids) - 1)
-            loss = loss_of(tokens, labels) / args.micro_batches
+            loss = loss_function(tokens, labels) / args.micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        synchronize()
+        synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
         if step == 0:
-            first = time.perf_counter() - began
+            first = time.perf_counter() - process_start
     time_ms = statistics.median(times[args.warmup :])
-    found = {
+    result = {
         "step_time_ms": time_ms,
         "tokens_per_second_per_device": args.micro_batches * rows * seq_length / time_ms * 1e3,
         "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
         "first_step_s": first,
     }
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def model_run(workload: str, settings: Sequence[str]) -> RunConfig:
-    """The model and the sequences' lengths of a workload, with `section.key=value` in their place."""
-    given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
-    own = WORKLOADS[workload]
-    model = {"vocab_size": 50257, **own["model"]}
-    return RunConfig.from_tree({"model": model, "data": lengths(own)}).with_settings(given)
+    """Return a workload's model and sequence lengths, overridden by `section.key=value` settings."""
+    overrides = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
+    defaults = WORKLOADS[workload]
+    model = {"vocab_size": 50257, **defaults["model"]}
+    return RunConfig.from_tree({"model": model, "data": lengths(defaults)}).with_settings(overrides)
 
 
-def begin_processes() -> str:
-    """Joins the processes that torchrun has started, if it has; returns the type of device."""
+def init_processes() -> str:
+    """Join torchrun's process group, if there is one; return the device type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ:
         if device == "cuda":
@@ -166,7 +167,7 @@ def loss_of_masked(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The tokens are the encoder's; the first `length` labels the decoder's, which reads them one place later."""
+    """Return an encoder-decoder's loss: the tokens go to the encoder, the first `length` labels to the decoder."""
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(
@@ -180,7 +181,7 @@ def loss_of_pairs(model: nn.Module, length: int) -> Callable[[Tensor, Tensor], T
 
 
 def half_filled(tokens: Tensor) -> Tensor:
-    """bool like tokens [batch, seq]: True for the first half to all of each row."""
+    """Return a padding mask, bool [batch, seq], that is True for the first half to all of each row."""
     rows, seq = tokens.shape
     lengths = torch.randint((seq + 1) // 2, seq + 1, (rows, 1), device=tokens.device)
     return torch.arange(seq, device=tokens.device) < lengths
@@ -188,9 +189,9 @@ def half_filled(tokens: Tensor) -> Tensor:
 
 def hugging_face(run: RunConfig, device: str) -> Peer:
     model = build_hugging_face(run.model, device)
-    whole = torch.compile(model)
+    compiled = torch.compile(model)
     losses = {"bert": loss_of_masked, "t5": partial(loss_of_pairs, length=run.data.decoder_length)}
-    return under_autocast(losses.get(run.model.model_type, loss_by_logits)(whole), device), model
+    return under_autocast(losses.get(run.model.model_type, loss_by_logits)(compiled), device), model
 
 
 def fsdp2(run: RunConfig, device: str) -> Peer:
@@ -199,7 +200,7 @@ def fsdp2(run: RunConfig, device: str) -> Peer:
 
 
 def liger(run: RunConfig, device: str) -> Peer:
-    """Its loss takes the head's weight and the hidden states, for labels that stand one place ahead of their logits."""
+    """Build transformers' Llama with liger-kernel's fused loss, which takes labels that are already shifted."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
@@ -230,17 +231,17 @@ def peft(run: RunConfig, device: str, patched: bool = False) -> Peer:
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """Add the freedom that a careful user of FSDP2 has: resharding, recomputation, and compilation of the layers."""
+    """Add the options of FSDP2: resharding, recomputation, and compilation of the layers."""
     parser.add_argument(
         "--reshard", choices=("always", "never"), default="always", help="after the forward pass"
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    compiled = "compile each layer (default: of all but liger, which is faster without)"
+    compiled = "compile each layer (default: all peers but liger, which is faster without)"
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help=compiled)
 
 
 def shard(model: nn.Module, args: argparse.Namespace) -> None:
-    """Shard the model by FSDP2, each layer compiled or not: bf16 over fp32, gradients reduced in fp32."""
+    """Compile the layers if requested, and shard the model with FSDP2: bf16 over fp32, gradients reduced in fp32."""
     compiled = args.peer != "liger" if args.compile is None else args.compile
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -271,7 +272,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.tokens = nn.Embedding(config.padded_vocab_size, hidden)
-        self.places = nn.Embedding(seq_length, hidden)
+        self.positions = nn.Embedding(seq_length, hidden)
         self.blocks = nn.ModuleList(
             PlainBlock(hidden, config.num_attention_heads) for _ in range(config.num_layers)
         )
@@ -281,7 +282,7 @@ class PlainGPT(nn.Module):
             block.compile(fullgraph=True)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)

@@ -1,14 +1,14 @@
-"""Preprocessing speed against the tokenizers library's own batch encoding: same text, tokenizer and cores.
+"""Preprocessing speed compared with the tokenizers library's batch encoding.
 
     megalith bench preprocess [--megabytes 48] [--repeats 7] [--workers N]
 
-The text is the standard library corpus, repeated; the tokenizer is trained on it. The bar is the library's
-`encode_batch_fast` on texts already in memory, with as many threads as there are workers, its encodings
-thrown away. Against it stands the whole of `preprocess`: starting the workers, reading, parsing, encoding,
-and writing the dataset (neither counts loading the tokenizer); and Megatron-LM's way, a pool of processes
-that encode a document at a time, handed out by 25, one process writing what they return. They run in turn,
-each in a process of its own, and each ratio is the median over the turns: of the time on the clock, which
-needs an idle machine, and of the processor time, which other programs disturb less.
+The text is the standard library corpus, repeated, with a tokenizer trained on it. Three programs take turns, each in a
+process of its own, with the same text, tokenizer and cores:
+- the library's `encode_batch_fast` on texts in memory, with a thread per worker, discarding the encodings;
+- `preprocess`: start the workers, read, parse, encode, and write the dataset;
+- Megatron-LM's way: a pool of processes that encode one document at a time, in chunks of 25, and a single writer.
+Loading the tokenizer is not counted. Ratios are medians over the turns, of wall-clock time, which needs an idle
+machine, and of processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ def main() -> None:
         )
 
 
-def run_alone(what: str, folder: Path, workers: int) -> Seconds:
-    """One of ALONE in a process of its own, as a command runs, whose Rust threads are set before it starts."""
+def run_alone(program: str, folder: Path, workers: int) -> Seconds:
+    """Run one of ALONE in a new process, because the number of Rust threads must be set before it starts."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-m", "megalith.bench.preprocessing_speed", "--only", what]
+    command = [sys.executable, "-m", "megalith.bench.preprocessing_speed", "--only", program]
     command += ["--folder", str(folder), "--workers", str(workers)]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return Seconds(*json.loads(output))
 
 
 def library_seconds(folder: Path, workers: int) -> Seconds:
-    """What the library takes to encode the texts, loading not counted, in batches of 1,000 texts."""
+    """Measure the library's encoding in batches of 1,000 texts, without loading."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     with open(folder / "text.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]

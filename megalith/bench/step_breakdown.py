@@ -1,12 +1,12 @@
-"""Where the time of a GPU's step goes: `python -m megalith.bench.step_breakdown OUTPUT/profile/trace.json`.
+"""Breakdown of a step's time on a GPU: `python -m megalith.bench.step_breakdown OUTPUT/profile/trace.json`.
 
-Reads the trace that `log.profile` writes and shares out its first step, from its first kernel to the optimizer's
-last. A moment belongs to the kernel that computes then. Where none does, it belongs to the collective under way
-(exposed), and where there is none either, it is idle. So the shares add up to the step.
+Reads the trace that `log.profile` writes and divides its first step, from the first kernel to the optimizer's last.
+Each moment counts for the compute kernel that runs then; otherwise for the collective in progress (exposed); otherwise
+as idle. The parts therefore add up to the step.
 
-A kernel is known by its own name, or by the operators on the host that launched it: autograd's functions carry their
-names into the backward pass. Kernels of a compiled graph that say nothing themselves are counted where the telling ones
-of the same graph are: projections and norms with the attention, a softmax with its router.
+A kernel is classified by its name, or by the host operators that launched it; autograd functions keep their names in
+the backward pass. An unspecific kernel of a compiled graph is counted with the graph's specific ones: projections and
+norms with the attention, a softmax with its router.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXCHANGE, GATHERED = "exchange of rows, exposed", "gradients and weights between
 ATTENTION, SHARED, EXPERTS = "attention with its projections", "MLPs and shared expert", "experts"
 DISPATCH, ROUTER, OTHER, IDLE = "dispatch: rows sorted, taken, summed", "router", "other", "idle"
 
-# Of a kernel or an operator around its launch; the first that matches counts.
+# Patterns of the names of kernels, or of operators around their launch. The first match counts.
 COLLECTIVES = ((EXCHANGE, r"SendRecv"), (GATHERED, r"^nccl"))
 KINDS = (
     ("optimizer and norm of the gradient", r"^_adamw|Optimizer\.step|lpnorm|LpNorm|_foreach_norm"),
@@ -40,7 +40,7 @@ KINDS = (
     (DISPATCH, r"^triton.*(index_sum|floor_divide|index_select|arange|repeat_interleave|stack_view)"),
     (ATTENTION, r"_fprop_|_bprop_|fmha|flash|fusion::compute_dot"),
 )
-# Of any kernel of a graph, for those of it that match nothing above.
+# Patterns of the kernel names of a graph, for its kernels that match nothing above.
 GRAPHS = (
     (ATTENTION, r"_fprop_|_bprop_|fmha|flash"),
     (ROUTER, r"gemm_f32f32_f32|sgemm"),
@@ -52,7 +52,7 @@ GRAPH = "## Call CompiledFxGraph"
 
 @dataclass
 class Kernel:
-    """A kernel, its times in µs, and the names of the operators around its launch, the outermost first."""
+    """A kernel with its times in µs and the names of the operators around its launch, outermost first."""
 
     name: str
     start: float
@@ -76,7 +76,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def table(trace: list[Event]) -> str:
-    """A line for each part of the step, the largest first, in ms and as a share; "" where there is no kernel."""
+    """Return a line per part of the step, largest first, in ms and percent; "" without kernels."""
     parts = step_parts(kernels_of(trace), trace)
     total = sum(parts.values())
     rows = sorted(parts.items(), key=lambda item: -item[1])
@@ -84,7 +84,7 @@ def table(trace: list[Event]) -> str:
 
 
 def kernels_of(trace: list[Event]) -> list[Kernel]:
-    """All kernels, copies included, by their start."""
+    """Return all kernels, including copies, sorted by start."""
     around = dict(_launches(trace))
     kernels = []
     for event in trace:
@@ -95,7 +95,7 @@ def kernels_of(trace: list[Event]) -> list[Kernel]:
 
 
 def step_parts(kernels: list[Kernel], trace: list[Event]) -> dict[str, float]:
-    """The time of each part of the first step, µs."""
+    """Return the time of each part of the first step in µs."""
     steps = [e["ts"] for e in trace if e.get("cat") == "user_annotation" and e["name"].startswith("step ")]
     kernels = [kernel for kernel in kernels if kernel.launched >= min(steps, default=0.0)]
     stepping = [kernel.end for kernel in kernels if _matches(KINDS[:1], kernel)]
@@ -104,18 +104,18 @@ def step_parts(kernels: list[Kernel], trace: list[Event]) -> dict[str, float]:
     for kernel in kernels:
         if kernel.graph:
             graphs[kernel.graph].add(kernel.name)
-    told = {graph: _first(GRAPHS, ["\n".join(sorted(names))]) for graph, names in graphs.items()}
-    computing, travelling = [], []
+    graph_kinds = {graph: _first(GRAPHS, ["\n".join(sorted(names))]) for graph, names in graphs.items()}
+    computing, communicating = [], []
     for kernel in kernels:
         if kernel.end > end:
             continue
         if kind := _first(COLLECTIVES, [kernel.name]):
-            travelling.append((kernel.start, kernel.end, kind))
+            communicating.append((kernel.start, kernel.end, kind))
         else:
-            kind = _matches(KINDS, kernel) or told.get(kernel.graph) or OTHER
+            kind = _matches(KINDS, kernel) or graph_kinds.get(kernel.graph) or OTHER
             computing.append((kernel.start, kernel.end, kind))
     parts: dict[str, float] = defaultdict(float)
-    for begin, until, kind in _shared_out(computing, travelling):
+    for begin, until, kind in _split_time(computing, communicating):
         parts[kind] += until - begin
     return dict(parts)
 
@@ -128,13 +128,13 @@ def _first(kinds: Iterable[tuple[str, str]], names: list[str]) -> str | None:
     return next((kind for kind, pattern in kinds if any(re.search(pattern, n) for n in names)), None)
 
 
-def _shared_out(
-    computing: list[tuple[float, float, str]], travelling: list[tuple[float, float, str]]
+def _split_time(
+    computing: list[tuple[float, float, str]], communicating: list[tuple[float, float, str]]
 ) -> Iterator[tuple[float, float, str]]:
-    """Consecutive spans of time, each of one kind; both lists are sorted by start."""
-    now = min((span[0] for span in computing + travelling), default=0.0)
+    """Yield consecutive time spans of one kind each. Both lists must be sorted by start."""
+    now = min((span[0] for span in computing + communicating), default=0.0)
     for start, end, kind in [*computing, (float("inf"), float("inf"), IDLE)]:
-        for begin, until, other in travelling:  # what is exposed before this kernel
+        for begin, until, other in communicating:  # exposed before this kernel
             if until > now and begin < start:
                 if begin > now:
                     yield now, begin, IDLE
@@ -151,7 +151,7 @@ def _shared_out(
 
 
 def _launches(trace: list[Event]) -> Iterator[tuple[int, tuple[float, tuple[str, ...]]]]:
-    """For each launch its correlation, its time on the host, and the operators around it."""
+    """Yield the correlation id of each launch, its time on the host, and the operators around it."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in trace:
         if event.get("cat") in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"):

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on random tokens, as a peer of `megalith bench`.
+"""torchtitan's trainer on random tokens, as a peer of `megalith bench`.
 
     torchrun --nproc-per-node 4 -m megalith.bench.torchtitan_peer llama3-8b --batch 2 --steps 15 --reshard never
 
@@ -37,7 +37,7 @@ DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", choices=MODELS)
-    parser.add_argument("--batch", type=int, required=True, help="sequences of a data-parallel rank's step")
+    parser.add_argument("--batch", type=int, required=True, help="sequences per data-parallel rank and step")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=5)
@@ -68,17 +68,17 @@ def main() -> None:
 def options(args: argparse.Namespace, model: str, flavor: str, run: RunConfig) -> list[str]:
     """Return torchtitan's command line."""
     replicas = int(os.environ["WORLD_SIZE"]) // (args.tp * args.cp * args.pp)
-    found = ["--model.name", model, "--model.flavor", flavor, "--training.steps", str(args.steps)]
-    found += ["--training.seq_len", str(run.data.seq_length)]
-    found += ["--training.local_batch_size", str(args.batch // args.micro_batches)]
-    found += ["--training.global_batch_size", str(args.batch * replicas)]
-    found += ["--activation_checkpoint.mode", args.recompute]
-    found += ["--parallelism.fsdp_reshard_after_forward", args.reshard]
+    result = ["--model.name", model, "--model.flavor", flavor, "--training.steps", str(args.steps)]
+    result += ["--training.seq_len", str(run.data.seq_length)]
+    result += ["--training.local_batch_size", str(args.batch // args.micro_batches)]
+    result += ["--training.global_batch_size", str(args.batch * replicas)]
+    result += ["--activation_checkpoint.mode", args.recompute]
+    result += ["--parallelism.fsdp_reshard_after_forward", args.reshard]
     for name, word in DEGREES.items():
-        found += [f"--parallelism.{word}_parallel_degree", str(getattr(args, name))]
+        result += [f"--parallelism.{word}_parallel_degree", str(getattr(args, name))]
     if run.model.moe_router_force_load_balancing:
-        found.append("--debug.moe_force_load_balance")
-    return found if args.compile is False else [*found, "--compile.enable"]
+        result.append("--debug.moe_force_load_balance")
+    return result if args.compile is False else [*result, "--compile.enable"]
 
 
 def specialize(model: str, flavor: str, config: Any) -> None:

@@ -1,19 +1,13 @@
 """Training speed of a workload in a layout: `megalith bench gpt2-large --layout tp2+sp`.
 
-Each layout is a run of `megalith train` on synthetic tokens, without evaluation, in processes of its own, one a GPU.
-Figures are medians over the steps after the warm-up; TFLOP/s count the attention matrix at half (causal); memory is the
-most that rank 0 had allocated; the first step is timed from the start of the process, compilation included. Of several
-GPUs the time of one step is shared out (compute, exposed communication, bubble), of a pipeline the times of each stage
-are printed, and `--kernels` lists the costliest and, for experts, shares the step out (step_breakdown.py).
+Each layout is a run of `megalith train` on synthetic tokens, without evaluation, with a process per GPU. Figures are
+medians over the steps after the warm-up. TFLOP/s count half of the attention matrix (causal). Memory is the peak
+allocated on rank 0. The first step is timed from process start, including compilation.
 
-`--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
-`--peer` runs the same model elsewhere (peers.py), on the same GPUs, in the same call: `hf` and `plain` on one, `fsdp2`,
-`liger` and `torchtitan` in the processes and micro-batches of the last layout. Switches give these the freedom that a
-careful user would take: `liger:never` does not reshard parameters after the forward pass, `compiled` and `eager`
-decide about the layers, `selective` and `full` recompute, `micro=1` sets the sequences of a micro-batch. A peer that
-runs out of memory is tried again with half the micro-batch. `best` tries several and names the fastest. `--losses`
-prints the losses of some steps, to compare layouts. `--results FILE` appends each run as a line of JSON, with the
-hardware, the versions and the commit.
+`--peer` runs the same model in other libraries (peers.py) on the same GPUs: `hf` and `plain` on one, `fsdp2`, `liger`
+and `torchtitan` in the processes of the last layout. The latter three take options, as in `liger:never,micro=1`:
+`never` (no resharding after the forward pass), `compiled`, `eager`, `selective`, `full` (recomputation), `micro=N`.
+A peer that runs out of memory is tried again with half the micro-batch. `best` tries several and names the fastest.
 """
 
 from __future__ import annotations
@@ -52,11 +46,11 @@ SWITCHES = {  # of these peers, written liger:never,compiled
     "eager": ("--no-compile",),
 }
 BEST = "liger", "liger:never", "torchtitan", "torchtitan:never", "fsdp2:never"
-CHOSEN = "note: chosen by auto"  # how a run's line of it begins
+CHOSEN = "note: chosen by auto"  # start of the line that a run prints
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
-ENDING = 20.0  # seconds
-REAL_MEGABYTES = 128  # of text; their tokens take about half of it
+TERMINATE_TIMEOUT = 20.0  # seconds
+REAL_MEGABYTES = 128  # of text; its tokens take about half as much
 NOT_KERNELS = (
     "step ",
     "## Call",
@@ -64,7 +58,7 @@ NOT_KERNELS = (
     "Memcpy",
     "megalith:",
     "nccl:",
-)  # what torch lists among them
+)  # other rows of torch's table
 
 
 def main() -> None:
@@ -79,82 +73,85 @@ def main() -> None:
         metavar="LAYOUT",
         help=f"{', '.join(LAYOUTS)}; or degrees and settings of `parallel`: tp=2,pp=2,dp=2,sequence_parallel=true",
     )
-    parser.add_argument("--steps", type=int, default=30, help="in all (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="number of steps (default: %(default)s)")
     parser.add_argument(
-        "--warmup", type=int, default=10, help="steps that do not count (default: %(default)s)"
+        "--warmup", type=int, default=10, help="steps excluded from the figures (default: %(default)s)"
     )
-    parser.add_argument(
-        "--batch", type=int, help="sequences a step (default: the workload's for each process)"
-    )
+    parser.add_argument("--batch", type=int, help="sequences per step (default: the workload's, per process)")
     parser.add_argument("--losses", action="store_true", help="print the losses of some steps")
-    parser.add_argument("--kernels", action="store_true", help="list the costliest kernels")
     parser.add_argument(
-        "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
+        "--kernels",
+        action="store_true",
+        help="list the slowest kernels; for experts, also break the step down",
     )
+    parser.add_argument(
+        "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB",
+        help="run each layout again on so many MB of real text (default: %(const)s), and compare the times",
+    )  # fmt: skip
     parser.add_argument(
         "--peer", type=peer_name, nargs="+", default=[], metavar="PEER", help=f"{', '.join(PEERS)}, best"
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="appends a line of JSON for each run")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON per run")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
     _check_devices(max(layout_of(layout)["processes"] for layout in args.layout))
     failed = False
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
-        real = real_data(Path(folder), args.real) if args.real else None
+        real = build_real_data(Path(folder), args.real) if args.real else None
         for layout in args.layout:
-            found = measure(args, layout, {"mock": True})
-            show(args, layout, found)
-            failed |= "failed" in found
+            result = measure(args, layout, {"mock": True})
+            show(args, layout, result)
+            failed |= "failed" in result
             if real:
                 on_text = measure(args, layout, real)
                 show(args, f"{layout} on real text", on_text)
-                compare(found, on_text)
+                compare(result, on_text)
     for peer in args.peer:
-        failed |= not any("failed" not in found for found in measure_peers(args, peer))
+        failed |= not any("failed" not in result for result in measure_peers(args, peer))
     if failed:
         sys.exit(1)
 
 
 def _check_devices(processes: int) -> None:
-    """Raises ConfigError for a layout of more GPUs than there are; without one it prints that the CPU is measured."""
+    """Raise ConfigError if a layout needs more GPUs than there are; without any, print that the CPU is measured."""
     import torch
 
-    found = torch.cuda.device_count()
-    if not found:
-        print("there is no GPU: these are figures of the CPU", file=sys.stderr, flush=True)
-    elif found < processes:
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        print("there is no GPU: the figures are the CPU's", file=sys.stderr, flush=True)
+    elif gpus < processes:
         raise ConfigError(
-            f"--layout takes {processes} GPUs and this machine has {found}; `megalith bench` lists the layouts by the "
-            "processes that they take"
+            f"--layout takes {processes} GPUs and this machine has {gpus}; `megalith bench` lists the layouts by "
+            "number of processes"
         )
 
 
-def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
-    """Prints a run's figures, and appends them to the results."""
+def show(args: argparse.Namespace, name: str, result: dict[str, Any]) -> None:
+    """Print a run's figures, and append them to --results."""
     figures = " | ".join(
-        f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (int, float))
+        f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, (int, float))
     )
     print(f"{args.workload} {name} | {figures}")
     for key in ("losses", "told", "measured", "stages", "kernels", "parts", "failed"):
-        if found.get(key):
-            print(found[key])
+        if result.get(key):
+            print(result[key])
     sys.stdout.flush()
     if args.results:
         row = {"workload": args.workload, "run": name, "batch": args.batch, "set": args.set}
         with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **found, **surroundings()}) + "\n")
+            file.write(json.dumps({**row, **result, **environment()}) + "\n")
 
 
-def real_data(folder: Path, megabytes: int) -> dict[str, Any]:
-    """The settings of a dataset of so much text, which it makes."""
+def build_real_data(folder: Path, megabytes: int) -> dict[str, Any]:
+    """Write a dataset of real text, and return its settings."""
     prefix, tokens = build_dataset(folder, megabytes)
     print(f"real text: {tokens:,} tokens, {2 * tokens / 1e6:.0f} MB", flush=True)
     return {"data_path": [prefix]}
 
 
 def compare(mock: dict[str, Any], real: dict[str, Any]) -> None:
-    """Prints what real data cost."""
+    """Print the cost of real data."""
     if "failed" not in mock and "failed" not in real:
         times = mock["step_time_ms"], real["step_time_ms"]
         print(
@@ -169,8 +166,15 @@ def measure(
     program: str = "train",
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The figures of one run of `megalith PROGRAM`, or under `failed` the end of what it printed. `sections` are
-    laid over those of the workload's run file."""
+    """Run `megalith PROGRAM` on a workload.
+
+    Args:
+        data: settings of `data`.
+        sections: sections of the run file that override the workload's.
+
+    Returns:
+        The figures, or under `failed` the end of the output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tree = run_tree(
             args.workload, layout, data, folder, steps=args.steps, batch=args.batch, profiles=args.kernels
@@ -178,46 +182,49 @@ def measure(
         for name, section in (sections or {}).items():
             tree[name] = {**tree.get(name, {}), **section}
         options = [f"--{setting}" for setting in args.set]
-        steps, printed = run_of(tree, Path(folder), layout_of(layout)["processes"], options, program)
+        steps, printed = run_training(tree, Path(folder), layout_of(layout)["processes"], options, program)
         if steps is None:
             return {"failed": printed}
         output = Path(folder) / "run"
         events = output / "events.jsonl"
-        told = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
-        warned = [event["text"] for event in told if event["event"] == "gpu"]
+        records = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
+        warnings = [event["text"] for event in records if event["event"] == "gpu"]
         table = output / "profile" / "top_operations.txt"
-        kernels = costliest(table.read_text()) if table.exists() else None
+        kernels = costliest_kernels(table.read_text()) if table.exists() else None
         trace = output / "profile" / "trace.json"
         parts = step_breakdown.table(step_breakdown.read_trace(trace)) if trace.exists() else ""
         stages = stage_times(read_timeline(output)) if (output / TIMELINE_FILE).exists() else None
-    found = medians(steps[args.warmup : args.steps])
+    result = medians(steps[args.warmup : args.steps])
     if first := re.search(r"first step ([\d.]+) s after", printed):
-        found["first_step_s"] = float(first[1])
+        result["first_step_s"] = float(first[1])
     if args.losses:
         shown = steps[:: max(1, len(steps) // 6)]
-        found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
-    found["told"] = "\n".join([line for line in printed.splitlines() if line.startswith(CHOSEN)] + warned)
+        result["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
+    result["told"] = "\n".join([line for line in printed.splitlines() if line.startswith(CHOSEN)] + warnings)
     if "measured in step" in printed:
         lines = printed[printed.index("measured in step") :].splitlines()
         end = next((i for i, line in enumerate(lines) if "iteration" in line), None)
-        found["measured"] = "\n".join(line for line in lines[:end] if line)
-    return found | {
+        result["measured"] = "\n".join(line for line in lines[:end] if line)
+    return result | {
         "stages": stages,
         "kernels": kernels,
         "parts": parts if step_breakdown.EXPERTS in parts else None,
     }
 
 
-def run_of(
+def run_training(
     tree: dict[str, Any], folder: Path, processes: int, options: Sequence[str] = (), program: str = "train"
 ) -> tuple[list[dict[str, Any]] | None, str]:
-    """Runs `megalith PROGRAM` of a run file's sections, its output in `run` under the folder: the lines of its metrics
-    and what it printed; of a run that failed None, and a sentence with the end of that."""
+    """Run `megalith PROGRAM` with the sections of a run file, and its output in FOLDER/run.
+
+    Returns:
+        The metrics of each step and the printed output; for a failed run None, and a message with the output's end.
+    """
     run_file, output = folder / "run.yaml", folder / "run"
     tree["train"] = {**tree["train"], "output_dir": str(output)}
     run_file.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "megalith", program, str(run_file), "--nproc", str(processes), *options]
-    returncode, printed = run_to_end(command, folder / "printed.txt")
+    returncode, printed = run_logged(command, folder / "printed.txt")
     metrics = output / "metrics.jsonl"
     if returncode or not metrics.exists():
         return None, f"failed with {returncode}: {printed[-2000:]}"
@@ -225,7 +232,7 @@ def run_of(
 
 
 def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the figures that the steps have."""
+    """Return the median of each figure that the steps have."""
     return {
         key: statistics.median(step[key] for step in steps if step[key] is not None)
         for key in FIGURES
@@ -233,18 +240,17 @@ def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_to_end(command: list[str], file: Path) -> tuple[int, str]:
-    """The exit status of a command and what it printed. Where this program is ended before (Ctrl-C, SIGTERM), that is
-    printed first: how far the run has come."""
+def run_logged(command: list[str], file: Path) -> tuple[int, str]:
+    """Run a command; return its exit status and output. If this program is interrupted, print the output so far."""
     with file.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         process.wait()
     except BaseException:
-        print(f"ended before the run was through; it has printed:\n{file.read_text()[-2000:]}", flush=True)
+        print(f"interrupted; output of the run so far:\n{file.read_text()[-2000:]}", flush=True)
         process.terminate()
-        try:  # what runs next needs its devices
-            process.wait(ENDING)
+        try:  # free its devices
+            process.wait(TERMINATE_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
         raise
@@ -252,7 +258,7 @@ def run_to_end(command: list[str], file: Path) -> tuple[int, str]:
 
 
 def stage_times(timeline: Timeline) -> str:
-    """What a forward and a backward pass of a micro-batch take in each stage, in the model's order."""
+    """Return the times of a micro-batch's forward and backward pass in each stage, in the model's order."""
     times: dict[tuple[int, int], dict[Kind, list[float]]] = {}
     for span in (span for spans in timeline.spans for span in spans):
         stage = times.setdefault((span.action.chunk, span.rank), {})
@@ -283,7 +289,7 @@ def measure_peers(args: argparse.Namespace, peer: str) -> list[dict[str, Any]]:
     for name in BEST if peer == "best" else [peer]:
         results[name] = measure_peer(args, name)
         show(args, name, results[name])
-    ran = {name: found for name, found in results.items() if "failed" not in found}
+    ran = {name: result for name, result in results.items() if "failed" not in result}
     if peer == "best" and ran:
         fastest = min(ran, key=lambda name: ran[name]["step_time_ms"])
         print(f"best peer: {fastest}, {ran[fastest]['step_time_ms']:.1f} ms")
@@ -314,9 +320,9 @@ def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     ):
         options += SWITCHES["full"]
     while True:
-        found = _run_peer(args, name, layout, train["global_batch_size"], micro, options)
-        if "out of memory" not in found.get("failed", "") or micro == 1:
-            return found | {"micro_batch_size": micro}
+        result = _run_peer(args, name, layout, train["global_batch_size"], micro, options)
+        if "out of memory" not in result.get("failed", "") or micro == 1:
+            return result | {"micro_batch_size": micro}
         print(f"{peer} runs out of memory with {micro} sequences in a micro-batch", flush=True)
         micro //= 2
 
@@ -333,11 +339,11 @@ def _run_peer(
     processes, degrees = layout["processes"], {}
     if name == "torchtitan":
         degrees = {key: layout["parallel"].get(DEGREES[key], 1) for key in ("tp", "cp", "pp", "ep")}
-    cut = math.prod(degree for key, degree in degrees.items() if key != "ep")
-    rows = batch // (processes // cut)  # of a data-parallel rank
-    several = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"]
+    model_parallel_size = math.prod(degree for key, degree in degrees.items() if key != "ep")
+    rows = batch // (processes // model_parallel_size)  # per data-parallel rank
+    torchrun = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"]
     module = ["megalith.bench.torchtitan_peer"] if name == "torchtitan" else ["megalith.bench.peers", name]
-    command = [sys.executable, "-m", *(several if processes > 1 or degrees else []), *module, args.workload]
+    command = [sys.executable, "-m", *(torchrun if processes > 1 or degrees else []), *module, args.workload]
     command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(rows)]
     command += ["--micro-batches", str(max(1, rows // micro)), *options]
     for key, degree in degrees.items():
@@ -351,8 +357,8 @@ def _run_peer(
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
-def costliest(table: str) -> str:
-    """Self time, its share and the number of calls of the first kernels in torch's table of a GPU's operations."""
+def costliest_kernels(table: str) -> str:
+    """Return self time, percentage and calls of the slowest kernels, from torch's table of GPU operations."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
     heading, columns = (
         next(row for row in rows if row[0] == "Name"),
@@ -371,8 +377,8 @@ def costliest(table: str) -> str:
     )
 
 
-def surroundings() -> dict[str, Any]:
-    """What the figures were taken on."""
+def environment() -> dict[str, Any]:
+    """Return versions, device, commit and date of a measurement."""
     import torch
 
     folder = str(Path(megalith.__file__).parent)

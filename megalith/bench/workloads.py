@@ -1,4 +1,4 @@
-"""What `megalith bench` trains: models with their sequences, and layouts with the processes they take."""
+"""Workloads and layouts of `megalith bench`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BERT = dict(preset="bert-large", **_NO_DROPOUT)
 _T5 = dict(preset="t5-3b", **_NO_DROPOUT)
 _BALANCED = dict(moe_router_force_load_balancing=True)
 _QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
-# 14 of its 27 layers, as many as two GPUs hold.
+# 14 of its 27 layers, the most that fit two GPUs.
 _DEEPSEEK = dict(_BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)
-# Two stages, four micro-batches through each chunk at a time.
+# Two stages, groups of four micro-batches.
 _IN_FOURS = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipeline_stage=4)
 
 # fmt: off
@@ -37,9 +37,10 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
     "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
 }
-LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch as a share of the step's, settings
+# processes; micro-batch size as a fraction of the sequences per process; settings
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one":         dict(processes=1, micro=1.0, parallel={}),
-    # Llama-3-8B on one GPU: 136 and 130 GB by the estimate, where keeping everything would take 185.
+    # Llama-3-8B on one GPU: estimated at 136 and 130 GB, compared with 185 GB without recomputation or offloading.
     "one-recompute": dict(processes=1, micro=0.5, parallel=dict(recompute_granularity="full")),
     "one-offload": dict(processes=1, micro=0.5, parallel=dict(recompute_granularity="full", recompute_method="block",
                         recompute_num_layers=16), optim=dict(optimizer_cpu_offload=True,
@@ -56,8 +57,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
     "pp2":         dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2)),
     "pp2-v2":      dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2,
                         virtual_pipeline_model_parallel_size=2)),
-    # Of 36 layers, the head with its loss as dear as 2.7: rank 0 has 19, and small stages at both ends
-    # let the ranks begin and end together. The sizes are the best by the simulator for several guesses at the costs.
+    # 36 layers, with a head and loss that cost as much as 2.7 layers: rank 0 has 19 layers, and small stages at both
+    # ends let the ranks start and finish together. Sizes are the simulator's best for several assumed costs.
     "pp2-v3":      dict(processes=2, micro=0.25, parallel=dict(_IN_FOURS,
                         pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")),
     "pp2-v4":      dict(processes=2, micro=0.25, parallel=dict(_IN_FOURS,
@@ -88,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
 }
 # fmt: on
 
-DEGREES = {  # of a layout that is given by its degrees; dp is what the others leave of the processes
+DEGREES = {  # settings by degree, in layouts such as tp=2,dp=2
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -115,10 +116,10 @@ def layout_of(name: str) -> dict[str, Any]:
             f"there is no layout {name!r}{did_you_mean(name, list(LAYOUTS))}; `megalith bench` lists them, and degrees "
             "are written tp=2,pp=2,dp=2"
         )
-    given = {
+    options = {
         key.strip(): yaml.safe_load(value) for key, _, value in (x.partition("=") for x in name.split(","))
     }
-    degrees = {key: value for key, value in given.items() if key in DEGREES or key == "dp"}
+    degrees = {key: value for key, value in options.items() if key in DEGREES or key == "dp"}
     for key, value in degrees.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"--layout {name}: {key} is {value!r}, but a degree is a positive integer")
@@ -126,12 +127,12 @@ def layout_of(name: str) -> dict[str, Any]:
     return dict(
         processes=math.prod(degrees.get(key, 1) for key in MULTIPLIED),
         micro=0.0 if degrees.get("pp", 1) > 1 else 1 / replicas,
-        parallel={DEGREES.get(key, key): value for key, value in given.items() if key != "dp"},
+        parallel={DEGREES.get(key, key): value for key, value in options.items() if key != "dp"},
     )
 
 
 def lengths(workload: dict[str, Any]) -> dict[str, int]:
-    """The lengths of a workload's sequences, as settings of `data`."""
+    """Return a workload's sequence lengths, as settings of `data`."""
     return {name: workload[name] for name in ("seq_length", "decoder_seq_length") if name in workload}
 
 
@@ -145,20 +146,25 @@ def run_tree(
     batch: int | None = None,
     profiles: bool = False,
 ) -> dict[str, Any]:
-    """The run file of a workload in a layout, on these data: so many steps of `batch` sequences, by default the
-    workload's for each process, and one more to profile."""
-    workload, how = WORKLOADS[name], layout_of(layout)
-    batch = batch or workload["batch"] * how["processes"]
-    more = {"profile": True, "profile_step_start": steps + 1, "profile_step_end": steps + 2}
+    """Return the run file of a workload.
+
+    Args:
+        data: settings of `data`.
+        batch: sequences per step (default: the workload's per process, times the processes).
+        profiles: add a step to profile.
+    """
+    workload, layout_settings = WORKLOADS[name], layout_of(layout)
+    batch = batch or workload["batch"] * layout_settings["processes"]
+    profile = {"profile": True, "profile_step_start": steps + 1, "profile_step_end": steps + 2}
     return {
         "model": workload["model"],
-        "parallel": how["parallel"],
+        "parallel": layout_settings["parallel"],
         "data": {**data, **lengths(workload)},
-        "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
+        "optim": {"lr": 1e-4, "lr_decay_style": "constant", **layout_settings.get("optim", {})},
         "checkpoint": {"save_at_end": False},
-        "log": {"log_interval": 5, **(more if profiles else {})},  # one more step, after the measured ones
+        "log": {"log_interval": 5, **(profile if profiles else {})},  # a step after the measured ones
         "train": {
-            "micro_batch_size": max(1, int(how["micro"] * batch)),
+            "micro_batch_size": max(1, int(layout_settings["micro"] * batch)),
             "global_batch_size": batch,
             "precision": workload["precision"],
             "train_iters": steps + profiles,
