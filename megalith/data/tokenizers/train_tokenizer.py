@@ -16,7 +16,7 @@ from pathlib import Path
 from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, expand_inputs, read_texts
 from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
-from megalith.progress import REDRAWN, Progress
+from megalith.progress import REDRAW_INTERVAL, Progress
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB_SIZE = 256 + 1  # the bytes and the end of text
@@ -84,7 +84,7 @@ def train_tokenizer(
     )
     with Progress("tokenizer", None, show=show_progress) as progress, ThreadPoolExecutor(1) as thread:
         training = thread.submit(tokenizer.train_from_iterator, texts(), trainer)
-        while wait([training], REDRAWN).not_done:
+        while wait([training], REDRAW_INTERVAL).not_done:
             progress.update(counts["bytes"], f"{counts['bytes'] / 1e6:.1f} MB of text read")
         training.result()
     if counts["bytes"] == 0:
