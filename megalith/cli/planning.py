@@ -143,7 +143,7 @@ def _say_what_is_chosen(args: Arguments) -> None:
 def run_show(args: Arguments) -> int:
     from megalith.planner.fit import fit_sentence
     from megalith.planner.plan_result import PlanResult
-    from megalith.planner.plan_text import figures, layout_details, layout_json
+    from megalith.planner.plan_text import layout_cells, layout_details, layout_json
     from megalith.planner.search import planned, usable_bytes
     from megalith.tables import format_si, wrap_paragraph
 
@@ -154,7 +154,7 @@ def run_show(args: Arguments) -> int:
     if args.json:
         print(json.dumps(layout_json(layout, answer, args.tokens, args.price_per_gpu_hour)))
     else:
-        ms, tokens, mfu, *_ = figures(layout)
+        ms, tokens, mfu, *_ = layout_cells(layout)
         print(wrap_paragraph(fit_sentence(args.gpus, rates.device, layout.bytes, answer.usable)))
         print(
             wrap_paragraph(

@@ -10,12 +10,12 @@ from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.planner.layout import Layout, StageLayout
 from megalith.tables import format_amount, format_si, memory_unit, plain_table, render, wrap_paragraph
 
-MAX_ROWS = 16  # of ranks; a larger world is shown by ranges
-UNEVEN = 1.05  # the largest stage against the smallest
+MAX_ROWS = 16  # of the ranks table; larger worlds are shown by ranges of ranks
+UNEVEN = 1.05  # memory of the largest stage over the smallest
 
 
 def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
-    """What is known of a run over several ranks before its first step. `hosts`: each rank's machine."""
+    """Describe a layout before the first step. `hosts`: the machine of each rank."""
     size = layout.size
     parts = [
         wrap_paragraph(
@@ -38,14 +38,17 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
 
 
 def ranks_table(layout: Layout, hosts: Sequence[str] | None) -> Table:
-    """Rank → coordinates, with stage and machine."""
+    """Return a table of the ranks' coordinates, layers and machines."""
     headings = ["ranks", "pp", "dp", "cp", "tp", "layers"] + (["machine"] if hosts else [])
     table = plain_table(*headings, left=len(headings))
     for ranks in rank_ranges(layout):
-        places = [layout.coordinates[rank] for rank in ranks]
+        coordinates = [layout.coordinates[rank] for rank in ranks]
         row = [
             format_range(ranks),
-            *(format_range([getattr(p, name) for p in places]) for name in ("pp", "dp", "cp", "tp")),
+            *(
+                format_range([getattr(each, name) for each in coordinates])
+                for name in ("pp", "dp", "cp", "tp")
+            ),
         ]
         row.append(layers_text(layout.stage_of(ranks[0])))
         if hosts:
@@ -56,25 +59,25 @@ def ranks_table(layout: Layout, hosts: Sequence[str] | None) -> Table:
 
 
 def rank_ranges(layout: Layout) -> Iterator[range]:
-    """The ranks one by one, or in the finest ranges along the axes that make no more than MOST_ROWS rows."""
+    """Return single ranks, or the smallest ranges along the mesh axes that need at most MAX_ROWS rows."""
     size, world = layout.size, layout.world_size
-    together = (1, size.tp, size.cp * size.tp)
-    step = next((s for s in together if world // s <= MAX_ROWS), world // size.pp)
+    lengths = (1, size.tp, size.cp * size.tp)
+    step = next((s for s in lengths if world // s <= MAX_ROWS), world // size.pp)
     return (range(first, first + step) for first in range(0, world, step))
 
 
-def format_range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
+def format_range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
     return str(low) if low == high else f"{low}–{high}"
 
 
 def layers_text(stage: StageLayout) -> str:
-    """The stage's layers and what it has besides: `E 0–4, 10–14 L`, as in pipeline_model_parallel_layout."""
+    """Return the layers of a stage, with E and L as in pipeline_model_parallel_layout: `E 0–4, 10–14 L`."""
     layers = ", ".join(format_range(chunk.layers) if chunk.layers else "none" for chunk in stage.chunks)
     return f"{'E ' if stage.embedding else ''}{layers}{' L' if stage.head else ''}"
 
 
-# A heading for each part of a MemoryEstimate.
+# Field of MemoryEstimate → heading.
 MEMORY_HEADINGS = {
     "weights": "weights",
     "compute_copy": "copy",
@@ -86,7 +89,7 @@ MEMORY_HEADINGS = {
 
 
 def stages_table(layout: Layout) -> Table:
-    """Stage → layers, parameters and the memory that a device of it is expected to take."""
+    """Return a table of the stages' layers, parameters and expected memory per device."""
     unit, size = memory_unit(stage.memory.total for stage in layout.stages)
     table = plain_table(
         "stage",
@@ -110,7 +113,7 @@ def stages_table(layout: Layout) -> Table:
 
 
 def explain_imbalance(layout: Layout) -> str | None:
-    """The sentence that says why one stage takes more memory than another; None where they are alike."""
+    """Return a sentence that explains why one stage takes more memory than another; None if they are about equal."""
     most = max(layout.stages, key=lambda stage: stage.memory.total)
     least = min(layout.stages, key=lambda stage: stage.memory.total)
     if most.memory.total <= UNEVEN * least.memory.total:
@@ -129,18 +132,18 @@ def explain_imbalance(layout: Layout) -> str | None:
 
 
 def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tuple[int, str]]:
-    """(bytes that `most` has more, why)."""
+    """Return (additional bytes of `most` compared with `least`, explanation)."""
 
     def more(*names: str) -> int:
         return sum(getattr(most.memory, name) - getattr(least.memory, name) for name in names)
 
     chunks = "" if len(most.chunks) == 1 else " chunks"
-    # Without FSDP2 the cast weights go with each micro-batch; with it a gathered copy is part of the state.
+    # Without FSDP2 autograd holds cast weights for each micro-batch. With it, the gathered copy is part of the state.
     copies = () if layout.gathers else ("compute_copy",)
-    kept = "activations and cast weights" if copies and most.memory.compute_copy else "activations"
-    held = f"{most.in_flight}{chunks} in flight against {least.in_flight}"
+    saved = "activations and cast weights" if copies and most.memory.compute_copy else "activations"
+    count = f"{most.in_flight}{chunks} in flight against {least.in_flight}"
     if most.in_flight == least.in_flight:
-        held = f"of {_layers(most)} layers against {_layers(least)}"
+        count = f"of {_layers(most)} layers against {_layers(least)}"
     gathered = () if copies else ("compute_copy",)
     state = ", ".join(
         [
@@ -151,7 +154,7 @@ def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tupl
     return [
         (
             more("activations", *copies),
-            f"{kept}, {held}",
+            f"{saved}, {count}",
         ),
         (more("weights", "gradients", "optimizer", *gathered), state),
         (more("loss"), "logits and the head's gradient"),
@@ -163,18 +166,18 @@ def _layers(stage: StageLayout) -> int:
 
 
 def _ends(most: StageLayout, least: StageLayout) -> list[str]:
-    found = []
+    differences = []
     for name, has, other in (
         ("the embedding", most.embedding, least.embedding),
         ("the head", most.head, least.head),
     ):
         if has != other:
-            found.append(f"{'with' if has else 'without'} {name}")
-    return found
+            differences.append(f"{'with' if has else 'without'} {name}")
+    return differences
 
 
 def bubble_text(layout: Layout) -> str:
-    """What the schedule makes the ranks wait."""
+    """Return a sentence about the schedule and its expected bubble."""
     parallel = layout.config.parallel
     text = (
         f"pipeline: {schedule_kind(parallel)}, {layout.micro_batches} micro-batches a step: ranks are expected to "
@@ -186,7 +189,7 @@ def bubble_text(layout: Layout) -> str:
 
 
 def transfers_table(layout: Layout) -> Table:
-    """Axis → bytes."""
+    """Return a table of the bytes that each axis sends."""
     table = plain_table("axis", "ranks", "sent a step", "what moves", left=1)
     table.columns[-1].justify = "left"
     for transfer in layout.transfers:

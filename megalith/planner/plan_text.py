@@ -1,4 +1,4 @@
-"""A plan as text and JSON, and as a PNG: memory by stage, the pipeline's timeline, the best layouts by their time."""
+"""A plan as text and JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ from megalith.tables import (
 )
 
 GB = 1e9
-EXPLAINED = 5
+MAX_EXPLANATIONS = 5
 
 
 def plan_text(answer: PlanResult, tokens: float | None, price: float | None, explain: bool = False) -> str:
-    """The whole answer, a hundred columns wide."""
+    """Return the plan as text.
+
+    Args:
+        answer: the plan.
+        tokens: tokens to train on; adds a column with the days.
+        price: per GPU hour; adds a column with the cost.
+        explain: also explain slower, too large and rejected layouts.
+    """
     config, rates = answer.config, answer.rates
     batch, seq = config.train.global_batch_size, config.data.seq_length
     precision = "FP8" if config.train.fp8_format else config.train.precision
@@ -50,7 +57,7 @@ def plan_text(answer: PlanResult, tokens: float | None, price: float | None, exp
         parts += [wrap_paragraph(MOMENTS_NOTE.format(optim.exp_avg_dtype))]
     parts += ["", layout_details(answer.best[0])]
     if explain:
-        parts += ["", *map(wrap_paragraph, explained(answer))]
+        parts += ["", *map(wrap_paragraph, explanations(answer))]
     return "\n".join(parts)
 
 
@@ -62,12 +69,12 @@ MOMENTS_NOTE = (
 
 
 def best_table(answer: PlanResult, tokens: float | None, price: float | None) -> str:
-    """A line of figures for each layout, and one or two that name it."""
+    """Return a table with a row of numbers per layout, followed by the layout's name."""
     headings = ["", "ms a step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
     headings += (["days"] if tokens else []) + (["cost"] if tokens and price else [])
     table = plain_table(*headings, left=0)
     for number, each in enumerate(answer.best, 1):
-        row = [str(number), *figures(each)]
+        row = [str(number), *layout_cells(each)]
         if tokens:
             days = answer.days(each, tokens)
             row += [f"{days:,.1f}"] + ([format_si(days * 24 * answer.gpus * price)] if price else [])
@@ -81,7 +88,8 @@ def best_table(answer: PlanResult, tokens: float | None, price: float | None) ->
     return "\n".join([*heading, *(line for pair in zip(rows, names) for line in pair)])
 
 
-def figures(layout: PlannedLayout) -> list[str]:
+def layout_cells(layout: PlannedLayout) -> list[str]:
+    """Return a layout's time, speed, MFU, memory, bubble and exposed communication as text."""
     time, speed = layout.time, layout.speed
     return [
         f"{1e3 * time.seconds:,.0f}",
@@ -94,7 +102,7 @@ def figures(layout: PlannedLayout) -> list[str]:
 
 
 def layout_details(layout: PlannedLayout) -> str:
-    """Where a layout's time and memory go."""
+    """Return a layout's time by part and memory by stage."""
     unit, size = memory_unit(stage.total for stage in layout.memory)
     memory = plain_table("stage", *MEMORY_HEADINGS.values(), f"total {unit}", left=1)
     for number, stage in enumerate(layout.memory):
@@ -119,17 +127,17 @@ def layout_details(layout: PlannedLayout) -> str:
     )
 
 
-def explained(answer: PlanResult) -> Iterator[str]:
-    """Why the next ones are slower, why others do not fit, and what the trainer refused."""
+def explanations(answer: PlanResult) -> Iterator[str]:
+    """Yield why the next layouts are slower, why others do not fit, and what the trainer refused."""
     best = answer.best[0]
     for number, each in enumerate(answer.best[1:], 2):
-        more = {name: each.time.parts[name] - best.time.parts[name] for name in PARTS}
-        worst = sorted(more, key=more.__getitem__, reverse=True)[:2]
-        why = ", ".join(f"{name} +{1e3 * more[name]:,.0f} ms" for name in worst if more[name] > 0)
-        yield f"{number}. {each.time.seconds / best.time.seconds - 1:+.1%}: {why or 'as fast'} ({each.name})"
-    for each in answer.too_large[:EXPLAINED]:
+        added = {name: each.time.parts[name] - best.time.parts[name] for name in PARTS}
+        worst = sorted(added, key=added.__getitem__, reverse=True)[:2]
+        reasons = ", ".join(f"{name} +{1e3 * added[name]:,.0f} ms" for name in worst if added[name] > 0)
+        yield f"{number}. {each.time.seconds / best.time.seconds - 1:+.1%}: {reasons or 'as fast'} ({each.name})"
+    for each in answer.too_large[:MAX_EXPLANATIONS]:
         yield f"does not fit: {_too_large(each, answer)}"
-    for sentence, times in answer.refused.most_common(EXPLAINED):
+    for sentence, times in answer.refused.most_common(MAX_EXPLANATIONS):
         yield f"refused by the trainer ({times} times): {sentence}"
 
 
@@ -155,7 +163,7 @@ def _nothing_fits(answer: PlanResult) -> Iterator[str]:
 
 
 def plan_json(answer: PlanResult, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-    """The answer as plain values: seconds, bytes, shares 0 to 1."""
+    """Return the plan as JSON values, in seconds, bytes and fractions from 0 to 1."""
     return {
         "gpus": answer.gpus,
         "gpus_per_node": answer.gpus_per_node,
@@ -177,7 +185,7 @@ def plan_json(answer: PlanResult, tokens: float | None = None, price: float | No
 def layout_json(
     layout: PlannedLayout, answer: PlanResult, tokens: float | None = None, price: float | None = None
 ) -> dict[str, Any]:
-    found = {
+    values = {
         "name": layout.name,
         "settings": changed(layout),
         "fits": layout.fits,
@@ -193,14 +201,14 @@ def layout_json(
         "convention": "causal",
     }
     if tokens:
-        found["days"] = answer.days(layout, tokens)
+        values["days"] = answer.days(layout, tokens)
         if price:
-            found["cost"] = found["days"] * 24 * answer.gpus * price
-    return found
+            values["cost"] = values["days"] * 24 * answer.gpus * price
+    return values
 
 
-def goodput_table(found: Sequence[Goodput]) -> str:
-    """A row a size of the job."""
+def goodput_table(estimates: Sequence[Goodput]) -> str:
+    """Return a table with one row per job size."""
     headings = (
         "GPUs",
         "a failure each",
@@ -213,7 +221,7 @@ def goodput_table(found: Sequence[Goodput]) -> str:
         "manifest",
     )
     table = plain_table(*headings, left=0)
-    for each in found:
+    for each in estimates:
         table.add_row(
             f"{each.gpus:,}",
             _time(each.between_failures),

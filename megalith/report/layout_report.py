@@ -27,22 +27,22 @@ from megalith.report.measured_step import StepMeasurement, StepTimes, move_final
 from megalith.report.metrics import MEASURED_FILE
 from megalith.tables import format_amount, memory_unit, plain_table, render, wrap_paragraph
 
-WARM_UP = 4  # steps before the measured one: the first ones compile and fill the allocator's pools
+WARM_UP = 4  # steps before the measured one, for compilation and to fill the allocator's pools
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What a rank has measured."""
+    """Measurements of one rank."""
 
     peak: int
-    """Bytes."""
+    """Peak memory, bytes."""
     times: StepTimes
 
 
 class LayoutReport:
-    """Measures one step and the peak of memory, on every rank; `note` prints on the first and is silent elsewhere.
+    """Measures one step and the peak memory on every rank. `note` prints on rank 0 and does nothing elsewhere.
 
-    Profiling costs the step some host time and, before and after it, up to seconds to start and read the profiler.
+    The profiler adds host time to the measured step, and up to seconds before and after it.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LayoutReport:
         note: Callable[[str], None],
         pipeline: Pipeline | None = None,
     ):
-        """`first_step` is the number of the first step that this process makes."""
+        """`first_step`: number of the first step of this process."""
         self.step_to_measure = (
             step_to_measure(layout.config.log, first_step) if layout.world_size > 1 else None
         )
         self._layout, self._mesh, self._device, self._note = layout, mesh, device, note
         self._measure: StepMeasurement | None = None
         self._pipeline = pipeline
-        self._told = 0  # the peak that was shown
+        self._reported_peak = 0  # bytes
 
     def before_step(self, step: int) -> None:
         if self._pipeline is not None:
@@ -85,29 +85,30 @@ class LayoutReport:
                 )
         if self._measure is None:
             return
-        own = [peak_memory(self._device), *astuple(self._measure.stop())]
+        local = [peak_memory(self._device), *astuple(self._measure.stop())]
         self._measure = None
-        told = gather_json(own, self._mesh.world)
-        figures = [RankMeasurement(peak, StepTimes(*times)) for peak, *times in told]
-        self._told = max(each.peak for each in figures)
-        self._note(measured_text(self._layout, figures, self.step_to_measure, self._device.type))
+        gathered = gather_json(local, self._mesh.world)
+        measurements = [RankMeasurement(peak, StepTimes(*times)) for peak, *times in gathered]
+        self._reported_peak = max(each.peak for each in measurements)
+        self._note(measured_text(self._layout, measurements, self.step_to_measure, self._device.type))
         if self._mesh.world.rank == 0:
             folder = Path(self._layout.config.train.output_dir)
             ranks = [
-                {"peak": each.peak, **asdict(each.times)} for each in _with_bubbles(self._layout, figures)
+                {"peak": each.peak, **asdict(each.times)}
+                for each in _with_bubbles(self._layout, measurements)
             ]
-            with suppress(OSError):  # it was printed
+            with suppress(OSError):  # the console has it
                 replace_file(
                     folder / MEASURED_FILE, json.dumps({"step": self.step_to_measure, "ranks": ranks})
                 )
 
     def end(self) -> None:
-        """Tells the peak of the whole run, where it has grown since a step was measured."""
-        if not self._told:
+        """Print the run's peak memory if it has grown since the measured step."""
+        if not self._reported_peak:
             return
         peaks = gather_json(peak_memory(self._device), self._mesh.world)
         most = max(peaks)
-        if most > 1.01 * self._told:
+        if most > 1.01 * self._reported_peak:
             unit, size = memory_unit(peaks)
             self._note(
                 f"peak memory of the run: {format_amount(most, size)} {unit} on rank {peaks.index(most)}, "
@@ -116,7 +117,7 @@ class LayoutReport:
 
 
 def step_to_measure(log: LogConfig, first_step: int) -> int | None:
-    """Which step is measured: never one that torch's profiler traces for `log.profile`. None: none."""
+    """Return the step to measure, outside of the steps traced for `log.profile`; None without a layout report."""
     if not log.layout_report:
         return None
     step = first_step + WARM_UP
@@ -124,12 +125,14 @@ def step_to_measure(log: LogConfig, first_step: int) -> int | None:
     return log.profile_step_end + 1 if traced else step
 
 
-def measured_text(layout: Layout, figures: Sequence[RankMeasurement], step: int, device_type: str) -> str:
-    """Each rank's memory and times, and what they say of the layout. `figures`: by rank."""
-    figures = _with_bubbles(layout, figures)
-    whole = sum(each.times.step for each in figures)
+def measured_text(
+    layout: Layout, measurements: Sequence[RankMeasurement], step: int, device_type: str
+) -> str:
+    """Return a table of each rank's memory and times, and their means over all ranks. `measurements`: by rank."""
+    measurements = _with_bubbles(layout, measurements)
+    total = sum(each.times.step for each in measurements)
     mean = {
-        name: sum(getattr(each.times, name) for each in figures) / whole
+        name: sum(getattr(each.times, name) for each in measurements) / total
         for name in ("compute", "communication", "bubble", "idle")
     }
     text = f"of the step, all ranks together: compute {mean['compute']:.1%}, exposed communication "
@@ -140,39 +143,44 @@ def measured_text(layout: Layout, figures: Sequence[RankMeasurement], step: int,
     if device_type == "cuda":
         text += f", idle {mean['idle']:.1%}"
     memory = "the GPU's allocator" if device_type == "cuda" else "the process, libraries and all"
-    name, unit = memory_unit([each.peak for each in figures])
+    name, unit = memory_unit([each.peak for each in measurements])
     title = f"measured in step {step}, under the profiler: peak of {memory}, {name}; times in ms"
     return "\n".join(
-        [title, render(measured_table(layout, figures, device_type, unit)), wrap_paragraph(text)]
+        [title, render(measured_table(layout, measurements, device_type, unit)), wrap_paragraph(text)]
     )
 
 
 def measured_table(
-    layout: Layout, figures: Sequence[RankMeasurement], device_type: str, unit: float
+    layout: Layout, measurements: Sequence[RankMeasurement], device_type: str, unit: float
 ) -> Table:
-    """Memory and times by rank; of a range of ranks the most memory, and the means of their times."""
+    """Return a table of memory and times. A range of ranks shows its peak memory and its mean times."""
     times = ["step", "compute", "communication", "bubble"] + (["idle"] if device_type == "cuda" else [])
     headings = ["step", "compute", "exposed comm", "bubble", "idle"][: len(times)]
     table = plain_table("ranks", "pp", "dp", "cp", "tp", "expected", "measured", *headings, left=5)
     for ranks in rank_ranges(layout):
-        places = [layout.coordinates[rank] for rank in ranks]
-        own = [figures[rank] for rank in ranks]
+        coordinates = [layout.coordinates[rank] for rank in ranks]
+        group = [measurements[rank] for rank in ranks]
         table.add_row(
             format_range(ranks),
-            *(format_range([getattr(place, axis) for place in places]) for axis in ("pp", "dp", "cp", "tp")),
+            *(
+                format_range([getattr(each, axis) for each in coordinates])
+                for axis in ("pp", "dp", "cp", "tp")
+            ),
             format_amount(layout.stage_of(ranks[0]).memory.total, unit),
-            format_amount(max(each.peak for each in own), unit),
-            *(f"{sum(getattr(each.times, name) for each in own) / len(own):.1f}" for name in times),
+            format_amount(max(each.peak for each in group), unit),
+            *(f"{sum(getattr(each.times, name) for each in group) / len(group):.1f}" for name in times),
         )
     return table
 
 
-def _with_bubbles(layout: Layout, figures: Sequence[RankMeasurement]) -> list[RankMeasurement]:
-    """The figures with `move_final_wait_to_bubble` of each pipeline."""
-    result = list(figures)
+def _with_bubbles(layout: Layout, measurements: Sequence[RankMeasurement]) -> list[RankMeasurement]:
+    """Apply `move_final_wait_to_bubble` to each pipeline."""
+    result = list(measurements)
     spacing = layout.world_size // layout.size.pp
     for first in range(spacing):
         ranks = range(first, layout.world_size, spacing)
-        for rank, times in zip(ranks, move_final_wait_to_bubble([figures[rank].times for rank in ranks])):
-            result[rank] = RankMeasurement(figures[rank].peak, times)
+        for rank, times in zip(
+            ranks, move_final_wait_to_bubble([measurements[rank].times for rank in ranks])
+        ):
+            result[rank] = RankMeasurement(measurements[rank].peak, times)
     return result

@@ -30,14 +30,14 @@ from megalith.parallel.pipeline.executor import PASS, WAITS
 
 MARK = "megalith: the measured step"
 DIRECT = "PtoP"  # in the names of copies from another GPU
-PIPELINE_TITLES = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
+PIPELINE_ANNOTATIONS = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
 
 Span = tuple[int, int]  # start and end, nanoseconds
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of one step on one rank; the four parts make up the whole."""
+    """Milliseconds of one step on one rank. The four parts add up to `step`."""
 
     step: float
     compute: float
@@ -45,13 +45,13 @@ class StepTimes:
     bubble: float
     idle: float
     pipeline_end: float | None = None
-    """When this rank was through with the pipeline's actions, counted from the step's start."""
+    """End of this rank's last pipeline action, counted from the start of the step."""
 
 
 def move_final_wait_to_bubble(times: Sequence[StepTimes]) -> list[StepTimes]:
-    """The times of a pipeline's ranks, in which the wait for the last one to finish counts as bubble.
+    """Count the final wait of a pipeline's ranks as bubble instead of communication.
 
-    A rank that has done its actions waits for the others in the first collective that they share, the loss's.
+    A rank that has finished its pipeline actions waits for the others in the next collective, that of the loss.
     """
     ends = [each.pipeline_end for each in times]
     if None in ends:
@@ -70,7 +70,7 @@ class StepMeasurement:
         self._device, self._world = device, world
 
     def start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices would stand between the log's lines
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences notices between the log lines
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -87,7 +87,7 @@ class StepMeasurement:
         self._synchronize()
         self._mark.__exit__(None, None, None)
         self._profile.stop()
-        # Torch's own events() takes minutes for a large step: these are what it is made of.
+        # profile.events() takes minutes for a large step. These are the raw events from which it builds its list.
         events = self._profile.profiler.kineto_results.events()
         return device_times(events) if self._device.type == "cuda" else host_times(events)
 
@@ -97,40 +97,42 @@ class StepMeasurement:
 
 
 def device_times(events: Iterable) -> StepTimes:
-    """The times of a step on a GPU, from the profiler's events."""
+    """Return the times of a step on a GPU, from the profiler's events."""
     window = None
     others: list[tuple[int, Span, str]] = []
     nccl: list[tuple[int, Span, str]] = []  # stream, span, name
-    pipeline: dict[int, list[Span]] = {}  # by stream: what sends and receives span there
-    ends: list[int] = []  # of the kernels that a pipeline's pass launched, on each stream
+    pipeline: dict[int, list[Span]] = {}  # stream → spans of sends and receives
+    ends: list[int] = []  # of the kernels launched by pipeline passes
     for event in events:
         on_device = event.device_type() == torch.autograd.DeviceType.CUDA
-        titled = event.is_user_annotation()
-        if not on_device and not titled:
+        is_annotation = event.is_user_annotation()
+        if not on_device and not is_annotation:
             continue
         name, span = event.name(), (event.start_ns(), event.end_ns())
         if not on_device:
             window = span if name == MARK else window
-        elif not titled and "nccl" in name:
+        elif not is_annotation and "nccl" in name:
             nccl.append((event.device_resource_id(), span, name))
-        elif not titled:
+        elif not is_annotation:
             others.append((event.device_resource_id(), span, name))
         elif name == PASS:
             ends.append(span[1])
-        elif name.startswith(PIPELINE_TITLES):
+        elif name.startswith(PIPELINE_ANNOTATIONS):
             pipeline.setdefault(event.device_resource_id(), []).append(span)
     direct = {stream for stream, _, name in others if DIRECT in name}
     compute = [span for stream, span, _ in others if stream not in direct]
     copies = [span for stream, span, _ in others if stream in direct]
     collectives, transfers = copies + waits_before(copies, union(compute)), []
     for stream, span, name in nccl:
-        own = "SendRecv" in name and any(s <= span[0] and span[1] <= e for s, e in pipeline.get(stream, ()))
-        (transfers if own else collectives).append(span)
+        is_transfer = "SendRecv" in name and any(
+            start <= span[0] and span[1] <= end for start, end in pipeline.get(stream, ())
+        )
+        (transfers if is_transfer else collectives).append(span)
     return _times(window, compute, collectives, transfers, max(ends, default=None), rest_is_compute=False)
 
 
 def host_times(events: Iterable) -> StepTimes:
-    """The times of a step on a CPU, from the profiler's events."""
+    """Return the times of a step on a CPU, from the profiler's events."""
     events = list(events)
     mark = next(event for event in events if event.name() == MARK)
     thread = mark.start_thread_id()
@@ -142,7 +144,7 @@ def host_times(events: Iterable) -> StepTimes:
         name, span = event.name(), (event.start_ns(), event.end_ns())
         if name.startswith("aten::") and event.start_thread_id() == thread:
             operations.append(span)
-        elif name.startswith("gloo:") and not name.startswith(PIPELINE_TITLES):
+        elif name.startswith("gloo:") and not name.startswith(PIPELINE_ANNOTATIONS):
             collectives.append(span)
         elif name == WAITS:
             waits.append(span)
@@ -166,21 +168,21 @@ def _times(
         return union([(max(s, begin), min(e, end)) for s, e in spans if e > begin and s < end])
 
     busy, talking, waiting = within(compute), within(collectives), within(transfers)
-    if rest_is_compute:  # a rank that stands waiting does nothing else
-        bubble = length(waiting)
-        communication = length(without(talking, union(busy + waiting)))
+    if rest_is_compute:  # a waiting rank computes nothing
+        bubble = total_length(waiting)
+        communication = total_length(subtract(talking, union(busy + waiting)))
     else:
-        bubble = length(without(waiting, union(busy + talking)))
-        communication = length(without(talking, busy))
+        bubble = total_length(subtract(waiting, union(busy + talking)))
+        communication = total_length(subtract(talking, busy))
     step = window[1] - window[0]
-    computed = step - bubble - communication if rest_is_compute else length(busy)
+    computed = step - bubble - communication if rest_is_compute else total_length(busy)
     idle = step - computed - communication - bubble
     ended = None if pipeline_end is None else (pipeline_end - window[0]) / 1e6
     return StepTimes(*(value / 1e6 for value in (step, computed, communication, bubble, idle)), ended)
 
 
 def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
-    """The idle time before copies that begin while nothing is computed; `compute` is a union."""
+    """Return the idle time before copies that begin while nothing is computed. `compute` is a union."""
     ends = [end for _, end in compute]
     before = [(bisect_right(ends, start), start) for start, _ in copies]
     return [
@@ -191,7 +193,7 @@ def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times in spans that are apart and in order."""
+    """Merge overlapping spans, sorted by start."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -201,30 +203,30 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def without(spans: list[Span], taken: list[Span]) -> list[Span]:
-    """What of `spans` is not in `taken`; both are unions."""
-    left: list[Span] = []
+def subtract(spans: list[Span], removed: list[Span]) -> list[Span]:
+    """Return the parts of `spans` outside of `removed`. Both are unions."""
+    rest: list[Span] = []
     first = 0
     for start, end in spans:
-        while first < len(taken) and taken[first][1] <= start:
+        while first < len(removed) and removed[first][1] <= start:
             first += 1
         at = first
-        while at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > start:
-                left.append((start, taken[at][0]))
-            start = taken[at][1]
+        while at < len(removed) and removed[at][0] < end:
+            if removed[at][0] > start:
+                rest.append((start, removed[at][0]))
+            start = removed[at][1]
             at += 1
         if start < end:
-            left.append((start, end))
-    return left
+            rest.append((start, end))
+    return rest
 
 
-def length(spans: Iterable[Span]) -> int:
+def total_length(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in spans)
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most that was allocated on the GPU so far, or that the process took of the host, libraries and all: bytes."""
+    """Return the peak memory in bytes: allocated on the GPU, or the resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,44 +12,44 @@ from megalith.local_shards import local
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes on this rank."""
+class ModelBytes:
+    """Memory of the model on this rank, in bytes."""
 
     weights: int
     gathered: int
-    """Parameters as FSDP2 has gathered them."""
+    """Parameters gathered by FSDP2."""
     gradients: int
 
 
-def model_bytes(chunks: Iterable[nn.Module]) -> Held:
-    """The weights, gathered copies and gradients of the chunks, each tensor's memory counted once."""
+def model_bytes(chunks: Iterable[nn.Module]) -> ModelBytes:
+    """Return the memory of the chunks' weights, gathered copies and gradients. Shared memory counts once."""
     weights: list[Tensor | None] = []
     gathered: list[Tensor | None] = []
     gradients: list[Tensor | None] = []
     for chunk in chunks:
         counted: set[int] = set()
         for parameter in _sharded_parameters(chunk):
-            held = [parameter.sharded_param]
-            if hasattr(parameter, "_unsharded_param"):  # stands in the module while it is gathered
-                held.append(parameter._unsharded_param)
-            counted |= {id(tensor) for tensor in held}
+            tensors = [parameter.sharded_param]
+            if hasattr(parameter, "_unsharded_param"):  # replaces it in the module while it is gathered
+                tensors.append(parameter._unsharded_param)
+            counted |= {id(tensor) for tensor in tensors}
             weights.append(parameter.sharded_param)
             gathered += parameter.all_gather_outputs
-            gradients += [tensor.grad for tensor in held] + [parameter.unsharded_accumulated_grad]
+            gradients += [tensor.grad for tensor in tensors] + [parameter.unsharded_accumulated_grad]
         others = [parameter for parameter in chunk.parameters() if id(parameter) not in counted]
         weights += others
         gradients += [parameter.grad for parameter in others]
-    return Held(total_bytes(weights), total_bytes(gathered), total_bytes(gradients))
+    return ModelBytes(total_bytes(weights), total_bytes(gathered), total_bytes(gradients))
 
 
 def total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The memory behind the tensors: tensors that share it count once."""
+    """Return the total size of the tensors' storages in bytes. Shared storage counts once."""
     storages = [local(tensor.detach()).untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _sharded_parameters(chunk: nn.Module) -> Iterable:
-    """FSDP2's own record of each parameter (private: one group a module in torch 2.11, a list of them in 2.13)."""
+    """Yield FSDP2's private record of each parameter. A module has one group in torch 2.11 and a list in 2.13."""
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

@@ -1,7 +1,4 @@
-"""What a rank says when its device's memory is full: who asked for how much, what holds it, and what would help.
-
-What the state of this rank's model takes right now: counted from its tensors, for the report of a full memory.
-"""
+"""The error for a full device memory: what was requested, what uses the memory, and which settings would help."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from megalith.tables import format_amount, memory_unit
 
 GB = 1e9
 MAX_REMEDIES = 5
-MIN_SAVING = 0.03  # of the expected memory: what a remedy has to save to be named
-BESIDE = 4e9  # bytes that CUDA's context, NCCL and cuBLAS may take beside torch's allocator
+MIN_SAVING = 0.03  # fraction of the expected memory that a remedy must save
+LIBRARY_BYTES = 4e9  # upper bound of CUDA's context, NCCL and cuBLAS, outside of torch's allocator
 
 
 def out_of_memory(
@@ -36,26 +33,31 @@ def out_of_memory(
     chunks: Sequence[nn.Module] = (),
     optimizer: Optimizer | None = None,
 ) -> TrainingError:
-    """The error to raise in place of torch's, while that one's traceback still holds the step's tensors.
+    """Return the error to raise instead of torch's.
 
-    `chunks` and `optimizer` are the rank's own, as far as they had been made.
+    Call it while torch's error is handled: its traceback keeps the step's tensors alive, which are counted.
+
+    Args:
+        chunks: this rank's model; empty if it was not built yet.
+        optimizer: this rank's optimizer; None if it was not built yet.
     """
     layout = build_layout(config, world_size)
-    place, stage = layout.coordinates[rank], layout.stage_of(rank)
+    position, stage = layout.coordinates[rank], layout.stage_of(rank)
     where = (
-        f"{device} of rank {rank} (pp {place.pp}, dp {place.dp}, cp {place.cp}, tp {place.tp}; stage {stage.number} of "
-        f"{len(layout.stages)}, layers {layers_text(stage)})"
+        f"{device} of rank {rank} (pp {position.pp}, dp {position.dp}, cp {position.cp}, tp {position.tp}; stage "
+        f"{stage.number} of {len(layout.stages)}, layers {layers_text(stage)})"
     )
-    held = memory_by_use(device, chunks, optimizer)
-    name, unit = memory_unit([size for _, size in held] or [0])
-    holders = ", ".join(f"{what} {format_amount(size, unit)} {name}" for what, size in held)
+    uses = memory_by_use(device, chunks, optimizer)
+    name, unit = memory_unit([size for _, size in uses] or [0])
+    used = ", ".join(f"{use} {format_amount(size, unit)} {name}" for use, size in uses)
     remedies = ", ".join(
-        f"{what} (−{format_amount(saved, GB)} GB)" for what, saved in find_remedies(layout, stage.number)
+        f"{settings} (−{format_amount(saved, GB)} GB)"
+        for settings, saved in find_remedies(layout, stage.number)
     )
     return TrainingError(
         f"out of memory on {where}: {describe_request(error)}. "
         + describe_other_processes(device)
-        + (f"It holds {holders}. " if holders else "Its model had not been made yet. ")
+        + (f"It holds {used}. " if used else "Its model had not been made yet. ")
         + (
             f"What would help, best first, with the memory that it is expected to save: {remedies}"
             if remedies
@@ -65,22 +67,22 @@ def out_of_memory(
 
 
 def describe_request(error: torch.OutOfMemoryError) -> str:
-    """In torch's figures: `2.50 GiB were asked for, 1.20 GiB of 79.10 GiB were free`."""
+    """Return the sizes from torch's message: `2.50 GiB were requested, 1.20 GiB of 79.10 GiB were free`."""
     text = " ".join(str(error).split())
-    asked = re.search(r"Tried to allocate ([\d.]+ [KMGT]?i?B)", text)
+    requested = re.search(r"Tried to allocate ([\d.]+ [KMGT]?i?B)", text)
     free = re.search(r"total capacity of ([\d.]+ [KMGT]?i?B) of which ([\d.]+ [KMGT]?i?B) is free", text)
-    if asked is None:
+    if requested is None:
         return text.split(". ")[0]
-    return f"{asked[1]} were asked for" + (f", {free[2]} of {free[1]} were free" if free else "")
+    return f"{requested[1]} were requested" + (f", {free[2]} of {free[1]} were free" if free else "")
 
 
 def describe_other_processes(device: torch.device) -> str:
-    """A sentence where other processes hold much of the GPU; else empty."""
+    """Return a sentence if other processes use much of the GPU's memory; else an empty string."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    if others < BESIDE:
+    if others < LIBRARY_BYTES:
         return ""
     return (
         f"Other processes hold about {others / GB:.0f} GB of this GPU: end them (nvidia-smi lists them), or give each "
@@ -91,43 +93,43 @@ def describe_other_processes(device: torch.device) -> str:
 def memory_by_use(
     device: torch.device, chunks: Sequence[nn.Module], optimizer: Optimizer | None
 ) -> list[tuple[str, int]]:
-    """(name, bytes), counted from the tensors; on a GPU what is left of the peak are the activations."""
+    """Return (use, bytes) counted from the tensors. On a GPU the rest of the peak counts as activations."""
     if not chunks:
         return []
     state = model_bytes(chunks)
     moments = _optimizer_tensors(optimizer, device)
-    found = [
+    uses = [
         ("weights", state.weights),
         ("gathered weights", state.gathered),
         ("gradients", state.gradients),
         ("optimizer", total_bytes(moments)),
     ]
     if device.type == "cuda":
-        rest = torch.cuda.max_memory_allocated(device) - sum(size for _, size in found)
-        found.append(("activations and temporary tensors", max(rest, 0)))
-    return [(name, size) for name, size in found if size]
+        rest = torch.cuda.max_memory_allocated(device) - sum(size for _, size in uses)
+        uses.append(("activations and temporary tensors", max(rest, 0)))
+    return [(name, size) for name, size in uses if size]
 
 
 def find_remedies(layout: Layout, stage: int) -> list[tuple[str, int]]:
-    """(settings, bytes that they save on the fullest device), best first: what costs no time, then what saves most.
+    """Return (settings, bytes saved on the fullest device), those that cost no time first, then by bytes saved.
 
-    Only layouts that the trainer takes are named, on as many devices. `stage` is the one that ran out of memory.
+    Only layouts that the trainer accepts on the same number of devices. `stage`: the stage that ran out of memory.
     """
     config, now = layout.config, layout.stages[stage].memory.total
-    found = []
+    remedies = []
     for settings, is_free in _changes(config):
         other = alternative(layout, settings)
         if other is None:
             continue
         saved = now - max(each.memory.total for each in other.stages)
         if saved >= MIN_SAVING * now:
-            words = " with ".join(f"{path} {_word(value)}" for path, value in settings.items())
-            found.append((not is_free, -saved, words))
-    return [(words, -saved) for _, saved, words in sorted(found)][:MAX_REMEDIES]
+            text = " with ".join(f"{path} {_yaml(value)}" for path, value in settings.items())
+            remedies.append((not is_free, -saved, text))
+    return [(text, -saved) for _, saved, text in sorted(remedies)][:MAX_REMEDIES]
 
 
 def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
-    """Settings to try, and whether they cost no time."""
+    """Yield settings to try, and True if they cost no time."""
     parallel = config.parallel
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield {"parallel.sequence_parallel": True}, True
@@ -155,15 +157,15 @@ def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
         yield {f"parallel.{name}": 2 * getattr(parallel, name)}, False
 
 
-def _word(value: Any) -> str:
+def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _optimizer_tensors(optimizer: Optimizer | None, device: torch.device) -> list[torch.Tensor]:
     if optimizer is None:
         return []
-    kept = [value for state in optimizer.state.values() for value in state.values()]
+    stored = [value for state in optimizer.state.values() for value in state.values()]
     values = [
-        tensor for value in kept for tensor in (value.tensors if isinstance(value, Moment) else [value])
+        tensor for value in stored for tensor in (value.tensors if isinstance(value, Moment) else [value])
     ]
     return [value for value in values if isinstance(value, torch.Tensor) and value.device.type == device.type]

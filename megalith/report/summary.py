@@ -1,6 +1,6 @@
-"""What a run is about to do, on one screen: the model, its cost, the batch, the memory and the device.
+"""The summary printed at the start of a run: model, parameters, FLOPs, batch, length, memory and device.
 
-With Megatron-LM's log lines (`log.console lines`) its parameter lines follow, for the scripts that look for them.
+With `log.console lines`, Megatron-LM's lines about parameters follow, for scripts that parse them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalith.tables import format_bytes, format_si, render
 
 
 def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> list[tuple[str, str]]:
-    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output; returns its rows."""
+    """Print the summary to `stream` or standard output, and return its rows. The vocabulary size must be resolved."""
     stream = stream or sys.stdout
     counts = count_parameters(layout.config.model, lora=layout.config.lora)
     table = Table.grid(padding=(0, 2))
@@ -48,8 +48,13 @@ def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = No
 def start_record(
     layout: Layout, hosts: Sequence[str], step: int, rows: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """What starts.jsonl says of a run that goes on after `step`: machine, versions, its summary's rows, and of each
-    pipeline stage the bytes that a device of it is expected to take, by part."""
+    """Return the record for starts.jsonl: versions, machines, layout, summary and expected memory per stage.
+
+    Args:
+        hosts: the machine of each rank.
+        step: the last completed step.
+        rows: the rows of the summary.
+    """
     size = layout.size
     return {
         "step": step,
@@ -63,7 +68,7 @@ def start_record(
 
 
 def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) -> list[tuple[str, str]]:
-    """(heading, text) in the order shown."""
+    """Return (heading, text) pairs in display order."""
     config = layout.config
     schedule = BatchSizeSchedule.from_config(config.train, layout.size.dp)
     return [
@@ -79,11 +84,11 @@ def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) ->
 
 
 def megatron_parameter_lines(layout: Layout) -> list[str]:
-    """Megatron-LM's counts in billions, by its formula: matrices, and two vectors for each norm of pre-norm layers and
-    the last one, whatever norms and biases there are; of the embedding the vocabulary alone.
+    """Return Megatron-LM's parameter counts in billions, by its formula.
 
-    The most loaded shard has a tensor-parallel rank's part of an even pipeline stage, and of both matrices of the
-    vocabulary where there is one stage.
+    It counts matrices, two vectors for each of the layers' norms and the final norm (whatever norms and biases the
+    model has), and for the embedding the vocabulary only. The most loaded shard is a tensor-parallel rank's share of
+    an equal pipeline stage and of the embedding, and with one stage also of the output matrix.
     """
     model, size = layout.config.model, layout.size
     matrices = MetaModel(model).in_layers(range(model.num_layers), matrices=True).total()

@@ -149,5 +149,5 @@ def test_full_memory_is_told_with_what_holds_it(tmp_path):
     assert text.startswith(
         "out of memory on cuda:0 of rank 0 (pp 0, dp 0, cp 0, tp 0; stage 0 of 1, layers E 0–7 L): "
     )
-    assert "were asked for" in text and "activations and temporary tensors" in text
+    assert "were requested" in text and "activations and temporary tensors" in text
     assert "parallel.recompute_granularity full (−" in text

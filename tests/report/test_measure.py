@@ -14,10 +14,10 @@ from megalith.report.measured_step import (
     MARK,
     StepTimes,
     device_times,
-    length,
     move_final_wait_to_bubble,
+    subtract,
+    total_length,
     union,
-    without,
 )
 from megalith.report.report import flops_by_length
 
@@ -123,8 +123,8 @@ def test_unions_and_differences_of_spans_are_those_of_sets():
             for _ in range(2)
         )
         in_a, in_b = ({t for s, e in spans for t in range(s, e)} for spans in (a, b))
-        assert length(union(a)) == len(in_a)
-        assert length(without(union(a), union(b))) == len(in_a - in_b)
+        assert total_length(union(a)) == len(in_a)
+        assert total_length(subtract(union(a), union(b))) == len(in_a - in_b)
 
 
 def test_rank_that_waits_in_a_collective_says_so_and_the_slow_one_computes(pool):

@@ -18,7 +18,7 @@ TORCHS = (
 
 def test_what_was_asked_for_is_read_from_torchs_words():
     asked = describe_request(torch.OutOfMemoryError(TORCHS))
-    assert asked == "2.50 GiB were asked for, 1.20 GiB of 79.10 GiB were free"
+    assert asked == "2.50 GiB were requested, 1.20 GiB of 79.10 GiB were free"
     assert describe_request(torch.OutOfMemoryError("no room\nat all. more")) == "no room at all"
 
 
@@ -39,7 +39,7 @@ def test_error_names_rank_stage_and_remedies():
     assert text.startswith(
         "out of memory on cpu of rank 1 (pp 0, dp 0, cp 0, tp 1; stage 0 of 2, layers E 0–17): "
     )
-    assert "2.50 GiB were asked for" in text
+    assert "2.50 GiB were requested" in text
     assert "parallel.sequence_parallel true (−" in text
 
 

@@ -297,7 +297,7 @@ def plan_command(words: list[str]) -> int:
     parser.add_argument("--device", default="H100")
     own, overrides = parser.parse_known_args(words)
     asked = translate_oumi(read_configuration(own.config, overrides), own.gpus)
-    from megalith.planner.plan_text import GB, figures, layout_details
+    from megalith.planner.plan_text import GB, layout_cells, layout_details
     from megalith.planner.rates import rates_of
     from megalith.planner.search import planned
 
@@ -305,7 +305,7 @@ def plan_command(words: list[str]) -> int:
         config, gpus = planned_config(asked), own.gpus or asked.model_parallel
         _print_notes(asked.notes)
         layout = planned(config, gpus, rates_of(own.device), 8)
-    ms, tokens, mfu, *_ = figures(layout)
+    ms, tokens, mfu, *_ = layout_cells(layout)
     print(
         f"{gpus} {own.device}: {'fits' if layout.fits else 'does NOT fit'}, {layout.bytes / GB:.1f} GB on the fullest"
     )
