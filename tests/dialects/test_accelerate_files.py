@@ -98,7 +98,7 @@ def test_the_guides_files_do_not_depend_on_zero_and_experts_and_any_layout_goes_
     file = files / "pytorch_model_tp_1_pp_0.bin"
     file.write_bytes(file.read_bytes()[:-100] + bytes(100))
     assert main(["checkpoint", "merge", "--hf", str(files), str(merged)]) != 0
-    assert "does not have the SHA-256" in capsys.readouterr().err
+    assert "does not match the SHA-256" in capsys.readouterr().err
     torch.save({"embedding.word_embeddings.weight": Harm()}, tmp_path / "harm.bin")
     for content, told in (((tmp_path / "harm.bin").read_bytes(), "weights_only"), (b"", "weights_only")):
         overwrite(file, content)
