@@ -275,7 +275,7 @@ def test_requests_to_generate_that_cannot_be(refused, place):
     refused(["generate", "data.bin", "--prompt", "a"], CHECKPOINT, "data.bin is a file")
     refused(["generate", "run"], CONFIG, "there is no prompt; give --prompt")
     refused(["generate", "run", "--prompt", ""], CONFIG, "prompt 0 has no tokens")
-    refused(["generate", "run", "--prompt", "abc"], CONFIG, "3 tokens and 128 are to follow", "16 positions")
+    refused(["generate", "run", "--prompt", "abc"], CONFIG, "3 tokens and up to 128 follow", "16 positions")
     refused(["generate", "run", "--prompt", "a", "--top-p", "2"], CONFIG, "top_p is 2.0")
     refused(
         ["generate", "run", "--prompt", "a", "--seed", "-1", "--max-new-tokens", "2"], CONFIG, "seed is -1"

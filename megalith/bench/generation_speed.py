@@ -20,7 +20,7 @@ from megalith.bench.timing import synchronize
 from megalith.config import ModelConfig
 from megalith.config.run import RunConfig
 from megalith.generation.engine import Engine
-from megalith.generation.requests import Sampling, sequences_of
+from megalith.generation.requests import Sampling, make_sequences
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.transformer import Transformer
@@ -143,7 +143,7 @@ def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace
 def step_time(engine: Engine, steps: int) -> float:
     """Return the milliseconds of a decode step with every row half full, its mean length during a call."""
     sampling = Sampling(forced_lengths=[1])
-    engine._begin(sampling)
+    engine._reset_state(sampling)
     engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
     synchronize(engine.device)
     start = time.perf_counter()
@@ -157,14 +157,14 @@ def run_step(engine: Engine, sampling: Sampling) -> None:
     if engine._graphed:
         engine._graph(sampling).replay()
     else:
-        engine._step(sampling, engine.max_rows, engine.max_tokens)
+        engine._decode_step(sampling, engine.max_rows, engine.max_tokens)
 
 
 @torch.no_grad()
 def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> float:
     """Return the seconds that the prefill of one batch takes."""
     sampling = Sampling(max_new_tokens=1)
-    sequences = sequences_of(prompts, sampling, generations, engine.config, engine.max_tokens)
+    sequences = make_sequences(prompts, sampling, generations, engine.config, engine.max_tokens)
     synchronize(engine.device)
     start = time.perf_counter()
     engine._prefill(list(enumerate(sequences[: engine.max_rows])))

@@ -186,7 +186,7 @@ def _complete(
     on_token: OnToken | None,
 ) -> list[Completion]:
     """Return all completions; with several processes, on the first one only."""
-    from megalith.generation.sampling import complete, complete_in_shares
+    from megalith.generation.sampling import complete, complete_data_parallel
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
 
     size = this_process().world_size
@@ -199,7 +199,7 @@ def _complete(
     try:
         parallel = ParallelConfig(tensor_model_parallel_size=args.tensor_model_parallel_size)
         mesh = build_mesh(parallel, size, device.type)
-        return complete_in_shares(model, ids, sampling, mesh, device, args.num_generations, on_token)
+        return complete_data_parallel(model, ids, sampling, mesh, device, args.num_generations, on_token)
     finally:
         end_distributed()
 

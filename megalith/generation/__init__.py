@@ -1,1 +1,1 @@
-"""Sampling with a cache of keys and values."""
+"""Generation with a KV cache."""

@@ -1,18 +1,18 @@
-"""The engine: many prompts continued at once, on one device or over a tensor-parallel axis.
+"""Generation engine with continuous batching, on one device or over a tensor-parallel axis.
 
-It runs the modules of models/ with a static cache of keys and values (static_cache.py). A row of the cache is a
-sequence under way; a row that ends is given to the next prompt (continuous batching).
+It runs the modules of models/ with a static KV cache (static_cache.py). Each row of the cache holds a sequence in
+progress; a finished row is given to the next prompt.
 
-    prompt ──all tokens but the last──▶ prefill: keys and values into the row        (of several prompts in one pass)
-    last token ──▶ decode step ──▶ logits ──▶ Gumbel sampling ──▶ next token, and so on, all rows in one pass
+     prompt ──all tokens but the last──▶ prefill: keys and values into the row        (several prompts per pass)
+     last token ──▶ decode step ──▶ logits ──▶ Gumbel sampling ──▶ next token, and so on, all rows in one pass
 
-All that a step reads and writes stays on the device: tokens, places, how many tokens a row may still have, whether it
-has ended. So a step is one CUDA graph, and the host waits for none: it launches a window of steps, and while they run
-it reads what the window before has written. A row that has ended goes on idle, on one key, until the host has seen it.
+A step's inputs and outputs stay on the device, so that it is a CUDA graph and the host never waits for it: the host
+launches a window of steps and meanwhile reads the results of the previous window. A finished row idles, attending to
+one key, until the host has seen it.
 
-What is sampled depends on the weights and on (seed, the prompt's key, the number of the generation, the index in the
-completion), not on rows, order, batch or layout (ops/gumbel.py). LongRoPE turns a sequence by other angles once it is
-longer than the original context: such a row is filled anew there.
+Samples depend only on the weights and on (seed, key of the prompt, generation, index in the completion), not on rows,
+order, batch or layout (ops/gumbel.py). LongRoPE changes the angles of a sequence that exceeds the original context;
+such a row is prefilled again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
 from megalith.errors import ConfigError
 from megalith.generation.requests import (
-    MOST_GENERATIONS,
+    MAX_GENERATIONS,
     Completion,
     RowSequence,
     Sampling,
     check_keys,
-    sequences_of,
+    make_sequences,
 )
 from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
 from megalith.hardware import to_device
@@ -49,7 +49,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of
-from megalith.ops.attention_core import seen_places
+from megalith.ops.attention_core import visible_positions
 from megalith.ops.compiled import in_pieces, run_eagerly
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
@@ -60,16 +60,16 @@ from megalith.parallel.shards import LocalShard, local_shard, to_local_parameter
 from megalith.parallel.tensor.lora_shards import shard_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
-WINDOW = {"cpu": 1, "cuda": 8}  # steps that are launched before the host reads what was sampled
-PREFILL_TOKENS = 2**14  # of a pass
+WINDOW = {"cpu": 1, "cuda": 8}  # steps launched before the host reads their samples
+PREFILL_TOKENS = 2**14  # maximum tokens per prefill pass
 
 
 @dataclass
 class _Window:
-    """Steps that were launched: what they have sampled, and whose rows these were."""
+    """Launched steps: their samples, and the sequences in their rows."""
 
     owners: list[RowSequence | None]
-    ids: Tensor  # int64 [steps, rows] on the host, -1 where a row was idle
+    ids: Tensor  # int64 [steps, rows] on the host, -1 in idle rows
     logprobs: Tensor  # float32 [steps, rows]
     copied: torch.cuda.Event | None
 
@@ -78,10 +78,10 @@ OnToken = Callable[[int, int, int], None]  # prompt, generation, id
 
 
 class Engine:
-    """Generates with weights of its own, in `dtype`, or those of a model that is given.
+    """Generates with its own weights in `dtype`, or with those of a given model.
 
-    `max_rows` sequences are under way at a time, of at most `max_tokens` tokens each, prompt and completion. Over `tp`
-    every rank calls the same methods with the same prompts, and gets every completion.
+    At most `max_rows` sequences of `max_tokens` tokens each (prompt and completion) are in progress. With `tp`, every
+    rank makes the same calls with the same prompts and receives every completion.
     """
 
     def __init__(
@@ -98,33 +98,48 @@ class Engine:
         compile: bool | None = None,
         graphs: bool | None = None,
     ):
-        """`lora`: the model has these adapters. `model` is run as it is and not changed. `compile` the layers, and run
-        a step as a CUDA graph: None: on a GPU."""
+        """Build the engine.
+
+        Args:
+            model_config: architecture of the model.
+            device: device of weights and cache.
+            dtype: compute dtype, and dtype of the matrices.
+            max_rows: maximum number of concurrent sequences.
+            max_tokens: maximum length of a sequence.
+            tp: tensor-parallel axis.
+            lora: settings of the model's adapters.
+            model: run this model, unchanged, instead of building one.
+            compile: compile the layers. Default: on a GPU.
+            graphs: run steps as CUDA graphs. Default: on a GPU.
+
+        Raises:
+            ConfigError: the model is not a decoder, or there is no room for a sequence.
+        """
         self.device, self.dtype, self.tp = torch.device(device), dtype, tp
         on_gpu = self.device.type == "cuda"
         grouped = on_gpu and dtype == torch.bfloat16
-        # A step has few rows: no kernels are compiled for what is around their matmuls.
+        # A step has few rows: compiling kernels for the permutation around the matmuls does not pay.
         experts = {"moe_grouped_gemm": grouped, "moe_permute_fusion": False}
         self.config = config = model_config.model_copy(update={"mtp_num_layers": None, **experts})
         if config.model_type == "t5":
             raise ConfigError(
-                "model.model_type is t5, whose decoder answers another sequence, which an engine does not take: "
-                "generate from the model (megalith.load, megalith.generate), or by `megalith generate`"
+                "model.model_type is t5, but engines support decoders only; generate from the model (megalith.load, "
+                "megalith.generate), or with `megalith generate`"
             )
         if not config.causal:
             raise ConfigError(
-                f"model.model_type is {config.model_type}, whose tokens see those behind them: it continues no text, "
-                "but model(input_ids) gives the logits at each place"
+                f"model.model_type is {config.model_type}, an encoder, which cannot continue text; model(input_ids) "
+                "returns the logits of each token"
             )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
-                f"an engine of {max_rows} rows of {max_tokens} tokens generates nothing; give it at least 1 row of 2"
+                f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; it needs at least 1 row of 2"
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.version = 0
         self.model = self._build(lora) if model is None else model
         self.shards: dict[str, LocalShard] = named_shards([self.model])
-        # Experts whose rows the host has to know cannot be part of a graph.
+        # Experts without grouped GEMM need row counts on the host, so they cannot be captured.
         capturable = on_gpu and (not config.num_experts or self.model.config.moe_grouped_gemm)
         self._graphed = capturable if graphs is None else graphs
         if (on_gpu if compile is None else compile) and model is None:
@@ -134,15 +149,15 @@ class Engine:
                 else:
                     layer.compile(fullgraph=True, dynamic=False)
         self._window = WINDOW.get(self.device.type, 1)
-        self._places = column_keys(max_tokens, self.device)  # a key for each index in a completion
+        self._position_keys = column_keys(max_tokens, self.device)  # random key of each index in a completion
         self._cache: Tensor | None = None
         self._linear: LinearStates | None = None
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.source: Any = None  # where `sync` (sync.py) has its weights from
+        self.source: Any = None  # set by `sync` (sync.py)
 
     def _build(self, lora: LoraConfig | None) -> Transformer:
-        """The model without values, in this rank's part: matrices in the engine's type; what the layers compute in fp32
-        (norms, positions, decays, sinks, the router's biases) in fp32."""
+        """Build this rank's part of the model without values. Matrices have the engine's dtype; parameters that layers
+        use in fp32 (norms, positions, decays, sinks, router bias) stay in fp32."""
         model = Transformer(self.config, compute_dtype=self.dtype, device="meta").requires_grad_(False)
         if lora is not None and lora.rank is not None:
             add_adapters(model, lora)
@@ -164,9 +179,9 @@ class Engine:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Whole weights by our names, each cut to this rank's part, cast and copied in place: CUDA graphs stay valid.
+        """Load complete weights under our names: each is sharded, cast and copied in place, so CUDA graphs stay valid.
 
-        Raises ConfigError where one is missing, unknown or of another shape.
+        Raises ConfigError if a tensor is missing, unexpected or has another shape.
         """
         missing = set(self.shards)
         for name, tensor in tensors:
@@ -174,35 +189,35 @@ class Engine:
                 if self.is_mtp_parameter(name):
                     continue
                 raise ConfigError(
-                    f"the engine has no tensor {name}; load the weights of the model that it is for"
+                    f"the engine has no tensor {name}; load the weights of its own architecture"
                 )
             shard = self.shards[name]
             if tuple(tensor.shape) != shard.shape:
                 raise ConfigError(
-                    f"{name} is {list(tensor.shape)}, but the engine's is {list(shard.shape)}; load the weights of the "
-                    "model that it is for"
+                    f"{name} is {list(tensor.shape)}, but the engine's is {list(shard.shape)}; load the weights of its "
+                    "own architecture"
                 )
             shard.values.copy_(shard.slice_of(tensor))
             missing.discard(name)
         if missing:
             raise ConfigError(
-                f"{sorted(missing)[0]} and {len(missing) - 1} others got no values; give every tensor"
+                f"{sorted(missing)[0]} and {len(missing) - 1} others are missing; pass every tensor"
             )
         self.version = version
 
     def is_mtp_parameter(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer of multi-token prediction, which generation leaves out."""
+        """Return True for parameters of multi-token prediction, which generation omits."""
         parts = name.split(".")
         return parts[0] == "layers" and int(parts[1]) >= self.config.num_layers
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the weights and of the cache on this rank."""
+        """Return the bytes of weights and cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
         cache = sum(part.nbytes for part in (self._cache, self._linear) if part is not None)
         return {"weights": sum(weights.values()), "cache": cache}
 
     def release(self) -> None:
-        """Frees the cache and the graphs, for who shares the device; the next `generate` makes them anew."""
+        """Free the cache and the CUDA graphs. The next `generate` creates them again."""
         self._graphs.clear()
         self._cache = self._linear = None
 
@@ -216,20 +231,30 @@ class Engine:
         num_generations: int = 1,
         on_token: OnToken | None = None,
     ) -> list[Completion]:
-        """`num_generations` completions of each prompt, ordered by prompt, then generation.
+        """Generate `num_generations` completions per prompt.
 
-        `keys`: a number of each prompt, 0 to 2^47 - 1, of which its noise depends; None: its index. `on_token` is
-        called with (prompt, generation, id) for each token, soon after it was sampled. Raises ConfigError for an empty
-        prompt, a token outside the vocabulary, more tokens than the model or a row has room for, or settings out of
-        range.
+        Args:
+            prompts: token ids.
+            sampling: sampling settings.
+            keys: number of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: its index.
+            num_generations: completions per prompt.
+            on_token: called with (prompt, generation, id) soon after each token is sampled.
+
+        Returns:
+            Completions ordered by prompt, then generation.
+
+        Raises:
+            ConfigError: empty prompt, token outside the vocabulary, more tokens than the model or a row has room for,
+                or a
+                setting out of range.
         """
-        sequences = sequences_of(prompts, sampling, num_generations, self.config, self.max_tokens)
+        sequences = make_sequences(prompts, sampling, num_generations, self.config, self.max_tokens)
         keys = range(len(prompts)) if keys is None else keys
         check_keys(keys, len(prompts), num_generations)
-        numbers = [key * MOST_GENERATIONS + g for key in keys for g in range(num_generations)]
-        numbers = torch.tensor(numbers, dtype=torch.int64)  # a replica has none where prompts are few
+        numbers = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]
+        numbers = torch.tensor(numbers, dtype=torch.int64)  # may be empty on a replica
         noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
-        self._begin(sampling)
+        self._reset_state(sampling)
         waiting, pending = deque(sequences), deque()
         owners: list[RowSequence | None] = [None] * self.max_rows
         while waiting or any(owners) or pending:
@@ -244,10 +269,10 @@ class Engine:
             for s in sequences
         ]
 
-    # What is on the device.
+    # State on the device.
 
-    def _begin(self, sampling: Sampling) -> None:
-        """The state of all rows, idle, and the cache."""
+    def _reset_state(self, sampling: Sampling) -> None:
+        """Reset the state of all rows to idle; allocate the cache if needed."""
         if self._cache is None:
             groups = -(-self.config.query_groups // self.tp.size)
             sizes = self.max_rows, self.max_tokens, groups
@@ -255,7 +280,7 @@ class Engine:
             self._linear = LinearStates.empty(
                 self.config, self.max_rows, self.tp.size, self.device, self.dtype
             )
-            # rows of: newest token, its place, tokens sampled, their limit, the noise's key, whether it goes on
+            # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag.
             self._state = torch.zeros(6, self.max_rows, dtype=torch.int64, device=self.device)
             self._ids = torch.zeros(self._window, self.max_rows, dtype=torch.int64, device=self.device)
             self._logprobs = torch.zeros(self._window, self.max_rows, device=self.device)
@@ -270,8 +295,8 @@ class Engine:
             self._graph(sampling)
 
     def _fill(self, owners: list[RowSequence | None], waiting: deque[RowSequence], noise: list[int]) -> None:
-        """Gives idle rows to those that wait. On a CPU, where a pass has only so many rows as are in use, the last ones
-        then take the place of idle rows between."""
+        """Assign waiting sequences to idle rows. On a CPU, where a pass covers only rows up to the last used one, then
+        move the last sequences into idle rows between."""
         idle = [row for row, owner in enumerate(owners) if owner is None]
         begun: list[tuple[int, RowSequence]] = []
         for row in idle:
@@ -291,45 +316,45 @@ class Engine:
 
     def _first_state(self, sequence: RowSequence, noise: int) -> list[int]:
         last = sequence.ids[-1] if sequence.ids else sequence.prompt[-1]
-        sequence.pause, sequence.launched = sequence.limit, len(sequence.ids)
-        if sequence.length <= self._original:
-            sequence.pause = min(sequence.limit, self._original + 1 - len(sequence.prompt))
-        return [last, sequence.length - 1, len(sequence.ids), sequence.pause, noise, 1]
+        sequence.pause_at, sequence.launched = sequence.limit, len(sequence.ids)
+        if sequence.length <= self._original_context:
+            sequence.pause_at = min(sequence.limit, self._original_context + 1 - len(sequence.prompt))
+        return [last, sequence.length - 1, len(sequence.ids), sequence.pause_at, noise, 1]
 
     @property
-    def _original(self) -> float:
-        """Tokens up to which LongRoPE turns a sequence by its short angles."""
+    def _original_context(self) -> float:
+        """Length up to which LongRoPE uses its short factors."""
         scaling = self.config.rope_scaling
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
 
     def _compact(self, owners: list[RowSequence | None]) -> None:
         used = sum(owner is not None for owner in owners)
-        holes = [row for row in range(used) if owners[row] is None]
-        moved = [row for row in range(used, len(owners)) if owners[row] is not None]
-        for hole, row in zip(holes, moved):
-            owners[hole], owners[row] = owners[row], None
-            length = owners[hole].length
-            self._cache[:, :, hole, :length] = self._cache[:, :, row, :length]
-            self._state[:, hole] = self._state[:, row]
+        targets = [row for row in range(used) if owners[row] is None]
+        sources = [row for row in range(used, len(owners)) if owners[row] is not None]
+        for target, source in zip(targets, sources):
+            owners[target], owners[source] = owners[source], None
+            length = owners[target].length
+            self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
+            self._state[:, target] = self._state[:, source]
             if self._linear is not None:
-                self._linear.move(row, hole)
+                self._linear.move(source, target)
 
     def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
-        """Keys and values of all tokens but the last of these sequences into their rows. Completions of one prompt
-        share its pass."""
-        alike: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """Fill the rows with keys and values of all tokens but the last. Completions of the same prompt share a
+        pass."""
+        groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for row, sequence in begun:
-            name = (sequence.prompt_index, sequence.number if sequence.ids else -1)
+            key = (sequence.prompt_index, sequence.number if sequence.ids else -1)
             tokens = [*sequence.prompt, *sequence.ids][:-1]
             if tokens:
-                alike.setdefault(name, (tokens, []))[1].append(row)
+                groups.setdefault(key, (tokens, []))[1].append(row)
         batch: list[tuple[list[int], list[int]]] = []
-        for tokens, rows in sorted(alike.values(), key=lambda each: len(each[0])):
-            is_long = len(tokens) + 1 > self._original
+        for tokens, rows in sorted(groups.values(), key=lambda each: len(each[0])):
+            is_long = len(tokens) + 1 > self._original_context
             if batch and (
                 len(tokens) * (len(batch) + 1) > PREFILL_TOKENS
-                or is_long != (len(batch[0][0]) + 1 > self._original)
+                or is_long != (len(batch[0][0]) + 1 > self._original_context)
             ):
                 self._prefill_pass(batch)
                 batch = []
@@ -344,33 +369,35 @@ class Engine:
         prompts = torch.tensor([number for number, (_, rows) in enumerate(batch) for _ in rows])
         lengths = torch.tensor([len(tokens) for tokens, _ in batch])
         ids, rows, prompts, lengths = (to_device(x, self.device) for x in (ids, rows, prompts, lengths))
-        places = torch.arange(longest, device=self.device).expand(len(batch), longest)
-        with run_eagerly():  # each has other sizes
-            self._hidden(ids, places, Prefill(self._cache, rows, prompts, lengths, self._linear), longest + 1)
+        positions = torch.arange(longest, device=self.device).expand(len(batch), longest)
+        with run_eagerly():  # sizes differ between passes
+            self._hidden(
+                ids, positions, Prefill(self._cache, rows, prompts, lengths, self._linear), longest + 1
+            )
 
-    def _hidden(self, ids: Tensor, places: Tensor, cache: Cache, length: int | None = None) -> Tensor:
-        """The model's last hidden states [batch, seq, hidden] of ids at places, int64 [batch, seq]. `length` of the
-        sequences; None: each has its place and those before."""
-        context = Context(len(ids), PassLayout(), position_ids=places, cache=cache)
+    def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache, length: int | None = None) -> Tensor:
+        """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq]. `length` is the
+        length of the sequences. None: each ends at its position."""
+        context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
         if self.config.position_embedding_type == "rope":
-            context.rotary = self._rotary(places, length)
+            context.rotary = self._rotary(positions, length)
             if self.config.rotary_base_local is not None:
-                context.rotary_local = local_rotary_tables(self.config, places)
+                context.rotary_local = local_rotary_tables(self.config, positions)
         if self.config.num_experts:
             context.numbers = torch.arange(ids.numel(), device=ids.device)
         model = self.model
         return Stack.forward(model, model.embed(ids, context), context)
 
-    def _rotary(self, places: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
-        original = self._original
+    def _rotary(self, positions: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
+        original = self._original_context
         if length is not None or original == math.inf:
-            return rotary_tables(self.config, places, length or 0)
-        short, long = (rotary_tables(self.config, places, n) for n in (original, original + 1))
-        is_long = (places >= original)[..., None, None]
+            return rotary_tables(self.config, positions, length or 0)
+        short, long = (rotary_tables(self.config, positions, n) for n in (original, original + 1))
+        is_long = (positions >= original)[..., None, None]
         return tuple(torch.where(is_long, b, a) for a, b in zip(short, long))
 
     def _launch(self, owners: list[RowSequence | None], sampling: Sampling) -> _Window:
-        """A window of steps, and the copy of what they sample to the host, of which none is waited for on a GPU."""
+        """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU."""
         rows, longest = self.max_rows, self.max_tokens
         if self.device.type == "cpu":
             rows = max(row for row, owner in enumerate(owners) if owner is not None) + 1
@@ -381,7 +408,7 @@ class Engine:
                 graph.replay()
         else:
             for _ in range(self._window):
-                self._step(sampling, rows, longest)
+                self._decode_step(sampling, rows, longest)
                 longest = min(longest + 1, self.max_tokens)
         ids, logprobs = (x[:, :rows].to("cpu", non_blocking=True) for x in (self._ids, self._logprobs))
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
@@ -389,30 +416,30 @@ class Engine:
         for row, sequence in enumerate(owners):
             if sequence is not None:
                 sequence.launched += self._window
-                if sequence.launched >= sequence.pause:  # it gives no more, whatever it samples
+                if sequence.launched >= sequence.pause_at:  # further samples are not used
                     owners[row] = None
         return window
 
     def _graph(self, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph, for these settings. It is made while all rows are idle, and runs to warm up."""
-        key = self._how(sampling)
+        """Return the step as a CUDA graph for these settings. Captured, after warm-up, while all rows are idle."""
+        key = self._sampling_key(sampling)
         if key not in self._graphs:
             self._graphs.clear()
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    self._step(sampling, self.max_rows, self.max_tokens)
+                    self._decode_step(sampling, self.max_rows, self.max_tokens)
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._step(sampling, self.max_rows, self.max_tokens)
+                self._decode_step(sampling, self.max_rows, self.max_tokens)
             self._graphs[key] = graph
             self._tick.zero_()
         return self._graphs[key]
 
-    def _how(self, sampling: Sampling) -> tuple:
+    def _sampling_key(self, sampling: Sampling) -> tuple:
         return (
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self._vocabulary(sampling),
         )  # fmt: skip
@@ -420,17 +447,17 @@ class Engine:
     def _vocabulary(self, sampling: Sampling) -> int:
         return min(sampling.vocab_size or self.config.vocab_size, self.config.vocab_size)
 
-    def _step(self, sampling: Sampling, rows: int, longest: int) -> None:
-        """One token more for each of the first `rows` rows that goes on."""
-        token, place, count, limit, noise, alive = self._state[:, :rows]
+    def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
+        """Generate one token in each of the first `rows` rows that is active."""
+        token, position, count, limit, noise, alive = self._state[:, :rows]
         linear = self._linear and self._linear.first(rows)
-        cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest), linear)
-        hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
-        of_head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
-        logits = linear_logits(self.model.head_input(hidden), *of_head)  # own entries
+        cache = Decode(self._cache[:, :, :rows], position, visible_positions(position, longest), linear)
+        hidden = self._hidden(token[:, None], position[:, None], cache)[:, 0]  # [rows, hidden]
+        head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
+        logits = linear_logits(self.model.head_input(hidden), *head)  # this rank's vocabulary entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
-        temperature, top_k, top_p, min_p, vocabulary = self._how(sampling)
-        keys = mix(noise.to(torch.int32) ^ self._places[count])
+        temperature, top_k, top_p, min_p, vocabulary = self._sampling_key(sampling)
+        keys = mix(noise.to(torch.int32) ^ self._position_keys[count])
         ids, logprobs = sample(
             logits,
             keys,
@@ -442,14 +469,14 @@ class Engine:
             axis=self.tp,
             first=first,
         )
-        goes_on = alive.bool()
-        self._ids[:, :rows].index_copy_(0, self._tick, torch.where(goes_on, ids, -1)[None])
+        active = alive.bool()
+        self._ids[:, :rows].index_copy_(0, self._tick, torch.where(active, ids, -1)[None])
         self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs[None])
         self._tick.add_(1).remainder_(len(self._ids))
         count.add_(alive)
-        alive.copy_(goes_on & ~self._stops[ids] & (count < limit))
+        alive.copy_(active & ~self._stops[ids] & (count < limit))
         token.copy_(ids)
-        place.add_(1).mul_(alive)  # what is idle looks at one key
+        position.add_(1).mul_(alive)  # idle rows attend to one key
 
     def _read(
         self,
@@ -458,7 +485,7 @@ class Engine:
         waiting: deque[RowSequence],
         on_token: OnToken | None,
     ) -> None:
-        """Hands the tokens of a window to the sequences that they are of, and frees the rows of those that ended."""
+        """Append a window's tokens to their sequences, and free the rows of finished ones."""
         if window.copied is not None:
             window.copied.synchronize()
         ids, logprobs = window.ids.T.tolist(), window.logprobs.T.tolist()
@@ -466,21 +493,21 @@ class Engine:
             if sequence is None or sequence.ended:
                 continue
             new = ids[row]
-            taken = new.index(-1) if -1 in new else len(new)
-            sequence.ids += new[:taken]
-            sequence.logprobs += logprobs[row][:taken]
+            count = new.index(-1) if -1 in new else len(new)
+            sequence.ids += new[:count]
+            sequence.logprobs += logprobs[row][:count]
             if on_token is not None:
-                for token in new[:taken]:
+                for token in new[:count]:
                     on_token(sequence.prompt_index, sequence.generation, token)
             if sequence.ended:
                 if owners[row] is sequence:
                     owners[row] = None
-            elif len(sequence.ids) >= sequence.pause:
+            elif len(sequence.ids) >= sequence.pause_at:
                 waiting.appendleft(sequence)
 
 
 def named_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocalShard]:
-    """This rank's shards of parameters and persistent buffers; a tensor that has two names under its first."""
+    """Return this rank's shards of parameters and persistent buffers. A tied tensor appears under its first name."""
     named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in chunks:

@@ -1,7 +1,7 @@
-"""Prompts continued by a model as it stands: one call, in whatever layout the model is.
+"""Generation from a model in any layout in one call.
 
-An engine (engine.py) runs a Transformer as it is. Of another layout, or where weights are fp32 and the arithmetic is
-not, it gets a copy of the weights.
+An engine (engine.py) runs a Transformer in place. If the model has another layout, or fp32 weights and a lower compute
+precision, the engine gets a copy of the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
-from megalith.generation.answers import MOST_ROWS, answers, rank_copy
+from megalith.generation.encoder_decoder import MAX_ROWS, generate_t5, shard_t5
 from megalith.generation.engine import Engine, OnToken
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import engine_for
@@ -35,16 +35,30 @@ def generate(
     eod: int | None = None,
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """Each prompt with up to `max_new_tokens` tokens behind it; a row ends before its first `eod`. Of an
-    encoder-decoder the answers to the prompts alone.
+    """Continue prompts.
 
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); top_p keeps the likeliest
-    ones that together reach this probability (Holtzman et al. 2020). Row i's choices follow from (seed, i) alone. Only
-    the first `vocab_size` ids are sampled, where a model has more rows than its tokenizer has entries (default: all of
-    the model's). Every rank of a parallel model calls it alike and gets every row. The model is left in evaluation
-    mode.
-    Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has positions,
-    or sampling settings out of range.
+    Row i's samples depend only on (seed, i). Every rank of a parallel model makes the same call and receives every row.
+    The model is left in evaluation mode.
+
+    Args:
+        model: a decoder or an encoder-decoder, on one device or parallel.
+        prompts: token ids.
+        max_new_tokens: maximum length of a completion.
+        temperature: 0 is greedy.
+        top_k: sample from the k most likely tokens; 0 is all.
+        top_p: sample from the most likely tokens that together have this probability (Holtzman et al. 2020).
+        seed: seed of the samples.
+        eod: token that ends a completion; it is not returned.
+        vocab_size: sample only smaller ids, if the model has more rows than its tokenizer has entries. Default: all
+            ids.
+
+    Returns:
+        Token ids of each prompt with its completion; for an encoder-decoder the completion only.
+
+    Raises:
+        ConfigError: empty prompt, token outside the vocabulary, more tokens than the model has positions, or a setting
+            out
+            of range.
     """
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -55,9 +69,9 @@ def generate(
         stop=() if eod is None else (eod,),
         vocab_size=vocab_size,
     )
-    shown = [()] * len(prompts) if isinstance(model, T5) else prompts
+    prefixes = [()] * len(prompts) if isinstance(model, T5) else prompts
     return [
-        [*shown[done.prompt], *(done.ids if done.truncated else done.ids[:-1])]
+        [*prefixes[done.prompt], *(done.ids if done.truncated else done.ids[:-1])]
         for done in complete(model, prompts, sampling)
     ]
 
@@ -70,15 +84,15 @@ def complete(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """As Engine.generate, by an engine that is made for this call and that compiles nothing."""
+    """Like `Engine.generate`, with an uncompiled engine built for this call."""
     sampling.check()
     if not prompts:
-        raise ConfigError("the number of prompts is 0; it has to be at least 1")
-    rows = min(len(prompts) * num_generations, MOST_ROWS)
+        raise ConfigError("the number of prompts is 0; it must be at least 1")
+    rows = min(len(prompts) * num_generations, MAX_ROWS)
     room = dict(max_rows=rows, max_tokens=max(map(len, prompts)) + sampling.max_new_tokens)
     model.eval()
     if isinstance(model, T5):
-        return answers(model, prompts, sampling, num_generations=num_generations, on_token=on_token)
+        return generate_t5(model, prompts, sampling, num_generations=num_generations, on_token=on_token)
     if isinstance(model, Transformer) and (model.compute_dtype == torch.float32 or model.has_adapters):
         engine = Engine(model.config, model.device, model.compute_dtype, **room, model=model, graphs=False)
     else:
@@ -86,7 +100,7 @@ def complete(
     return engine.generate(prompts, sampling, num_generations=num_generations, on_token=on_token)
 
 
-def complete_in_shares(
+def complete_data_parallel(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -95,31 +109,34 @@ def complete_in_shares(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """As `complete`, of a model that every process has whole on the host, on `device`s over a mesh of tensor and data
-    parallelism: each replica takes its share of the prompts. All completions on the first rank, nothing on the others.
+    """Like `complete`, for a model that every process holds in host memory, with tensor and data parallelism on
+    `device`s.
+
+    Each replica completes a share of the prompts. Rank 0 returns all completions, other ranks none.
     """
     if model.has_adapters:
         raise ConfigError(
-            "the model has adapters, which one process runs alone; merge them (megalith lora merge)"
+            "models with adapters generate in a single process only; merge them (megalith lora merge)"
         )
-    replica = mesh.dp.rank
-    own = range(replica, len(prompts), mesh.dp.size)
+    local = range(mesh.dp.rank, len(prompts), mesh.dp.size)
     if isinstance(model, T5):
-        completes = partial(answers, rank_copy(model, mesh.tp, device))
+        run = partial(generate_t5, shard_t5(model, mesh.tp, device))
     else:
         room = max(map(len, prompts)) + sampling.max_new_tokens
-        rows = max(1, min(len(own) * num_generations, MOST_ROWS))
+        rows = max(1, min(len(local) * num_generations, MAX_ROWS))
         options = dict(max_rows=rows, max_tokens=room, tp=mesh.tp, compile=False)
         engine = Engine(model.config, device, model.compute_dtype, **options)
         engine.load(model.state_dict().items())
-        completes = engine.generate
-    done = completes(
-        [prompts[number] for number in own],
+        run = engine.generate
+    done = run(
+        [prompts[number] for number in local],
         sampling,
-        keys=own,
+        keys=local,
         num_generations=num_generations,
         on_token=on_token,
     )
-    found = [[own[each.prompt], each.generation, each.ids, each.logprobs, each.truncated] for each in done]
-    shares = gather_json(found if mesh.tp.rank == 0 else [], mesh.world, to_first=True)
+    records = [
+        [local[each.prompt], each.generation, each.ids, each.logprobs, each.truncated] for each in done
+    ]
+    shares = gather_json(records if mesh.tp.rank == 0 else [], mesh.world, to_first=True)
     return [Completion(*fields) for fields in sorted(fields for share in shares for fields in share)]

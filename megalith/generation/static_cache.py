@@ -1,11 +1,11 @@
-"""A cache of keys and values whose tensors stay where they are, so that a CUDA graph can be made over them.
+"""KV cache in static tensors, as CUDA graphs require.
 
-    keys_values [layers, 2, rows, room, groups, head_dim]
+     keys_values [layers, 2, rows, room, groups, head_dim]
 
-Layers of linear attention have in their place a state of each row, whatever the sequence's length: LinearStates.
+Layers of linear attention instead have one state per row, independent of the sequence length (LinearStates).
 
-A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds a token to each;
-both are the Cache of one pass (models/cache.py).
+A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds one token to
+each row. Each is the Cache of one pass (models/cache.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from megalith.ops.delta_rule import causal_conv, next_token, with_last_state
 def empty_cache(
     config: ModelConfig, rows: int, room: int, groups: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """A cache of `groups` key and value heads a layer, without tokens."""
+    """Return an empty cache with `groups` key and value heads per layer."""
     return torch.zeros(config.num_layers, 2, rows, room, groups, config.head_dim, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class LinearStates:
-    """What layers of linear attention keep of each row."""
+    """Per-row state of linear-attention layers."""
 
-    layers: Sequence[int]  # their numbers
-    tokens: Tensor  # [layers, rows, taps − 1, units]: what the convolution sees of the last ones
+    layers: Sequence[int]  # layer numbers
+    tokens: Tensor  # [layers, rows, taps − 1, units]: convolution inputs of the last tokens
     matrices: Tensor  # float32 [layers, rows, value heads, key size, value size]
 
     @classmethod
     def empty(
         cls, config: ModelConfig, rows: int, parts: int, device: torch.device, dtype: torch.dtype
     ) -> LinearStates | None:
-        """Of one of `parts` tensor-parallel ranks; None where no layer has one."""
+        """Return zero states for one of `parts` tensor-parallel ranks. None if no layer needs them."""
         layers = config.linear_attention_layers
         if not layers:
             return None
@@ -53,7 +53,7 @@ class LinearStates:
         return cls(layers, tokens, torch.zeros(len(layers), rows, values, *sizes, device=device))
 
     def at_layer(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """The layer's tokens and matrices [rows, …]; None where it has none."""
+        """Return the layer's tokens and matrices [rows, …]. None if it has no state."""
         if number not in self.layers:
             return None
         index = self.layers.index(number)
@@ -62,12 +62,12 @@ class LinearStates:
     def first(self, rows: int) -> LinearStates:
         return replace(self, tokens=self.tokens[:, :rows], matrices=self.matrices[:, :rows])
 
-    def move(self, row: int, hole: int) -> None:
+    def move(self, source: int, target: int) -> None:
         for states in (self.tokens, self.matrices):
-            states[:, hole] = states[:, row]
+            states[:, target] = states[:, source]
 
     def clear(self, rows: Tensor) -> None:
-        """For sequences that begin."""
+        """Reset rows for new sequences."""
         for states in (self.tokens, self.matrices):
             states.index_fill_(1, rows, 0)
 
@@ -78,27 +78,28 @@ class LinearStates:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A pass over whole prompts, behind which there may be padding: no token sees what is behind it."""
+    """Cache of a pass over complete prompts, which may be padded at the end: no token attends to later ones."""
 
-    keys_values: Tensor  # [layers, 2, rows, room, groups, head_dim]; at a layer without the first dimension
+    keys_values: (
+        Tensor  # [layers, 2, rows, room, groups, head_dim]; within a layer without the first dimension
+    )
     rows: Tensor  # int64 [filled rows]
-    prompts: Tensor  # int64 [filled rows]: which of the pass's sequences each gets; several may get the same
-    lengths: Tensor | None = None  # int64 [sequences], where there are linear states
-    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # at a layer its own
+    prompts: Tensor  # int64 [filled rows]: sequence of the pass for each row; several rows may share one
+    lengths: Tensor | None = None  # int64 [sequences], needed for linear states
+    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # within a layer, its own state
 
     def at_layer(self, number: int) -> Prefill:
         linear = self.linear and self.linear.at_layer(number)
         return replace(self, keys_values=self.keys_values[number], linear=linear)
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        kept, _ = self.linear
-        count = kept.shape[1]
+        cached, _ = self.linear
+        count = cached.shape[1]
         if count:
-            last = (self.lengths[:, None] + torch.arange(-count, 0, device=x.device))[
-                ..., None
-            ]  # [sequences, ·, 1]
+            last = self.lengths[:, None] + torch.arange(-count, 0, device=x.device)
+            last = last[..., None]  # [sequences, count, 1]
             tokens = x.take_along_dim(last.clamp(min=0), dim=1).where(last >= 0, 0)
-            kept.index_copy_(0, self.rows, tokens[self.prompts])
+            cached.index_copy_(0, self.rows, tokens[self.prompts])
         return causal_conv(x, taps)
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
@@ -115,12 +116,12 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """A pass over the newest token of each row."""
+    """Cache of a pass over the newest token of each row."""
 
-    keys_values: Tensor  # as Prefill's, of the rows that the pass has
-    places: Tensor  # int64 [rows]: where the tokens stand
-    seen: Tensor | None  # of them, as ops.attention_core.seen_places gives
-    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # at a layer its own
+    keys_values: Tensor  # like Prefill's, for the rows of the pass
+    positions: Tensor  # int64 [rows]: positions of the tokens
+    visible: Tensor | None  # from ops.attention_core.visible_positions
+    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # within a layer, its own state
 
     def at_layer(self, number: int) -> Decode:
         linear = self.linear and self.linear.at_layer(number)
@@ -138,4 +139,4 @@ class Decode:
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale", "sink")}
-        return cached_attention(query, key, value, self.keys_values, self.places, self.seen, **how)
+        return cached_attention(query, key, value, self.keys_values, self.positions, self.visible, **how)

@@ -1,9 +1,9 @@
-"""Weights from a trained model into an engine, in place.
+"""Copying of a trained model's weights into an engine, in place.
 
-Where a rank of the model and of the engine have the same shard of a tensor (the same tensor-parallel axis, no stages,
-no shards over data), it is cast and copied on the device. All others travel: each owned shard is broadcast from its
-rank, in the engine's type and in buckets, and every rank takes what its engine has of it. So an engine has whole
-layers, or their tensor-parallel shards, whatever stages, experts' ranks and ZeRO shards the trainer has.
+Tensors with the same shard in model and engine on a rank (same tensor-parallel axis, no stages, not sharded over
+data) are cast and copied on the device. For all others, each owned shard is broadcast from its rank, in the engine's
+dtype and in buckets, and every rank copies what its engine needs. Engines can thus have complete layers or
+tensor-parallel shards, whatever pipeline, expert and ZeRO layout the trainer uses.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.shards import LocalShard
 
-BUCKET = 2**28  # bytes of a broadcast
+BUCKET = 2**28  # bytes per broadcast
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync has moved, on this rank."""
+    """Amount of data moved by a sync, on this rank."""
 
     bytes: int
-    """Of the engine's weights."""
+    """Bytes of the engine's weights."""
     seconds: float
     gathered: int
-    """Tensors that came from other ranks."""
+    """Number of tensors that came from other ranks."""
 
     @property
     def gb_per_second(self) -> float:
@@ -52,33 +52,43 @@ def engine_for(
     compile: bool | None = None,
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine with the present weights of a model in any layout, in the type that it computes in or in `dtype`, over
-    the model's tensor-parallel axis. Every rank calls it; each then generates from its own prompts, but the ranks of a
-    tensor-parallel axis from the same.
+    """Build an engine with the current weights of a model in any layout, over its tensor-parallel axis. Every rank
+    calls it.
 
-    Raises ConfigError for a model of one's own, which has no cache.
+    Each rank then generates from its own prompts; the ranks of a tensor-parallel axis from the same.
+
+    Args:
+        model: the model.
+        max_rows: maximum number of concurrent sequences.
+        max_tokens: maximum length of a sequence.
+        dtype: dtype of the engine. Default: the model's compute dtype.
+        compile: see `Engine`.
+        graphs: see `Engine`.
+
+    Raises:
+        ConfigError: the model is a custom one without a KV cache, or has adapters.
     """
     options: dict[str, Any] = dict(max_rows=max_rows, max_tokens=max_tokens, compile=compile, graphs=graphs)
     if model.config is None:
         raise ConfigError(
-            "a ModelSpec's own model keeps no KV cache, so no engine runs it; call the model itself"
+            "a custom ModelSpec's model has no KV cache, so engines do not support it; call the model itself"
         )
     source = model
     if isinstance(model, ParallelModel):
         source = model.chunks[0]
         options |= dict(tp=model.mesh.tp, lora=model.spec.run.lora)
     elif model.has_adapters:
-        raise ConfigError("the model has adapters: give it itself to Engine(model=...), or merge them")
+        raise ConfigError("the model has adapters; pass the model to Engine(model=...), or merge them")
     engine = Engine(model.config, model.device, dtype or source.compute_dtype, **options)
     sync(engine, model)
     return engine
 
 
 def sync(engine: Engine, model: Transformer | ParallelModel, version: int | None = None) -> SyncReport:
-    """Gives the engine the model's present weights, and `version`, by default one more than it had. Every rank of the
-    model calls it."""
+    """Copy the model's current weights into the engine and set its version, by default the next. Every rank calls
+    it."""
     if engine.source is None or engine.source.model is not model:
-        engine.source = _Source(engine, model)
+        engine.source = _WeightSource(engine, model)
     report = engine.source.copy()
     engine.version = engine.version + 1 if version is None else version
     return report
@@ -86,7 +96,7 @@ def sync(engine: Engine, model: Transformer | ParallelModel, version: int | None
 
 @dataclass(frozen=True)
 class _Part:
-    """A shard of a tensor, and the rank that gives it."""
+    """A shard of a tensor, and the rank that broadcasts it."""
 
     name: str
     rank: int
@@ -94,37 +104,43 @@ class _Part:
     shape: tuple[int, ...]
 
 
-class _Source:
-    """Where the weights of an engine come from: found once, for the storage of both stays where it is."""
+class _WeightSource:
+    """Source of an engine's weights. Built once, because the storage of both stays in place."""
 
     def __init__(self, engine: Engine, model: Transformer | ParallelModel):
         self.engine, self.model = engine, model
         is_parallel = isinstance(model, ParallelModel)
         self.world = model.mesh.world if is_parallel else ALONE
-        self.own = {
+        self.shards = {
             name: shard
             for name, shard in named_shards(model.chunks if is_parallel else [model]).items()
             if not engine.is_mtp_parameter(name)
         }
-        if is_parallel:  # FSDP2's modules may have whole parameters at the moment
-            self.own |= {name: shard for name, shard in model.parameters.shards.items() if name in self.own}
-        apart = [name for name, shard in engine.shards.items() if not _same(shard, self.own.get(name))]
-        apart = sorted({name for names in gather_json(apart, self.world) for name in names})
-        self.local = [name for name in engine.shards if name not in apart]
+        if is_parallel:  # FSDP2's modules may hold gathered parameters
+            self.shards |= {
+                name: shard for name, shard in model.parameters.shards.items() if name in self.shards
+            }
+        remote_names = [
+            name for name, shard in engine.shards.items() if not _same(shard, self.shards.get(name))
+        ]
+        remote_names = sorted({name for names in gather_json(remote_names, self.world) for name in names})
+        self.local = [name for name in engine.shards if name not in remote_names]
         self.parts: list[_Part] = []
-        if apart:
+        if remote_names:
             tensors = global_tensors(
-                {name: shard for name, shard in self.own.items() if name in apart}, self.world
+                {name: shard for name, shard in self.shards.items() if name in remote_names}, self.world
             )
-            if lost := sorted(set(apart) - set(tensors)):
-                raise ConfigError(f"the model has no tensor {lost[0]}; build the engine of its configuration")
+            if lost := sorted(set(remote_names) - set(tensors)):
+                raise ConfigError(
+                    f"the model has no tensor {lost[0]}; build the engine with its configuration"
+                )
             self.parts = [
                 _Part(name, part.rank, part.offset, part.shape)
                 for name, tensor in tensors.items()
                 for part in tensor.parts
             ]
             self.parts.sort(key=lambda part: part.rank)
-        self.gathered = len(apart)
+        self.gathered = len(remote_names)
 
     @torch.no_grad()
     def copy(self) -> SyncReport:
@@ -133,7 +149,8 @@ class _Source:
         began = time.perf_counter()
         if self.local:
             torch._foreach_copy_(
-                [shards[name].values for name in self.local], [self.own[name].values for name in self.local]
+                [shards[name].values for name in self.local],
+                [self.shards[name].values for name in self.local],
             )
         for bucket in self._buckets():
             self._broadcast(bucket)
@@ -142,7 +159,7 @@ class _Source:
         return SyncReport(total, time.perf_counter() - began, self.gathered)
 
     def _buckets(self) -> Iterator[list[_Part]]:
-        """Parts of one rank and type that go in one broadcast."""
+        """Yield parts with the same rank and dtype that fit in one broadcast."""
         bucket: list[_Part] = []
         size = 0
         for part in self.parts:
@@ -167,27 +184,27 @@ class _Source:
         flat = torch.empty(sum(sizes), dtype=dtype, device=self.engine.device)
         pieces = [piece.view(part.shape) for piece, part in zip(flat.split(sizes), bucket)]
         if rank == self.world.rank:
-            torch._foreach_copy_(pieces, [self.own[part.name].values for part in bucket])
+            torch._foreach_copy_(pieces, [self.shards[part.name].values for part in bucket])
         if self.world.size > 1:
             dist.broadcast(flat, rank, group=self.world.group)
         for part, piece in zip(bucket, pieces):
-            _take(shards[part.name], piece, part.offset)
+            _copy_overlap(shards[part.name], piece, part.offset)
 
 
 def _same(shard: LocalShard, other: LocalShard | None) -> bool:
     return other is not None and (shard.offset, shard.values.shape) == (other.offset, other.values.shape)
 
 
-def _take(shard: LocalShard, piece: Tensor, offset: tuple[int, ...]) -> None:
-    """Copies into the shard what it has of a piece of the same tensor."""
-    here, there = [], []
-    for own, size, at, count in zip(shard.offset, shard.values.shape, offset, piece.shape):
-        first, last = max(own, at), min(own + size, at + count)
+def _copy_overlap(shard: LocalShard, piece: Tensor, offset: tuple[int, ...]) -> None:
+    """Copy the overlap of a piece of the same tensor into the shard."""
+    target, source = [], []
+    for start, size, piece_start, piece_size in zip(shard.offset, shard.values.shape, offset, piece.shape):
+        first, last = max(start, piece_start), min(start + size, piece_start + piece_size)
         if first >= last:
             return
-        here.append(slice(first - own, last - own))
-        there.append(slice(first - at, last - at))
-    shard.values[tuple(here)] = piece[tuple(there)]
+        target.append(slice(first - start, last - start))
+        source.append(slice(first - piece_start, last - piece_start))
+    shard.values[tuple(target)] = piece[tuple(source)]
 
 
 def _wait(device: torch.device) -> None:

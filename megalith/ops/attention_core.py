@@ -325,7 +325,7 @@ def cached_attention(
     value: Tensor,  # [rows, 1, groups, head_dim]
     cache: Tensor,  # [2, rows, room, groups, head_dim]: keys and values, to which those of the new token are added
     places: Tensor,  # int64 [rows]: of the new tokens; a row sees everything up to its own
-    seen: Tensor | None,  # what `seen_places` gives; on a GPU it is not looked at
+    seen: Tensor | None,  # what `visible_positions` gives; on a GPU it is not looked at
     *,
     window: int | None,
     softcap: float | None,
@@ -359,7 +359,7 @@ def cached_attention(
     return out.transpose(1, 2).flatten(1, 2)[:, None]
 
 
-def seen_places(places: Tensor, longest: int) -> Tensor | None:
+def visible_positions(places: Tensor, longest: int) -> Tensor | None:
     """Which of the first `longest` places each row of `places` int64 [rows] sees: bool [rows, longest]; None where the
     kernel finds out by itself."""
     if places.is_cuda and kernels.AVAILABLE:

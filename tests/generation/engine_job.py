@@ -8,7 +8,7 @@ from generation.brief_training import LLAMA
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
-from megalith.generation.sampling import complete_in_shares
+from megalith.generation.sampling import complete_data_parallel
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.model_types import make_model
@@ -40,7 +40,7 @@ def in_shares(
     model.load_state_dict(weights)
     size = torch.distributed.get_world_size()
     mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
-    return complete_in_shares(model, prompts, sampling, mesh, torch.device("cpu"), num_generations=2)
+    return complete_data_parallel(model, prompts, sampling, mesh, torch.device("cpu"), num_generations=2)
 
 
 def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:

@@ -160,7 +160,7 @@ def test_impossible_engines_weights_and_keys_are_refused(trained):
     for tensors, sentence in (
         ({"x": torch.zeros(1)}, "no tensor x"),
         ({name: torch.zeros(3)}, r"is \[3\]"),
-        ({name: weights[name]}, "others got no values"),
+        ({name: weights[name]}, "others are missing"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             engine.load(tensors.items())

@@ -9,7 +9,7 @@ from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
-from megalith.ops.attention_core import cached_attention, seen_places
+from megalith.ops.attention_core import cached_attention, visible_positions
 from megalith.ops.gumbel import sample
 from megalith.parallel.mesh import build_mesh
 
@@ -59,7 +59,9 @@ def test_decode_attention_equals_the_plain_one(rows, heads, groups, size, window
     expected_cache = cache.float().cpu()
     plain = [x.float().cpu() for x in (query, key, value)]
     how = dict(window=window, softcap=softcap, scale=None)
-    expected = cached_attention(*plain, expected_cache, places.cpu(), seen_places(places.cpu(), room), **how)
+    expected = cached_attention(
+        *plain, expected_cache, places.cpu(), visible_positions(places.cpu(), room), **how
+    )
     found = cached_attention(query, key, value, cache, places, None, **how)
     assert torch.equal(cache.float().cpu(), expected_cache)
     bound = 1e-5 if dtype == torch.float32 else 1e-2
