@@ -27,7 +27,7 @@ COLOURS = (
 
 
 def draw_plan(answer: PlanResult, path: str | Path) -> Path:
-    """Memory by stage and the pipeline's timeline of the best layout, and bars of the best ones by part."""
+    """Draw the times of the best layouts by part, and the best one's memory by stage and pipeline timeline."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -40,9 +40,9 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     figure.suptitle(f"the best: {best.name}", fontsize=10, color="#343a40")
     axes = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     bars, memory = axes[0], axes[1]
-    places = range(len(answer.best))
-    _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
-    bars.set_yticks(places, [fill(each.name, 50) for each in answer.best], fontsize=7)
+    rows = range(len(answer.best))
+    _stack(bars, rows, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
+    bars.set_yticks(rows, [fill(each.name, 50) for each in answer.best], fontsize=7)
     parts = {
         MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory]
         for part in MEMORY_HEADINGS
@@ -51,8 +51,8 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     memory.axvline(answer.usable / GB, color="#c2255c", linewidth=1.2, linestyle="--")
     memory.set_yticks(range(len(best.memory)), [f"stage {n}" for n in range(len(best.memory))], fontsize=7)
     titles = [
-        (bars, "ms a step, by part"),
-        (memory, "GB a GPU by stage (dashed: what a GPU has)"),
+        (bars, "ms per step, by part"),
+        (memory, "GB per GPU, by stage (dashed: available)"),
     ]
     if timeline is not None:
         for rank, spans in enumerate(timeline.spans):
@@ -70,8 +70,8 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     for each, title in titles:
         each.set_title(title, loc="left", fontsize=10, color="#343a40")
         each.tick_params(labelsize=7, colors="#495057", length=0)
-        for side in ("top", "right", "left"):
-            each.spines[side].set_visible(False)
+        for edge in ("top", "right", "left"):
+            each.spines[edge].set_visible(False)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
@@ -79,12 +79,12 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     return path
 
 
-def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
-    start = [0.0] * len(places)
+def _stack(axes: Any, rows: range, parts: dict[str, list[float]]) -> None:
+    start = [0.0] * len(rows)
     for colour, (name, values) in zip(COLOURS, parts.items()):
         if not any(values):
             continue
-        axes.barh(places, values, 0.75, start, color=colour, label=name)
+        axes.barh(rows, values, 0.75, start, color=colour, label=name)
         start = [a + b for a, b in zip(start, values)]
     axes.invert_yaxis()
     axes.legend(

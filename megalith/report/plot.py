@@ -1,9 +1,7 @@
-"""A run's curves in a PNG: loss, validation, learning rate, gradient norm, speed, and the balance of experts.
+"""Curves of one or several runs as a PNG: loss, validation, learning rate, gradient norm, speed and expert load.
 
-One run's or several's. They come from what a run wrote (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so they
-can be drawn while it trains, after it has ended, and on another machine.
-
-A curve drawn with text, for the end of a run in a terminal.
+They are drawn from the files that a run writes (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so a run can be
+drawn while it trains, after it has ended, and on another machine.
 """
 
 from __future__ import annotations
@@ -34,16 +32,24 @@ Points = list[tuple[float, float]]
 
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
 DASHES = (0, (4, 4))
-DRAWN = 3000  # points of a smoothed curve: twice the picture's
-SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
-ROUNDING = 1e-9  # of figures that are as good as one
-SMALLEST = 1e-300  # span that can be cut into ticks
+MAX_POINTS = 3000  # of a smoothed curve, twice the width of the picture
+SMOOTHING = 30  # the smoothed curve is a mean over 1/30 of the run
+ROUNDING = 1e-9  # relative difference of values that count as equal
+MIN_SPAN = 1e-300  # of an axis with ticks
 
 
 def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) -> Path:
-    """Draws loss, learning rate, gradient norm and tokens/s of one run folder, or of several over each other.
+    """Draw loss, learning rate, gradient norm and tokens/s of one or several runs.
 
-    Returns the path written. A DataError names a folder without metrics.
+    Args:
+        runs: one run folder, or several to compare.
+        output_png: path of the picture; missing folders are created.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        DataError: a folder has no metrics.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -61,11 +67,11 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     loss, rate, norm, speed = (
         figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     )
-    names, drawn = [name.replace("$", r"\$") for name in run_names(folders)], {}
+    names, first_names = [name.replace("$", r"\$") for name in run_names(folders)], {}
     for name, (_, steps, evaluations), colour in zip(names, histories, _cycle(COLOURS, len(histories))):
-        twin = drawn.setdefault(tuple(_points(steps, "loss")), name)
-        if twin != name:  # its curve would hide the other's
-            _draw_loss(loss, f"{name}, as {twin}", steps, evaluations, colour, DASHES)
+        first = first_names.setdefault(tuple(_points(steps, "loss")), name)
+        if first != name:  # an identical curve would hide the first
+            _draw_loss(loss, f"{name}, as {first}", steps, evaluations, colour, DASHES)
         else:
             _draw_loss(loss, name, steps, evaluations, colour)
         rate.plot(*_xy(_points(steps, "lr")), color=colour, linewidth=1.4)
@@ -78,7 +84,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     speed.yaxis.set_major_formatter(lambda value, _: format_si(value))
     trained = [_points(steps, "loss") for _, steps, _ in histories]
     validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
-    curves = [smoothed(points, DRAWN) for points in trained]
+    curves = [smoothed(points, MAX_POINTS) for points in trained]
     loss.set_ylim(*(loss_limits(trained, curves, validated) or (None, None)))
     loss.legend(frameon=False, fontsize=9)
     speed.set_ylim(bottom=0)
@@ -99,7 +105,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
 def draw_experts(
     axes: Sequence[Axes], histories: Sequence[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]
 ) -> None:
-    """Imbalance and balancing loss of every run, and each expert's share of its layer's tokens, last logged."""
+    """Draw imbalance and balancing loss of all runs, and the last logged expert load of the first run that has one."""
     imbalance, aux, load = axes
     for (_, steps, _), colour in zip(histories, _cycle(COLOURS, len(histories))):
         imbalance.plot(*_xy(_points(steps, "moe_imbalance")), color=colour, linewidth=0.8)
@@ -108,14 +114,14 @@ def draw_experts(
     _style(imbalance, "busiest expert / mean (dotted: dropped)")
     _style(aux, "balancing loss (1: even)")
     records = [read_records(folder / EXPERTS_FILE) for folder, _, _ in histories]
-    last = next((of_run[-1] for of_run in records if of_run), None)
+    last = next((lines[-1] for lines in records if lines), None)
     if last is None:
         load.set_axis_off()
         return
     rows = [sorted(row, reverse=True) for row in last["tokens"].values()]
-    even = [[value * len(row) / (sum(row) or 1) for value in row] for row in rows]
-    drawn = load.imshow(even, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-    load.figure.colorbar(drawn, ax=load)
+    relative = [[value * len(row) / (sum(row) or 1) for value in row] for row in rows]
+    image = load.imshow(relative, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    load.figure.colorbar(image, ax=load)
     _style(load, f"load / mean by layer, step {last['step']}")
     load.grid(False)
     layers, step = list(last["tokens"]), -(-len(rows) // 8)
@@ -124,16 +130,16 @@ def draw_experts(
 
 
 def loss_points(run_dir: str | Path) -> Points:
-    """(step, loss) of a run folder, without lost losses, for `text_curve.text_curve`."""
+    """Return the finite (step, loss) points of a run folder."""
     with Progress("read metrics", metrics_size([run_dir])) as progress:
         return _points(_steps(Path(run_dir), progress), "loss")
 
 
 def smooth(points: Points, window: int) -> Points:
-    """The mean of `window` points around each (of one more where that is even).
+    """Return the moving mean over `window` points around each point (one more if `window` is even).
 
-    Where there are not as many to one side, the straight line that fits the first or the last so many best. So a slope
-    is not shifted, and neither end of the curve is as rough as a single point.
+    At both ends, where the window does not fit, the values come from a least-squares line through the first or last
+    window. So a slope is not shifted and the ends are as smooth as the rest.
     """
     half = min(window, len(points) - 1) // 2
     values = [value for _, value in points]
@@ -143,23 +149,23 @@ def smooth(points: Points, window: int) -> Points:
         around = values[centre - half : centre + half + 1]
         value = sum(around) / len(around)
         if i != centre:
-            squares = sum(place**2 for place in range(-half, half + 1))
-            value += (i - centre) * sum(place * y for place, y in enumerate(around, -half)) / squares
+            squares = sum(offset**2 for offset in range(-half, half + 1))
+            value += (i - centre) * sum(offset * y for offset, y in enumerate(around, -half)) / squares
         result.append((step, value))
     return result
 
 
 def means(points: Points, count: int) -> Points:
-    """The means of the points in at most `count` stretches of the list."""
+    """Return the means of at most `count` groups of consecutive points."""
     size = -(-len(points) // count) or 1
     groups = (points[first : first + size] for first in range(0, len(points), size))
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
 def smoothed(points: Points, count: int) -> Points:
-    """The curve to draw in at most `count` points."""
-    few = means(points, count)
-    return smooth(few, len(few) // SMOOTHED_PART)
+    """Return a smoothed curve of at most `count` points."""
+    averaged = means(points, count)
+    return smooth(averaged, len(averaged) // SMOOTHING)
 
 
 def _steps(folder: Path, progress: Progress) -> list[dict[str, Any]]:
@@ -173,15 +179,16 @@ def _steps(folder: Path, progress: Progress) -> list[dict[str, Any]]:
 
 
 def _points(records: list[dict[str, Any]], key: str) -> Points:
-    """The finite values."""
-    known = [(record["step"], record.get(key)) for record in records]
-    return [(step, value) for step, value in known if value is not None and math.isfinite(value)]
+    """Return (step, value) of the records with a finite value."""
+    pairs = [(record["step"], record.get(key)) for record in records]
+    return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
 
 
 def run_names(folders: Sequence[str | Path]) -> list[str]:
-    """A name of its own for each run: as much of the end of its path as it takes, and a number for one given again.
+    """Return a unique name for each run: the end of its path, and a number for a folder that is given twice.
 
-    None begins with an underscore, which matplotlib's legend would leave out. Where one is a URL they are as given.
+    No name begins with an underscore, because matplotlib's legend omits such names. If a folder is a URL, the names are
+    the folders as given.
     """
     if any(map(is_url, folders)):
         return list(map(str, folders))
@@ -193,8 +200,8 @@ def run_names(folders: Sequence[str | Path]) -> list[str]:
             name = str(Path(*path.parts[-length:]))
             if name[0] != "_" and all(other.parts[-length:] != path.parts[-length:] for other in others):
                 break
-        again = paths[:number].count(path)
-        names.append(name + (f" ({again + 1})" if again else ""))
+        repeats = paths[:number].count(path)
+        names.append(name + (f" ({repeats + 1})" if repeats else ""))
     return names
 
 
@@ -208,7 +215,7 @@ def _draw_loss(
 ) -> None:
     points = _points(steps, "loss")
     axes.plot(*_xy(points), color=colour, linewidth=0.7, alpha=0.3)
-    axes.plot(*_xy(smoothed(points, DRAWN)), color=colour, linestyle=style, linewidth=1.8, label=name)
+    axes.plot(*_xy(smoothed(points, MAX_POINTS)), color=colour, linestyle=style, linewidth=1.8, label=name)
     checks = _points(evaluations, "validation_loss")
     if checks:
         axes.plot(
@@ -221,16 +228,17 @@ def _draw_loss(
             markeredgewidth=1.6,
             label=f"{name}, validation (last {checks[-1][1]:.3f})",
         )
-    lost = [record["step"] for record in steps if record.get("nan_iterations")]
-    for step in lost:
-        label = f"{name}, lost losses (NaN): {len(lost)}" if step == lost[0] else None
+    bad_steps = [record["step"] for record in steps if record.get("nan_iterations")]
+    for step in bad_steps:
+        label = f"{name}, lost losses (NaN): {len(bad_steps)}" if step == bad_steps[0] else None
         axes.axvline(step, color=colour, linewidth=1, linestyle=":", label=label)
 
 
 def loss_limits(
     trained: Sequence[Points], smoothed: Sequence[Points], validated: Sequence[Points]
 ) -> tuple[float, float] | None:
-    """Limits that a single spike cannot stretch: all points below, smoothed and validation curves above."""
+    """Return axis limits from the minimum of all points to the maximum of the smoothed and validation curves, so that a
+    single spike does not compress the curves."""
     tops = [y for points in [*smoothed, *validated] for _, y in points]
     if not tops:
         return None
@@ -238,11 +246,14 @@ def loss_limits(
 
 
 def limits_around(low: float, high: float, margin: float = 0.0) -> tuple[float, float]:
-    """An axis from low to high with a share of that at both ends; half of the figure where rounding alone differs."""
+    """Return axis limits with a `margin` (fraction of the range) at both ends.
+
+    If low and high are equal up to rounding, the margin is half of the value.
+    """
     largest = max(abs(low), abs(high))
-    if high - low <= max(ROUNDING * largest, SMALLEST):
-        wide = largest / 2 if largest > SMALLEST else 0.5
-        return low - wide, high + wide
+    if high - low <= max(ROUNDING * largest, MIN_SPAN):
+        margin = largest / 2 if largest > MIN_SPAN else 0.5
+        return low - margin, high + margin
     return low - margin * (high - low), high + margin * (high - low)
 
 
@@ -252,8 +263,8 @@ def _style(axes: Axes, title: str) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, colors="#495057", length=0)
     axes.margins(x=0.01)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    for edge in ("top", "right", "left"):
+        axes.spines[edge].set_visible(False)
     axes.spines["bottom"].set_color("#ced4da")
     axes.xaxis.set_major_formatter(lambda value, _: format_si(value))
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)

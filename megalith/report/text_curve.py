@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# A Braille character is U+2800 plus one bit a dot: rows downwards, left column then right.
+# Bits of a Braille character above U+2800, by row and column of the dot.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def text_curve(points: Sequence[tuple[float, float]], width: int = 80, height: int = 13) -> str:
-    """The curve through `points` as text of at most `width` columns and `height` + 2 lines.
+    """Draw the curve through `points` as text of at most `width` columns and `height` + 2 lines.
 
-    Each column shows the mean of the points that fall in it; Braille dots give it 2 × 4 dots a character. The
-    left edge is labelled with the values, the bottom with the first and the last step.
+    A Braille character has 2 × 4 dots. Each column of dots shows the mean of its points. The left edge is labelled with
+    values, the bottom with the first and last step.
     """
     points = [(x, y) for x, y in points if math.isfinite(y)]
     if not points:
@@ -38,7 +38,7 @@ def text_curve(points: Sequence[tuple[float, float]], width: int = 80, height: i
 
 
 def _column_means(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """(column, mean of the values in it), for the columns that hold any."""
+    """Return (column, mean of its values) for the columns that have points."""
     start, span = points[0][0], (points[-1][0] - points[0][0]) or 1
     sums: dict[int, list[float]] = {}
     for x, y in points:
@@ -49,7 +49,7 @@ def _column_means(points: Sequence[tuple[float, float]], columns: int) -> list[t
 def _braille_line(
     means: list[tuple[int, float]], dots_high: int, low: float, high: float, columns: int
 ) -> list[list[str]]:
-    """The polyline through `means` as rows of characters; a column is 2 dots wide and 4 high."""
+    """Draw the polyline through `means` as rows of characters, each 2 dots wide and 4 high."""
     bits = [[0] * columns for _ in range(dots_high // 4)]
 
     def row_of(value: float) -> int:
@@ -65,7 +65,7 @@ def _braille_line(
 
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from `start` to `end`, both included."""
+    """Return the dots of the segment, including both ends."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (

@@ -13,7 +13,7 @@ from megalith.cli.main import main
 from megalith.errors import DataError
 from megalith.report.page import run_files, write_report
 from megalith.report.page.charts import tick_labels
-from megalith.report.page.run_files import RunFiles, downsample, points
+from megalith.report.page.run_files import RunFiles, downsample, metric_points
 
 VOID = {"meta", "link", "br", "img", "input"}
 SECTIONS = [
@@ -122,10 +122,10 @@ def test_a_page_looks_at_each_figure_of_a_long_run_once(tmp_path, monkeypatch):
     figures, checked = [f"figure_{n}" for n in range(20)], []
     records = [{"step": n} | dict.fromkeys(figures, float(n % 7)) for n in range(1, 2001)]
     write_lines(tmp_path / "metrics.jsonl", records)
-    plain = run_files.number
-    monkeypatch.setattr(run_files, "number", lambda value: checked.append(value) or plain(value))
+    plain = run_files.to_float
+    monkeypatch.setattr(run_files, "to_float", lambda value: checked.append(value) or plain(value))
     run = RunFiles.open("long", tmp_path)
-    assert [run.curve(name) for name in figures] == [points(records, name) for name in figures]
+    assert [run.curve(name) for name in figures] == [metric_points(records, name) for name in figures]
     checked.clear()
     write_report([str(tmp_path)], tmp_path / "long.html")
     assert len(checked) < 2 * len(records)  # of 40,000 figures

@@ -1,6 +1,7 @@
 """`megalith report RUN [RUN…]`: curves, memory, times, experts, FP8, completions, settings and events of runs.
 
-The page is one file without addresses: its style and its script stand in it, and its policy forbids it any request.
+The page is a single file that makes no requests: style and script are inline, and its content security policy forbids
+any other source.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from megalith.report.page.charts import (
     Mark,
     chart,
     heat_map,
-    lines,
-    spans,
+    preformatted,
     stacked_bars,
     table,
     text,
+    timeline,
 )
-from megalith.report.page.run_files import RunFiles, downsample, number, points
+from megalith.report.page.run_files import RunFiles, downsample, metric_points, to_float
 from megalith.report.plot import loss_limits, run_names, smoothed
 from megalith.tables import format_bytes, format_si
 
-DRAWN = 1000  # points of a curve
-MOST_CHARTS = 60  # of figures that have no title here
-MOST_ROWS = 200  # of a table
-MOST_RANKS = 64
-COMPLETIONS, COMPLETION_LENGTH = 12, 1500
+MAX_POINTS = 1000  # of a curve
+MAX_CHARTS = 60  # of metrics without a title below
+MAX_ROWS = 200  # of a table
+MAX_RANKS = 64
+MAX_COMPLETIONS, COMPLETION_LENGTH = 12, 1500
 STEP_PARTS = ("compute", "communication", "bubble", "idle")
 
 # Section → (key of metrics.jsonl, title) of its charts.
@@ -83,17 +84,28 @@ CHARTS = {
         ("mismatch", "drift between engine and trainer"),
     ),
 }
-NO_CHART = {"step", "loss", "consumed_samples", "skipped", "nan_iterations"}
+WITHOUT_CHART = {"step", "loss", "consumed_samples", "skipped", "nan_iterations"}
 FP8 = {
     "fp8_overflow": "FP8: largest share of overflow of a linear",
     "fp8_underflow": "FP8: largest share of underflow of a linear",
     "fp8_amax": "FP8: largest amax of a linear",
 }
-OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
+OPERAND_STYLES = {"input": "line", "weight": "dashed", "gradient": "dots"}
 
 
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
-    """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
+    """Write the report of these runs as one HTML file.
+
+    Args:
+        folders: run folders, local or in a store.
+        output: path of the file; missing folders are created.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        DataError: a folder has no metrics.
+    """
     names = run_names(folders)
     with Progress("read metrics", metrics_size(folders)) as progress:
         runs = [RunFiles.open(name, folder, progress) for name, folder in zip(names, folders)]
@@ -105,7 +117,7 @@ def write_report(folders: Sequence[str], output: str | Path) -> Path:
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     style, script = (files(__name__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     title = ", ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
     sections = []
@@ -114,7 +126,7 @@ def render_page(runs: Sequence[RunFiles]) -> str:
             sections += [(heading, body)] * bool(body)
             progress.add()
     links = "".join(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections)
-    chosen = "".join(
+    toggles = "".join(
         f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}" aria-pressed="true">'
         f"{text(run.name)}</button>"
         for n, run in enumerate(runs)
@@ -131,7 +143,7 @@ def render_page(runs: Sequence[RunFiles]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
         f"<title>{text(title)}</title><style>{style}</style></head><body><header><h1>{text(title)}</h1>"
-        f'<p>{written}</p><nav>{links}</nav><div class="runs">{chosen}</div></header><main>{body}</main>'
+        f'<p>{written}</p><nav>{links}</nav><div class="runs">{toggles}</div></header><main>{body}</main>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
 
@@ -141,23 +153,23 @@ def _anchor(heading: str) -> str:
 
 
 def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
-    """(heading, HTML), empty where there is nothing to show."""
+    """Yield (heading, HTML) of each section. The HTML is empty if there is nothing to show."""
     yield "Summary", _summary(runs)
-    known = {key for charts in CHARTS.values() for key, _ in charts}
+    titled = {key for charts in CHARTS.values() for key, _ in charts}
     for heading, charts in CHARTS.items():
-        flat = [(key, title) for key, title in charts if _constant(runs, key) == 0]
-        drawn = [_chart(runs, key, title) for key, title in charts if (key, title) not in flat]
-        first = _losses(runs) if heading == "Training" else ""
-        more = _constants(runs, flat)
-        more += _expert_load(runs) if heading == "Experts" else ""
-        more += _completions(runs) if heading.startswith("Rewards") else ""
-        yield heading, _grid([first, *drawn]) + more
-    yield "FP8", _grid(_fp8(runs, share, title) for share, title in FP8.items())
+        constant = [(key, title) for key, title in charts if _constant(runs, key) == 0]
+        drawn = [_chart(runs, key, title) for key, title in charts if (key, title) not in constant]
+        losses = _losses(runs) if heading == "Training" else ""
+        extra = _constants(runs, constant)
+        extra += _expert_load(runs) if heading == "Experts" else ""
+        extra += _completions(runs) if heading.startswith("Rewards") else ""
+        yield heading, _grid([losses, *drawn]) + extra
+    yield "FP8", _grid(_fp8(runs, metric, title) for metric, title in FP8.items())
     others = dict.fromkeys(key for run in runs for record in run.steps[-1:] for key in record)
-    others = [key for key in others if key not in known | NO_CHART and not key.startswith(tuple(FP8))]
-    flat = [key for key in others if _constant(runs, key) is not None]
-    drawn = _grid(_chart(runs, key, key) for key in others[:MOST_CHARTS] if key not in flat)
-    yield "Further figures", drawn + _constants(runs, [(key, key) for key in flat[:MOST_CHARTS]])
+    others = [key for key in others if key not in titled | WITHOUT_CHART and not key.startswith(tuple(FP8))]
+    constant = [key for key in others if _constant(runs, key) is not None]
+    drawn = _grid(_chart(runs, key, key) for key in others[:MAX_CHARTS] if key not in constant)
+    yield "Further figures", drawn + _constants(runs, [(key, key) for key in constant[:MAX_CHARTS]])
     yield "Memory by part", _each(runs, _memory)
     yield "A step by rank", _each(runs, _measured)
     yield "Pipeline", _each(runs, _timeline)
@@ -167,7 +179,7 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
 
 
 def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
-    """The figure that each of several steps has; None where they differ, or there are fewer than two."""
+    """Return the value of a metric that is the same in all steps; None if it varies or has fewer than two values."""
     first, count = None, 0
     for value in (value for run in runs for _, value in run.curve(key)):
         first, count = (value if first is None else first), count + 1
@@ -177,9 +189,9 @@ def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
 
 
 def _constants(runs: Sequence[RunFiles], charts: Sequence[tuple[str, str]]) -> str:
-    """A sentence in the place of charts that would be level lines."""
-    told = ", ".join(f"{title} {_constant(runs, key):g}" for key, title in charts)
-    return f"<p>At every step: {text(told, 5000)}.</p>" if told else ""
+    """Return a sentence that replaces the charts of constant metrics."""
+    values = ", ".join(f"{title} {_constant(runs, key):g}" for key, title in charts)
+    return f"<p>At every step: {text(values, 5000)}.</p>" if values else ""
 
 
 def _grid(drawn: Iterable[str]) -> str:
@@ -188,7 +200,7 @@ def _grid(drawn: Iterable[str]) -> str:
 
 
 def _each(runs: Sequence[RunFiles], draw: Callable[[RunFiles], str]) -> str:
-    """What `draw` shows of each run, under its name where there are several."""
+    """Return `draw` of each run, under the run's name if there are several."""
     shown = [(run.name, content) for run in runs if (content := draw(run))]
     if len(runs) == 1:
         return "".join(content for _, content in shown)
@@ -212,18 +224,18 @@ def _summary(runs: Sequence[RunFiles]) -> str:
 
 
 def _summary_row(run: RunFiles) -> tuple[str, ...]:
-    losses, checks = run.curve("loss"), points(run.evaluations, "validation_loss")
-    begin = number(run.steps[len(run.steps) // 2]["step"]) or 0.0  # the first steps compile
+    losses, checks = run.curve("loss"), metric_points(run.evaluations, "validation_loss")
+    middle = to_float(run.steps[len(run.steps) // 2]["step"]) or 0.0  # the first steps compile
 
-    def later(key: str) -> list[float]:
-        return [y for step, y in run.curve(key) if step >= begin]
+    def second_half(key: str) -> list[float]:
+        return [y for step, y in run.curve(key) if step >= middle]
 
     def mean(key: str, form: str) -> str:
-        values = later(key)
+        values = second_half(key)
         return format(sum(values) / len(values), form) if values else "–"
 
     memory = [y for _, y in run.curve("max_memory_gb")]
-    speed = later("tokens_per_second_per_device")
+    speed = second_half("tokens_per_second_per_device")
     least = min((y for _, y in checks), default=None)
     return (
         run.name,
@@ -240,8 +252,8 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
 
 
 def _losses(runs: Sequence[RunFiles]) -> str:
-    """Of GRPO a chart of its own beside other runs: a policy's loss is about 0."""
-    policies = [n for n, run in enumerate(runs) if points(run.steps[-1:], "rewards_mean")]
+    """Return the loss charts. GRPO runs, whose loss is about 0, have their own chart if there are other runs too."""
+    policies = [n for n, run in enumerate(runs) if metric_points(run.steps[-1:], "rewards_mean")]
     others = [n for n in range(len(runs)) if n not in policies]
     if not policies or not others:
         return _loss("loss", runs, range(len(runs)))
@@ -249,58 +261,58 @@ def _losses(runs: Sequence[RunFiles]) -> str:
 
 
 def _loss(title: str, runs: Sequence[RunFiles], which: Sequence[int]) -> str:
-    """Losses of the runs of these numbers, a smoothed curve each, evaluations, and marks of what happened."""
+    """Return a chart of the losses, smoothed losses, validation losses and events of the runs with these indices."""
     raw = {n: runs[n].curve("loss") for n in which}
-    smooth = {n: smoothed(raw[n], DRAWN // 2) for n in which}
-    checks = {n: points(runs[n].evaluations, "validation_loss") for n in which}
+    smooth = {n: smoothed(raw[n], MAX_POINTS // 2) for n in which}
+    checks = {n: metric_points(runs[n].evaluations, "validation_loss") for n in which}
     curves = []
     for n in which:
-        curves.append(Curve(f"{runs[n].name}, each step", downsample(raw[n], DRAWN), n, "faint"))
+        curves.append(Curve(f"{runs[n].name}, each step", downsample(raw[n], MAX_POINTS), n, "faint"))
         curves.append(Curve(runs[n].name, smooth[n], n))
-        curves.append(Curve(f"{runs[n].name}, validation", downsample(checks[n], DRAWN), n, "dots"))
+        curves.append(Curve(f"{runs[n].name}, validation", downsample(checks[n], MAX_POINTS), n, "dots"))
     marks = [mark for n in which for mark in _marks(runs[n], n)]
     limits = loss_limits(*(list(each.values()) for each in (raw, smooth, checks)))
     return chart(title, [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
 
 
 def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
-    """Events that have a step, lost steps and starts after the first."""
+    """Yield marks for events that have a step, bad steps, and starts after the first."""
     for event in run.events:
-        if (step := number(event.get("step"))) is not None:
+        if (step := to_float(event.get("step"))) is not None:
             yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
-    for step, lost in run.curve("nan_iterations"):
-        if lost:
+    for step, is_bad in run.curve("nan_iterations"):
+        if is_bad:
             yield Mark(step, f"{run.name}, step {step:.0f}: loss lost", colour)
     for start in run.starts[1:]:
-        if (step := number(start.get("step"))) is not None:
+        if (step := to_float(start.get("step"))) is not None:
             yield Mark(step, f"{run.name}, started again after step {step:g}", colour)
 
 
 def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
-    curves = [Curve(run.name, downsample(run.curve(key), DRAWN), n) for n, run in enumerate(runs)]
+    curves = [Curve(run.name, downsample(run.curve(key), MAX_POINTS), n) for n, run in enumerate(runs)]
     for n, run in enumerate(runs):
-        held_out = downsample(points(run.evaluations, f"validation_{key}"), DRAWN)
-        curves.append(Curve(f"{run.name}, validation", held_out, n, "dots"))
+        validation = downsample(metric_points(run.evaluations, f"validation_{key}"), MAX_POINTS)
+        curves.append(Curve(f"{run.name}, validation", validation, n, "dots"))
     values = {y for curve in curves for _, y in curve.points}
     if key == "global_batch_size" and len(values) < 2:
         return ""
     return chart(title, [curve for curve in curves if curve.points])
 
 
-def _fp8(runs: Sequence[RunFiles], share: str, title: str) -> str:
-    """The largest figure of all linears, of each kind of operand."""
+def _fp8(runs: Sequence[RunFiles], metric: str, title: str) -> str:
+    """Return a chart of the largest value over all linears, for each kind of operand."""
     curves = []
     for n, run in enumerate(runs):
-        for kind, style in OPERANDS.items():
-            found = [(number(record["step"]), _largest(record, share, kind)) for record in run.fp8_steps]
-            known = [(x, y) for x, y in found if x is not None and y is not None]
-            curves.append(Curve(f"{run.name}, {kind}", downsample(known, DRAWN), n, style))
+        for kind, style in OPERAND_STYLES.items():
+            pairs = [(to_float(record["step"]), _largest(record, metric, kind)) for record in run.fp8_steps]
+            points = [(x, y) for x, y in pairs if x is not None and y is not None]
+            curves.append(Curve(f"{run.name}, {kind}", downsample(points, MAX_POINTS), n, style))
     return chart(title, [curve for curve in curves if curve.points])
 
 
-def _largest(record: dict[str, Any], share: str, kind: str) -> float | None:
+def _largest(record: dict[str, Any], metric: str, kind: str) -> float | None:
     values = [
-        number(v) for key, v in record.items() if key.startswith(f"{share}/") and key.endswith(f".{kind}")
+        to_float(v) for key, v in record.items() if key.startswith(f"{metric}/") and key.endswith(f".{kind}")
     ]
     return max((v for v in values if v is not None), default=None)
 
@@ -313,22 +325,22 @@ def _load_of(run: RunFiles) -> str:
     tokens = (run.experts or {}).get("tokens")
     rows = []
     for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
-        known = [number(count) or 0.0 for count in counts] if isinstance(counts, list) else []
-        mean = sum(known) / len(known) if known else 0.0
-        rows.append((f"layer {str(layer)[:20]}", [count / mean if mean else 0.0 for count in known]))
+        loads = [to_float(count) or 0.0 for count in counts] if isinstance(counts, list) else []
+        mean = sum(loads) / len(loads) if loads else 0.0
+        rows.append((f"layer {str(layer)[:20]}", [load / mean if mean else 0.0 for load in loads]))
     title = f"tokens of each expert / mean, step {(run.experts or {}).get('step')} (right: the busiest)"
-    return heat_map(title, rows[:MOST_ROWS])
+    return heat_map(title, rows[:MAX_ROWS])
 
 
 def _memory(run: RunFiles) -> str:
-    """What a device of each stage was expected to hold, and what each rank took in the measured step."""
+    """Return the expected memory of each stage by part, and the measured peak of each rank."""
     stages = run.starts[-1].get("stages") if run.starts else None
     expected = []
-    for stage in stages[:MOST_RANKS] if isinstance(stages, list) else ():
+    for stage in stages[:MAX_RANKS] if isinstance(stages, list) else ():
         if isinstance(stage, dict):
-            parts = _figures(stage.get("bytes"))
+            parts = _sizes(stage.get("bytes"))
             expected.append((f"stage {stage.get('stage')}", parts, format_bytes(sum(parts.values()))))
-    peaks = [number(record.get("peak")) or 0.0 for record in run.measured_ranks[:MOST_RANKS]]
+    peaks = [to_float(record.get("peak")) or 0.0 for record in run.measured_ranks[:MAX_RANKS]]
     measured = [(f"rank {rank}", {"peak": peak}, format_bytes(peak)) for rank, peak in enumerate(peaks)]
     return stacked_bars(
         "expected on a device of each pipeline stage, by what holds it", expected
@@ -337,15 +349,16 @@ def _memory(run: RunFiles) -> str:
     )
 
 
-def _figures(found: Any) -> dict[str, float]:
-    known = found.items() if isinstance(found, dict) else ()
-    return {str(name): value for name, each in known if (value := number(each)) is not None and value >= 0}
+def _sizes(content: Any) -> dict[str, float]:
+    """Return the numbers of a JSON object that are 0 or more."""
+    items = content.items() if isinstance(content, dict) else ()
+    return {str(name): value for name, each in items if (value := to_float(each)) is not None and value >= 0}
 
 
 def _measured(run: RunFiles) -> str:
     rows = []
-    for rank, record in enumerate(run.measured_ranks[:MOST_RANKS]):
-        times = _figures({name: record.get(name) for name in STEP_PARTS})
+    for rank, record in enumerate(run.measured_ranks[:MAX_RANKS]):
+        times = _sizes({name: record.get(name) for name in STEP_PARTS})
         rows.append((f"rank {rank}", times, f"{sum(times.values()):.1f} ms"))
     return stacked_bars("where the time of a measured step went", rows)
 
@@ -365,12 +378,12 @@ def _timeline(run: RunFiles) -> str:
             )
             for span in spans_of_rank
         ]
-        for spans_of_rank in run.timeline.spans[:MOST_RANKS]
+        for spans_of_rank in run.timeline.spans[:MAX_RANKS]
     ]
     title = (
         f"a measured step, {run.timeline.total:.1f} ms; the gaps are its bubble, {run.timeline.bubble:.1%}"
     )
-    return spans(title, rows, list(LEGEND.values()))
+    return timeline(title, rows, list(LEGEND.values()))
 
 
 def _completions(runs: Sequence[RunFiles]) -> str:
@@ -378,25 +391,27 @@ def _completions(runs: Sequence[RunFiles]) -> str:
 
 
 def _completions_of(run: RunFiles) -> str:
-    """The newest, one of each prompt."""
+    """Return the newest completions, one per prompt."""
     newest = {str(record.get("prompt")): record for record in run.completions}
-    shown = sorted(newest.values(), key=lambda r: number(r.get("step")) or 0.0)[-COMPLETIONS:]
+    shown = sorted(newest.values(), key=lambda r: to_float(r.get("step")) or 0.0)[-MAX_COMPLETIONS:]
     rows = [(record.get("step"), _rewards(record), Html(_answer(record))) for record in shown]
     return table(("step", "rewards", "prompt and completion"), rows) if rows else ""
 
 
 def _rewards(record: dict[str, Any]) -> str:
     rewards = record.get("rewards")
-    known = rewards.items() if isinstance(rewards, dict) else ()
-    return ", ".join(f"{name} {value}" for name, value in known)
+    items = rewards.items() if isinstance(rewards, dict) else ()
+    return ", ".join(f"{name} {value}" for name, value in items)
 
 
 def _answer(record: dict[str, Any]) -> str:
-    return lines(record.get("prompt"), COMPLETION_LENGTH) + lines(record.get("completion"), COMPLETION_LENGTH)
+    return preformatted(record.get("prompt"), COMPLETION_LENGTH) + preformatted(
+        record.get("completion"), COMPLETION_LENGTH
+    )
 
 
 def _settings(runs: Sequence[RunFiles]) -> str:
-    """What differs between the runs, and every setting of each."""
+    """Return a table of the settings that differ between the runs, and one of all settings."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, *(run.settings.get(key, "") for run in runs)) for key in keys]
     if not rows:
@@ -419,16 +434,20 @@ def _starts(run: RunFiles) -> str:
             _hosts(start),
             _pairs(start.get("versions")),
         )
-        for start in run.starts[-MOST_ROWS:]
+        for start in run.starts[-MAX_ROWS:]
     ]
     summary = run.starts[-1].get("summary")
-    told = summary.items() if isinstance(summary, dict) else ()
-    facts = table(("of the last start", ""), [(name, Html(lines(value, 2000))) for name, value in told])
+    items = summary.items() if isinstance(summary, dict) else ()
+    facts = table(
+        ("of the last start", ""), [(name, Html(preformatted(value, 2000))) for name, value in items]
+    )
     return table(("started", "after step", "layout", "ranks and hosts", "versions"), rows) + facts
 
 
-def _pairs(found: Any) -> str:
-    return ", ".join(f"{name} {value}" for name, value in found.items()) if isinstance(found, dict) else ""
+def _pairs(content: Any) -> str:
+    return (
+        ", ".join(f"{name} {value}" for name, value in content.items()) if isinstance(content, dict) else ""
+    )
 
 
 def _hosts(start: dict[str, Any]) -> str:
@@ -438,13 +457,13 @@ def _hosts(start: dict[str, Any]) -> str:
 
 
 def _events(run: RunFiles) -> str:
-    rows = [(e.get("time"), e.get("step"), e.get("event"), e.get("text")) for e in run.events[-MOST_ROWS:]]
-    skipped = [str(record["step"]) for record in run.steps if number(record.get("skipped"))]
+    rows = [(e.get("time"), e.get("step"), e.get("event"), e.get("text")) for e in run.events[-MAX_ROWS:]]
+    skipped = [str(record["step"]) for record in run.steps if to_float(record.get("skipped"))]
     facts = []
     if run.saved_steps:
         facts.append(f"checkpoints there: steps {', '.join(map(str, run.saved_steps[-40:]))}")
     if skipped:
         more = f" and {len(skipped) - 40} before" if len(skipped) > 40 else ""
         facts.append(f"updates skipped: {len(skipped)}, steps {', '.join(skipped[-40:])}{more}")
-    told = "".join(f"<p>{text(fact, 1000)}</p>" for fact in facts)
-    return told + (table(("time", "step", "event", "what"), rows) if rows else "")
+    paragraphs = "".join(f"<p>{text(fact, 1000)}</p>" for fact in facts)
+    return paragraphs + (table(("time", "step", "event", "what"), rows) if rows else "")

@@ -1,8 +1,8 @@
-"""Charts as SVG and HTML, drawn without a library: curves, stacked bars, spans of time, a heat map; a curve in a word.
+"""Charts as SVG and HTML: curves, stacked bars, timelines, heat maps, and sparklines as text.
 
-An SVG here has no text and is stretched to its box; labels are HTML beside it, at percentages. So a chart fits any
-width, its letters keep their size, and it is there without a script; the page's script adds what the pointer shows.
-Every name goes through `text`, for it may come from a file that a stranger made.
+The SVGs contain no text and are stretched to their box; labels are HTML elements positioned in percent. So a chart fits
+any width without scaling its text, and needs no script. The page's script adds the values under the pointer. All names
+pass through `text`, because they may come from untrusted files.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from megalith.report.page.run_files import Points
 from megalith.report.plot import limits_around
 from megalith.tables import format_si
 
-SIDE = 1000.0  # of a chart in its own units
+SIZE = 1000.0  # width and height of a chart in SVG units
 TICKS = 5
 COLOURS = 8  # of page.css
-NAME_LENGTH = 300
-MARKS = 200
-LONGEST_LABEL = 8  # of a tick, characters
+MAX_NAME = 300  # characters
+MAX_MARKS = 200
+MAX_LABEL = 8  # characters of a tick label
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-def text(value: Any, length: int = NAME_LENGTH, keep: str = "") -> str:
-    """As HTML shows it: nothing of it acts, and no more than `length` characters."""
+def text(value: Any, length: int = MAX_NAME, keep: str = "") -> str:
+    """Escape a value for HTML and cut it to `length` characters. `keep`: control characters to keep."""
     shown = str(value)
     return escape(printable(shown if len(shown) <= length else f"{shown[:length]}…", keep))
 
 
-def lines(value: Any, length: int) -> str:
-    """Text of several lines."""
+def preformatted(value: Any, length: int) -> str:
+    """Return a text of several lines as HTML."""
     return f"<pre>{text(value, length, LINES)}</pre>"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Cells are text, but those that are `Html`."""
+    """Return a table. Cells are escaped unless they are `Html`."""
     head = "".join(f"<th>{text(heading)}</th>" for heading in headings)
     body = "".join(
         "<tr>"
@@ -52,24 +52,24 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 class Html(str):
-    """Markup of ours."""
+    """Trusted markup."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart, or the dots of one."""
+    """A curve of a chart."""
 
     name: str
     points: Points
     colour: int
-    """The run's number."""
+    """Index of the run."""
     style: str = "line"
     """line, faint, dots or dashed."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step."""
+    """A vertical line at a step with an event."""
 
     step: float
     name: str
@@ -78,7 +78,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Scale:
-    """A span of figures on an axis."""
+    """The range of an axis."""
 
     low: float
     high: float
@@ -88,11 +88,11 @@ class Scale:
         return cls(*limits_around(min(values, default=0.0), max(values, default=1.0), margin))
 
     def at(self, value: float) -> float:
-        """0 at the low end, 1 at the high one."""
+        """Return the position of `value` on the axis, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Round figures within it."""
+        """Return about TICKS round values in the range."""
         rough = (self.high - self.low) / TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next((m * power for m in (1, 2, 2.5, 5) if m * power >= rough), 10 * power)
@@ -108,13 +108,13 @@ def chart(
     marks: Sequence[Mark] = (),
     wide: bool = False,
 ) -> str:
-    """Curves over steps; nothing where there is not a point."""
+    """Return a chart of curves over steps; empty if there are no points."""
     steps = [x for curve in curves for x, _ in curve.points]
     if not steps:
         return ""
     across = Scale.around(steps)
     up = Scale(*limits) if limits else Scale.around([y for c in curves for _, y in c.points], 0.05)
-    marks = [mark for mark in marks if across.low <= mark.step <= across.high][:MARKS]
+    marks = [mark for mark in marks if across.low <= mark.step <= across.high][:MAX_MARKS]
     drawn = [_grid(up), *(_mark(mark, across) for mark in marks)]
     drawn += [_path(curve, across, up) for curve in curves if curve.points]
     labels = [
@@ -128,20 +128,22 @@ def chart(
     data = f'data-x="{across.low!r} {across.high!r}" data-y="{up.low!r} {up.high!r}"'
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption>{text(title)}{_legend(curves)}</figcaption>'
-        f'<div class="plot" {data}><svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
+        f'<div class="plot" {data}><svg viewBox="0 0 {SIZE:g} {SIZE:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(title)}">{"".join(drawn)}</svg>{"".join(labels)}</div></figure>'
     )
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """With as few digits as tell one from the other, but three: `15k`, `6e-5`. Where these are many the first is in
-    full, and the others are said by what they are above it: `1.0000002`, `+5e-8`."""
+    """Return labels with three digits, or as many as distinguish them: `15k`, `6e-5`.
+
+    If they become too long, all but the first show the difference from it: `1.0000002`, `+5e-8`.
+    """
     labels: list[str] = []
     for digits in range(3, 12):
         labels = [_short(format_si(tick, digits)) for tick in ticks]
         if len(set(labels)) == len(ticks):
             break
-    if max(map(len, labels), default=0) > LONGEST_LABEL:
+    if max(map(len, labels), default=0) > MAX_LABEL:
         labels[1:] = [f"+{_short(format_si(tick - ticks[0], 2))}" for tick in ticks[1:]]
     return labels
 
@@ -154,25 +156,25 @@ def _short(label: str) -> str:
 
 
 def _grid(up: Scale) -> str:
-    rows = (f"M0 {SIDE * (1 - up.at(tick)):.1f}H{SIDE:g}" for tick in up.ticks())
+    rows = (f"M0 {SIZE * (1 - up.at(tick)):.1f}H{SIZE:g}" for tick in up.ticks())
     return f'<path class="grid" d="{"".join(rows)}"/>'
 
 
 def _mark(mark: Mark, across: Scale) -> str:
-    x = SIDE * across.at(mark.step)
+    x = SIZE * across.at(mark.step)
     return (
-        f'<path class="mark c{mark.colour % COLOURS}" data-run="{mark.colour}" d="M{x:.2f} 0V{SIDE:g}">'
+        f'<path class="mark c{mark.colour % COLOURS}" data-run="{mark.colour}" d="M{x:.2f} 0V{SIZE:g}">'
         f"<title>{text(mark.name)}</title></path>"
     )
 
 
 def _path(curve: Curve, across: Scale, up: Scale) -> str:
-    places = [(SIDE * across.at(x), SIDE * (1 - up.at(y))) for x, y in curve.points]
-    if curve.style == "dots" or len(places) == 1:
-        d = "".join(f"M{x:.2f} {y:.2f}h0" for x, y in places)
+    points = [(SIZE * across.at(x), SIZE * (1 - up.at(y))) for x, y in curve.points]
+    if curve.style == "dots" or len(points) == 1:
+        d = "".join(f"M{x:.2f} {y:.2f}h0" for x, y in points)
     else:
-        d = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
-    style = "dots" if len(places) == 1 else curve.style
+        d = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+    style = "dots" if len(points) == 1 else curve.style
     return (
         f'<path class="{style} c{curve.colour % COLOURS}" data-run="{curve.colour}" data-name="{text(curve.name)}" '
         f'd="{d}"/>'
@@ -191,7 +193,7 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 
 def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
-    """(label, part → figure, what stands at the end) each; the longest bar fills the width."""
+    """Return horizontal bars. Rows are (label, part → value, text after the bar). The longest bar fills the width."""
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
     if longest <= 0:
         return ""
@@ -210,18 +212,21 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) 
     return _rows(title, body, names)
 
 
-def spans(title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], names: Sequence[str]) -> str:
-    """Of each rank (kind, start, end, what) of its actions, over time; `names` of the kinds."""
+def timeline(
+    title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], names: Sequence[str]
+) -> str:
+    """Return the actions of each rank over time. Actions are (index of the kind, start, end, description); `names` are
+    those of the kinds."""
     times = Scale.around([time for row in rows for _, start, end, _ in row for time in (start, end)])
     if not any(rows):
         return ""
     body = "".join(
-        f'<span class="label">rank {rank}</span><svg class="spans" viewBox="0 0 {SIDE:g} 20" '
+        f'<span class="label">rank {rank}</span><svg class="spans" viewBox="0 0 {SIZE:g} 20" '
         f'preserveAspectRatio="none" role="img" aria-label="actions of rank {rank}">'
         + "".join(
-            f'<rect class="p{kind % COLOURS}" x="{SIDE * times.at(start):.2f}" y="1" height="18" '
-            f'width="{SIDE * (times.at(end) - times.at(start)):.2f}"><title>{text(what)}</title></rect>'
-            for kind, start, end, what in row
+            f'<rect class="p{kind % COLOURS}" x="{SIZE * times.at(start):.2f}" y="1" height="18" '
+            f'width="{SIZE * (times.at(end) - times.at(start)):.2f}"><title>{text(description)}</title></rect>'
+            for kind, start, end, description in row
         )
         + "</svg><span></span>"
         for rank, row in enumerate(rows)
@@ -230,7 +235,7 @@ def spans(title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], n
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """A row of cells each; 0 is blank, the greatest figure full."""
+    """Return rows of colored cells. 0 is blank, the largest value has the full color."""
     most = max((value for _, values in rows for value in values), default=0.0)
     if most <= 0:
         return ""
@@ -247,7 +252,7 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
 
 
 def _rows(title: str, body: str, names: Sequence[str] = ()) -> str:
-    """A figure of labelled rows, with a key for each of `names`."""
+    """Return a figure of labelled rows, with a legend of `names`."""
     keys = "".join(
         f'<span class="key box p{n % COLOURS}">{text(name)}</span>' for n, name in enumerate(names)
     )
@@ -256,7 +261,7 @@ def _rows(title: str, body: str, names: Sequence[str] = ()) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """The last so many stretches of the values, a character each."""
+    """Return the values as text of about `width` characters, each the mean of consecutive values."""
     size = -(-len(values) // width) or 1
     means = [sum(part) / len(part) for i in range(0, len(values), size) if (part := values[i : i + size])]
     low, high = min(means, default=0.0), max(means, default=0.0)

@@ -1,6 +1,6 @@
-"""What a run's folder holds for a reader: every file of it may be absent, torn, or made by a stranger.
+"""Reads a run's folder. Any file may be missing, cut off by a crash, or made by someone untrusted.
 
-Figures are finite floats that a drawing can take; whatever else stands where one is expected is left out.
+Values are finite floats that can be drawn. Anything else in the place of a number is ignored.
 """
 
 from __future__ import annotations
@@ -31,59 +31,63 @@ from megalith.report.metrics import (
     read_records,
 )
 
-LARGEST = 1e150  # beyond it sums and spans of figures overflow
-TAIL = 2 * 2**20  # bytes of a file whose newest lines are shown
+MAX_VALUE = 1e150  # larger values are ignored: their sums and differences could overflow
+TAIL_BYTES = 2 * 2**20  # read from the end of a file of which the newest lines are shown
 Points = list[tuple[float, float]]
 Record = dict[str, Any]
 
 
-def number(value: Any) -> float | None:
-    """A figure as a float, or None for what is none."""
+def to_float(value: Any) -> float | None:
+    """Return a number as a float; None for anything else and for numbers beyond MAX_VALUE."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if -LARGEST < value < LARGEST else None  # False for NaN
+    return float(value) if -MAX_VALUE < value < MAX_VALUE else None  # False for NaN
 
 
-def points(records: Sequence[Record], key: str) -> Points:
-    """(step, figure) of the records that have both."""
+def metric_points(records: Sequence[Record], key: str) -> Points:
+    """Return (step, value) of the records that have both."""
     having = [record for record in records if record.get(key) is not None]
-    pairs = [(number(record.get("step")), number(record[key])) for record in having]
+    pairs = [(to_float(record.get("step")), to_float(record[key])) for record in having]
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run by its folder, here or in a store. Raises OSError where the store does not answer."""
+    """The files of a run, local or in a store. Properties raise OSError if the store does not answer."""
 
     name: str
     folder: Path | StorePath
     steps: list[Record] = field(repr=False)
-    """Of metrics.jsonl."""
+    """Records of metrics.jsonl."""
 
     @classmethod
     def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
-        """Raises DataError for a folder without metrics. `progress` counts their bytes."""
-        where = open_location(folder)
-        steps = read_records(where / METRICS_FILE, progress)
+        """Open a run. `progress` counts the bytes of its metrics.
+
+        Raises:
+            DataError: the folder has no metrics.
+        """
+        location = open_location(folder)
+        steps = read_records(location / METRICS_FILE, progress)
         if not steps:
             raise DataError(
                 f"there is nothing to report in {folder}: {METRICS_FILE} is missing or empty; name the output folder "
                 "of a run that has made a step"
             )
-        return cls(name, where, steps)
+        return cls(name, location, steps)
 
     def curve(self, key: str) -> Points:
-        """The points of a figure of metrics.jsonl."""
+        """Return the points of a metric of metrics.jsonl."""
         return self._curves.get(key, [])
 
     @cached_property
     def _curves(self) -> dict[str, Points]:
-        """The points of every figure: one pass over the records, of which a long run has many."""
+        """The points of all metrics, collected in one pass because long runs have many records."""
         curves: dict[str, Points] = {}
         for record in self.steps:
-            step = number(record.get("step"))
+            step = to_float(record.get("step"))
             for key, value in record.items() if step is not None else ():
-                if type(value) in (float, int) and -LARGEST < value < LARGEST:  # False for NaN
+                if type(value) in (float, int) and -MAX_VALUE < value < MAX_VALUE:  # False for NaN
                     curves.setdefault(key, []).append((step, float(value)))
         return curves
 
@@ -98,7 +102,7 @@ class RunFiles:
 
     @cached_property
     def fp8_steps(self) -> list[Record]:
-        """Those of log.log_fp8_interval."""
+        """The records with FP8 metrics, which are logged every log.log_fp8_interval steps."""
         return [record for record in self.steps if any(key.startswith("fp8_") for key in record)]
 
     @cached_property
@@ -115,9 +119,9 @@ class RunFiles:
 
     @cached_property
     def measured_ranks(self) -> list[Record]:
-        """Milliseconds of one step by rank, and the rank's peak of memory in bytes."""
-        found = _json(self.folder / MEASURED_FILE)
-        ranks = found.get("ranks") if isinstance(found, dict) else None
+        """Times of the measured step in ms and peak memory in bytes, by rank."""
+        content = _json(self.folder / MEASURED_FILE)
+        ranks = content.get("ranks") if isinstance(content, dict) else None
         return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
     @cached_property
@@ -129,7 +133,7 @@ class RunFiles:
 
     @cached_property
     def saved_steps(self) -> list[int]:
-        """The steps of the checkpoints that are there."""
+        """The steps that have a checkpoint."""
         try:
             return list(list_steps(self.folder / "checkpoints"))
         except OSError:
@@ -141,7 +145,7 @@ class RunFiles:
 
 
 def run_settings(folder: Path | StorePath) -> dict[str, str]:
-    """`section.key` → its value, of a run's config.yaml; nothing where it cannot be read."""
+    """Return `section.key` → value of a run's config.yaml; empty if it cannot be read."""
     try:
         tree = parse_yaml(_text(folder / "config.yaml"))
     except (yaml.YAMLError, ValueError, RecursionError, OSError):
@@ -154,8 +158,8 @@ def run_settings(folder: Path | StorePath) -> dict[str, str]:
     }
 
 
-def tail(path: Path | StorePath, length: int = TAIL) -> list[Record]:
-    """The JSON objects among the last lines of a file. Raises OSError."""
+def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
+    """Return the JSON objects in the last `length` bytes of a file. Raises OSError."""
     if not path.is_file():
         return []
     size = size_of(path)
@@ -167,39 +171,41 @@ def tail(path: Path | StorePath, length: int = TAIL) -> list[Record]:
             file.seek(start)
             content = file.read(length)
     lines = content.decode(errors="replace").split("\n")[1 if start else 0 :]
-    found = (_parsed(line) for line in lines if line)
-    return [record for record in found if isinstance(record, dict)]
+    records = (_parse_json(line) for line in lines if line)
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _text(path: Path | StorePath) -> str:
-    if not path.is_file() or size_of(path) > TAIL:
+    if not path.is_file() or size_of(path) > TAIL_BYTES:
         return ""
     return path.read_bytes().decode(errors="replace")
 
 
 def _json(path: Path | StorePath) -> Any:
-    return _parsed(_text(path))
+    return _parse_json(_text(path))
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def downsample(known: Points, count: int) -> Points:
-    """At most about `count` of the points: of each of count / 4 stretches of steps the first, the least, the greatest
-    and the last, so that no spike is lost (the M4 aggregation of Jugel et al., 2014)."""
-    if len(known) <= count:
-        return known
-    low, high = known[0][0], known[-1][0]
+def downsample(points: Points, count: int) -> Points:
+    """Return about `count` points at most, keeping all spikes (M4 aggregation, Jugel et al. 2014).
+
+    The steps are cut into `count / 4` intervals, of which the first, smallest, largest and last points are kept.
+    """
+    if len(points) <= count:
+        return points
+    low, high = points[0][0], points[-1][0]
     width = (high - low) / max(count // 4, 1) or 1.0
-    steps, values = np.array(known).T
-    places = np.floor((steps - low) / width)
-    order = np.argsort(places, kind="stable")
+    steps, values = np.array(points).T
+    bins = np.floor((steps - low) / width)
+    order = np.argsort(bins, kind="stable")
     kept: Points = []
-    for stretch in np.split(order, 1 + np.flatnonzero(np.diff(places[order]))):
-        least, greatest = stretch[values[stretch].argmin()], stretch[values[stretch].argmax()]
-        kept += sorted({known[at] for at in (stretch[0], stretch[-1], least, greatest)})
+    for indices in np.split(order, 1 + np.flatnonzero(np.diff(bins[order]))):
+        smallest, largest = indices[values[indices].argmin()], indices[values[indices].argmax()]
+        kept += sorted({points[at] for at in (indices[0], indices[-1], smallest, largest)})
     return kept
