@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megalith.bench.timing import elapsed_ms
 from megalith.ops.attention_core import attention
-from megalith.ops.documents import document_ids, mask_of_ids, window_mask
+from megalith.ops.documents import document_ids, same_document_mask, window_mask
 
 RUNS, WARM_UP = 10, 3
 DOCUMENTS, WINDOW, MEMORY, SOFTCAP = 8, 512, 1.0, 50.0
@@ -31,7 +31,7 @@ def dense(ends: Tensor | None, window: int | None, seq: int) -> Tensor | None:
     mask = None if window is None else window_mask(seq, seq, window, torch.device("cuda"))
     if ends is not None:
         ids = document_ids(ends, seq)
-        document_mask = mask_of_ids(ids, ids, causal=True)
+        document_mask = same_document_mask(ids, ids, causal=True)
         mask = document_mask if mask is None else mask & document_mask
     return mask
 

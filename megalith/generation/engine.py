@@ -50,7 +50,7 @@ from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of
 from megalith.ops.attention_core import visible_positions
-from megalith.ops.compiled import in_pieces, run_eagerly
+from megalith.ops.compiled import run_eagerly, run_with_breaks
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
@@ -145,7 +145,7 @@ class Engine:
         if (on_gpu if compile is None else compile) and model is None:
             for layer in layers_of(self.model).values():
                 if layer.has_experts:
-                    plug(layer, "runner", partial(in_pieces, dynamic=False))
+                    plug(layer, "runner", partial(run_with_breaks, dynamic=False))
                 else:
                     layer.compile(fullgraph=True, dynamic=False)
         self._window = WINDOW.get(self.device.type, 1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.ops.permute import counted
+from megalith.ops.permute import count_values
 
 # A tally, float32 [experts + 3]: the tokens of each expert, then these.
 DROPPED, AUX, Z = -3, -2, -1  # dropped pairs of token and expert; the two losses before their coefficients
@@ -107,7 +107,7 @@ def tallied(
     kept: Tensor | None,  # bool [tokens, topk]
 ) -> Tensor:
     """`weights`; in the backward pass the losses get their gradient, `scale`, and the tally is added to."""
-    counts = counted(experts.flatten(), len(tally) - 3).float()
+    counts = count_values(experts.flatten(), len(tally) - 3).float()
     dropped = torch.zeros_like(counts[:1]) if kept is None else (~kept).sum().float()[None]
     values, loss = losses
     return _Join.apply(weights, loss, scale, torch.cat([counts, dropped, values]), tally)

@@ -34,11 +34,25 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
-from megalith.ops.grouped_gemm import GroupedGemm, Prepared, RowGroups, add_bias, grouped_linear, prepared
-from megalith.ops.permute import Permutation, bounded_pairs, places, sorted_pairs, sum_rows, take_rows
+from megalith.ops.grouped_gemm import (
+    GroupedGemm,
+    GroupedWeight,
+    RowGroups,
+    add_bias,
+    grouped_linear,
+    prepare_weight,
+)
+from megalith.ops.permute import (
+    Permutation,
+    count_destinations,
+    sort_pairs,
+    sort_pairs_in_buffer,
+    sum_rows,
+    take_rows,
+)
 
 Cast = tuple[Tensor, Tensor | None]
-Matrix = tuple[Prepared, Prepared | None]
+Matrix = tuple[GroupedWeight, GroupedWeight | None]
 Shared = Callable[[], Tensor] | None  # the shared expert's computation, [tokens, hidden]
 
 
@@ -66,10 +80,12 @@ class GroupedLinear(nn.Module):
             both = (self.weight, self.bias)
             return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
 
-    def prepared(self, cast: Cast) -> Matrix:
+    def prepare_weights(self, cast: Cast) -> Matrix:
         """Weight and bias as matmuls take them, of what `cast` has given."""
         both, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
-        return tuple(None if kept is None else prepared(local(kept), value, stays) for kept, value in both)
+        return tuple(
+            None if kept is None else prepare_weight(local(kept), value, stays) for kept, value in both
+        )
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
         """[rows, in] → [rows, out]; a row's bias is multiplied by its factor where there are `factors` [rows, 1]."""
@@ -97,9 +113,9 @@ class Experts(nn.Module):
         """The weights and biases of fc1 and fc2 in `dtype`, without their gradients."""
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
-    def prepared(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
+    def prepare_weights(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
         """The weights and biases as matmuls take them, of what `cast` has given."""
-        return self.linear_fc1.prepared(cast[0]), self.linear_fc2.prepared(cast[1])
+        return self.linear_fc1.prepare_weights(cast[0]), self.linear_fc2.prepare_weights(cast[1])
 
     def forward(
         self,
@@ -110,9 +126,9 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
 
-        `matrices` are what `prepared` gave, where that was called earlier.
+        `matrices` are what `prepare_weights` returned, where that was called earlier.
         """
-        fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
+        fc1, fc2 = self.prepare_weights(self.cast(x.dtype)) if matrices is None else matrices
         x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
         x = weighted_activation(x, weights, self.activation, self.gated, self.fusion, *self.cut, groups.end)
         return self.linear_fc2(x, fc2, groups, weights)
@@ -192,7 +208,7 @@ class Dispatch:
             return _filled(weights, destinations, count, min(capacity, len(weights)))
         if self.bounded and count < self.experts:
             return bounded_rows(weights, destinations, count)
-        counts, pair, row = sorted_pairs(destinations, count)
+        counts, pair, row = sort_pairs(destinations, count)
         return ExpertRows(weights, row, pair, counts, None, capacity is None and count == self.experts)
 
     def compute(self, x: Tensor, plan: ExpertRows, experts: Experts) -> Tensor:
@@ -222,13 +238,13 @@ class Dispatch:
 def bounded_rows(weights: Tensor, destinations: Tensor, count: int) -> ExpertRows:
     """As many rows as may have one of `count` destinations: a token names each once."""
     tokens, topk = destinations.shape
-    counts, pair, row = bounded_pairs(destinations, count, tokens * min(topk, count))
+    counts, pair, row = sort_pairs_in_buffer(destinations, count, tokens * min(topk, count))
     return ExpertRows(weights, row, pair, counts, None, complete=False, bounded=True)
 
 
 def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:
     """Rows for `size` pairs for each of `count` destinations, the last of them without one: no destination has more."""
-    _, before, _ = places(destinations, count + 1)
+    _, before, _ = count_destinations(destinations, count + 1)
     behind = count * size
     row = torch.where(
         destinations < count, destinations * size + before.gather(1, destinations), behind

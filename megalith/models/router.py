@@ -39,7 +39,7 @@ from megalith.models.load_balance import (
     tallied,
 )
 from megalith.ops.gemm import float32_matmul
-from megalith.ops.permute import places_in_group
+from megalith.ops.permute import index_in_group
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,6 @@ class Router(nn.Module):
             pairs = pairs[weights.flatten()[pairs].argsort(descending=True, stable=True)]
         chosen = experts.flatten()
         pairs = pairs[chosen[pairs].argsort(stable=True)]  # by expert, in each the ones to keep first
-        kept = places_in_group(chosen[pairs], config.num_experts) < capacity
+        kept = index_in_group(chosen[pairs], config.num_experts) < capacity
         kept = torch.empty_like(kept).scatter(0, pairs, kept).view(tokens, topk)
         return self.local_tokens.local_slice(kept), capacity

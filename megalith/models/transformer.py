@@ -35,7 +35,12 @@ from megalith.models.pass_context import Context, Encoded, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.models.runnable import Runnable, runnable
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
-from megalith.ops.documents import document_ids, mask_of_ids, mask_of_padding, prepared
+from megalith.ops.documents import (
+    document_ids,
+    mark_dynamic_documents,
+    padding_attention_mask,
+    same_document_mask,
+)
 from megalith.ops.dropout import (
     ATTENTION_OUTPUT,
     CROSS_ATTENTION_OUTPUT,
@@ -245,11 +250,11 @@ class Stack(nn.Module):
                 numbers = document_ids(document_ends, padding_mask.shape[1]).masked_fill(
                     ~padding_mask, PADDING
                 )
-            context.mask = mask_of_ids(numbers, numbers, self.causal)
+            context.mask = same_document_mask(numbers, numbers, self.causal)
         elif document_ends is not None:
-            context.documents = prepared(document_ends)
+            context.documents = mark_dynamic_documents(document_ends)
         elif padding is not None:
-            context.mask = mask_of_padding(padding)
+            context.mask = padding_attention_mask(padding)
         context.padding = padding
         if self.training and self.draws_dropout:
             self._key_dropout(context, sample_numbers, token_index)

@@ -24,7 +24,7 @@ def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     `bias` float32 [width], which x [..., width] has had added without its gradient, gets its gradient here.
     """
-    if bias is not None and bias.requires_grad and kernels.on_gpu(x):
+    if bias is not None and bias.requires_grad and kernels.fuses_backward(x):
         return _BiasedGelu.apply(x, bias)  # one kernel makes the gradient of x and sums it over the tokens
     x = add_bias_gradient(x, bias)
     if x.is_cuda and torch.compiler.is_compiling():

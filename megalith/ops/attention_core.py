@@ -33,16 +33,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megalith.ops import kernels
 from megalith.ops.attention_blocks import warn_of_plain_attention
 from megalith.ops.attention_kernels import for_each_head
-from megalith.ops.attention_sink import SinkAttention, beside_sink
+from megalith.ops.attention_sink import SinkAttention, merge_sink
 from megalith.ops.block_attention import block_attention
 from megalith.ops.compiled import constant
 from megalith.ops.documents import (
     alibi_bias,
     alibi_slopes,
-    blocks_seen,
     dense_mask,
     document_ids,
-    of_queries_and_keys,
+    query_and_key_ends,
+    visible_blocks,
 )
 from megalith.ops.dropout import attention_keep_mask
 from megalith.ops.gemm import add_bias_gradient
@@ -91,7 +91,7 @@ def attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    seen = Seen(causal and mask is None, mask, documents, window)
+    seen = Visibility(causal and mask is None, mask, documents, window)
     if sink is not None:
         return _beside_sink(query, key, value, seen, scale, sink).transpose(1, 2)
     if bias is not None:
@@ -116,7 +116,7 @@ def attention(
     return out.transpose(1, 2)
 
 
-class Seen(NamedTuple):
+class Visibility(NamedTuple):
     """Which keys a query sees: `attention` says what each is."""
 
     causal: bool
@@ -131,7 +131,7 @@ class Seen(NamedTuple):
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
         """The same as a mask alone, or as causality alone; query and key [batch, ·, seq, head_dim]."""
-        both = of_queries_and_keys(self.documents)
+        both = query_and_key_ends(self.documents)
         mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
         return self.causal and mask is None, mask
 
@@ -148,12 +148,14 @@ def _in_window(
     return key[:, :, -keys:], value[:, :, -keys:], mask, window if queries > 1 else None
 
 
-def _as_block(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> Tensor:
+def _as_block(query: Tensor, key: Tensor, value: Tensor, seen: Visibility, scale: float) -> Tensor:
     causal, mask, documents, window = seen
     return block_attention(query, key, value, mask, documents, causal, window, scale)[0]
 
 
-def _beside_sink(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, sink: Tensor) -> Tensor:
+def _beside_sink(
+    query: Tensor, key: Tensor, value: Tensor, seen: Visibility, scale: float, sink: Tensor
+) -> Tensor:
     head_dim = query.shape[3]
     if query.is_cuda and head_dim % _MULTIPLE:
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
@@ -163,13 +165,19 @@ def _beside_sink(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: f
 
 
 def _on_gpu(
-    query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, dropout: float, saved: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Visibility,
+    scale: float,
+    dropout: float,
+    saved: bool = False,
 ) -> Tensor:
     """By a fused kernel, whatever is asked for."""
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    if seen.whole and takes_heads(query, key) and (dropout or not saved):
+    if seen.whole and supports_heads(query, key) and (dropout or not saved):
         with sdpa_kernel(_CAUSAL, set_priority=True):
             out = _fused(query, key, value, seen.causal, None, scale, dropout)
     elif not dropout:
@@ -182,7 +190,7 @@ def _on_gpu(
     return out[..., :head_dim]
 
 
-def takes_heads(query: Tensor, key: Tensor) -> bool:
+def supports_heads(query: Tensor, key: Tensor) -> bool:
     """Whether torch has a fused kernel for these heads [batch, ·, seq, head_dim] where nothing is masked: grouped ones
     cuDNN's and flash alone take as they are."""
     if query.shape[1] == key.shape[1]:
@@ -212,7 +220,7 @@ def _flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Seen,
+    seen: Visibility,
     softcap: float | None,
     scale: float,
     slopes: Tensor | None = None,
@@ -239,7 +247,7 @@ def _flex(
             one = one & (row + before >= column)
         return one if window is None else one & (column > row + before - window)
 
-    some, whole = blocks_seen(queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device)
+    some, whole = visible_blocks(queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device)
     blocks = BlockMask.from_kv_blocks(
         *_listed(some if mask is not None else some & ~whole),
         *(_listed(whole) if mask is None else (None, None)),
@@ -261,7 +269,7 @@ def _biased(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Seen,
+    seen: Visibility,
     bias: Tensor,
     scale: float,
     dropout: float,
@@ -353,7 +361,7 @@ def cached_attention(
     if sink is not None:  # a query head of a group is a query here, each with a sink of its own
         of_group = (x.transpose(1, 2) for x in (groups, *filled))
         both = block_attention(*of_group, mask, None, False, None, scale)
-        out = beside_sink(*both, sink.view(key.shape[2], -1))[0]
+        out = merge_sink(*both, sink.view(key.shape[2], -1))[0]
         return out.flatten(1, 2)[:, None]
     out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
     return out.transpose(1, 2).flatten(1, 2)[:, None]
@@ -376,7 +384,7 @@ def split_qkv(
     `bias` float32 [rows of linear_qkv], which qkv has had added without its gradient, gets its gradient here.
     """
     qkv = qkv.view(batch, -1, qkv.shape[-1])
-    if bias is not None and bias.requires_grad and kernels.on_gpu(qkv):
+    if bias is not None and bias.requires_grad and kernels.fuses_backward(qkv):
         return _SplitQKV.apply(qkv, heads_in_group, head_dim, bias)
     return split_heads(add_bias_gradient(qkv, bias), heads_in_group, head_dim)
 

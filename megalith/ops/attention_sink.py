@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.ops.block_attention import block_attention, block_attention_backward
 
 
-def beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """o [batch, heads, queries, head_dim] and l merged with the scores sink, float32 [heads] or [heads, queries], of
     nothing."""
     sink = sink[:, None] if sink.dim() == 1 else sink
@@ -31,7 +31,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings) -> Tensor:
-        out, lse = beside_sink(*block_attention(query, key, value, *settings), sink)
+        out, lse = merge_sink(*block_attention(query, key, value, *settings), sink)
         mask, documents, *ctx.plain = settings
         ctx.save_for_backward(sink, query, key, value, out, lse, mask, documents)
         return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalith.ops.attention_blocks import block_backward, block_forward
 from megalith.ops.attention_kernels import Block
-from megalith.ops.documents import of_queries_and_keys
+from megalith.ops.documents import query_and_key_ends
 
 
 class _Recomputation(local):
@@ -30,7 +30,7 @@ class _Recomputation(local):
 _recomputation = _Recomputation()
 
 
-def attention_saved() -> tuple[AbstractContextManager, AbstractContextManager]:
+def saved_attention_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """torch.utils.checkpoint's contexts of a pass and of its recomputation, in which every block_attention gives what
     it gave in the pass. Operators inside of compiled code are seen too."""
     results: deque[tuple[Tensor, Tensor]] = deque()
@@ -106,7 +106,7 @@ def _(grad, query, key, value, *rest):
 def _whole(
     mask: Tensor | None, documents: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Block:
-    return Block(causal and mask is None, mask, of_queries_and_keys(documents), window, scale=scale)
+    return Block(causal and mask is None, mask, query_and_key_ends(documents), window, scale=scale)
 
 
 def _save(ctx, inputs, output) -> None:

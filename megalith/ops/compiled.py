@@ -29,7 +29,7 @@ def run_eagerly() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
-def outside_of_graphs(function: Callable) -> Callable:
+def disable_compile(function: Callable) -> Callable:
     """`function` for a hook of modules that are compiled, if any are: it runs as it was written."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
@@ -58,7 +58,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
 
 
-def in_pieces(method: partial, *args, dynamic: bool | None = None):
+def run_with_breaks(method: partial, *args, dynamic: bool | None = None):
     """A runner of a Runnable whose method is no single graph. Compiled as a module, its graph would break in the code
     that runs any Runnable's methods, of which there is one for all: the compiler then leaves that alone, and with it
     every other layer."""
@@ -70,19 +70,19 @@ def _in_pieces(function: Callable, dynamic: bool | None) -> Callable:
     return torch.compile(function, dynamic=dynamic)
 
 
-def recomputing() -> tuple[AbstractContextManager, AbstractContextManager]:
+def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager]:
     """torch's contexts of a pass and of its recomputation in compiled code, of which nothing is saved. Without them
     torch 2.11 saves the results of autograd functions, as every matmul and every norm of a GPU is."""
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def saving_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """As `recomputing`, but attention's output is saved."""
+def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """As `compiled_recompute`, but attention's output is saved."""
     return create_selective_checkpoint_contexts(_saves)
 
 
-recomputing.cache_hash = "megalith.recomputing"  # torch's keys for what it compiles with them
-saving_attention.cache_hash = "megalith.saving_attention"
+compiled_recompute.cache_hash = "megalith.recomputing"  # torch's keys for what it compiles with them
+compiled_save_attention.cache_hash = "megalith.saving_attention"
 
 
 def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:

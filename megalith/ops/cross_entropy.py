@@ -78,7 +78,7 @@ def linear_cross_entropy(
         {"weights": weights},
         None,
         max(0, vocab_size - first),
-        tokens_at_once(rows or weight.shape[0], hidden.device.type),
+        loss_chunk_tokens(rows or weight.shape[0], hidden.device.type),
         softcap,
         1.0,
         False,
@@ -131,7 +131,7 @@ def linear_token_losses(
         {name: x.reshape(-1) for name, x in tokens.items()},
         of,
         max(0, vocab_size - first),
-        tokens_at_once(rows or weight.shape[0], hidden.device.type),
+        loss_chunk_tokens(rows or weight.shape[0], hidden.device.type),
         softcap,
         temperature,
         entropy,
@@ -142,7 +142,7 @@ def linear_token_losses(
     return loss, logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
 
-def tokens_at_once(rows: int, device_type: str = "cuda") -> int:
+def loss_chunk_tokens(rows: int, device_type: str = "cuda") -> int:
     """The number of tokens whose logits, of so many entries each, exist at once."""
     large = device_type == "cuda" and rows > LARGE_VOCABULARY
     tokens = (LARGE_CHUNK if large else CHUNK_ELEMENTS[device_type]) // rows
@@ -281,7 +281,7 @@ def linear_logprobs(
         weight,
         targets.reshape(tokens.numel(), -1) - first,
         max(0, vocab_size - first),
-        tokens_at_once(rows or weight.shape[0], hidden.device.type),
+        loss_chunk_tokens(rows or weight.shape[0], hidden.device.type),
         softcap,
         temperature,
         entropy,

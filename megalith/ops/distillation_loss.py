@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.comm.collectives import Axis, all_gather_replicated, all_reduce_no_grad
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.cross_entropy import add_matmul, real_logits, softcap_slope, tokens_at_once
+from megalith.ops.cross_entropy import add_matmul, loss_chunk_tokens, real_logits, softcap_slope
 
 Divergence = Literal["forward_kl", "reverse_kl"]
 
@@ -79,7 +79,7 @@ NONE = -1e30  # the log-probability of nothing: a number, which a difference of 
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherTargets:
     """What a teacher says of the tokens of a pass, and how it is learned from."""
 
     teacher: TeacherOutput | TopLogProbs
@@ -110,7 +110,7 @@ def linear_top_logprobs(
     flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
     added, real = None if bias is None else bias.to(hidden.dtype), max(0, vocab_size - first)
     none, found = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
-    for x in flat.split(tokens_at_once(2 * (rows or weight.shape[0]), hidden.device.type)):
+    for x in flat.split(loss_chunk_tokens(2 * (rows or weight.shape[0]), hidden.device.type)):
         z = real_logits(x, matrix, none, real, softcap, added)[0].float() / temperature
         largest, at = F.pad(z, (0, max(0, k - z.shape[1])), value=NONE).topk(k)
         largest, at = (all_gather_replicated(each, axis, 1) for each in (largest, at + first))
@@ -131,7 +131,7 @@ def linear_distillation(
     weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
     labels: Tensor,  # int64 [...], each < vocab_size
     weights: Tensor,  # float32 [...]: of each token
-    taught: Taught,  # of these tokens, in this order
+    taught: TeacherTargets,  # of these tokens, in this order
     vocab_size: int,
     softcap: float | None = None,
     scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
@@ -155,7 +155,7 @@ def linear_distillation(
         weights.reshape(-1),
         taught,
         max(0, vocab_size - first),
-        tokens_at_once(2 * (rows or weight.shape[0]), hidden.device.type),
+        loss_chunk_tokens(2 * (rows or weight.shape[0]), hidden.device.type),
         softcap,
         axis,
         scale,
@@ -172,7 +172,7 @@ class _LinearDistillation(torch.autograd.Function):
         weight: Tensor,  # [rows, hidden]
         index: Tensor,  # int64 [tokens, 1]: the label's row in weight; outside of it where another rank has it
         weights: Tensor,  # float32 [tokens]
-        taught: Taught,
+        taught: TeacherTargets,
         real: int,  # rows from here on are padding
         chunk: int,  # tokens
         softcap: float | None,
@@ -222,7 +222,7 @@ def _of_logits(
     expected: Tensor,  # likewise, the teacher's
     at: Tensor,  # int64 [tokens, 1]: the label's row, 0 where another rank has it
     own: Tensor,  # bool [tokens, 1]: this one has
-    taught: Taught,
+    taught: TeacherTargets,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """float32: log-probabilities and divergences [tokens], and the loss's gradient by logits [tokens, rows here]."""

@@ -6,7 +6,7 @@ documents without tokens: their number changes from batch to batch, and what is 
 
 All that attention asks for comes from the ends, on their device and without waiting for it: the cumulative lengths of
 variable-length kernels, or for kernels without such the numbers of the documents and a mask. Some of the tokens, as a
-rank of context parallelism has them, keep the description: `ends_within` gives theirs.
+rank of context parallelism has them, keep the description: `ends_in_spans` gives theirs.
 
 ALiBi (Press et al. 2022) biases scores linearly, instead of positions in the embedding or in the heads: the score of a
 query with the key n positions before it becomes score − slope · n, with a slope for each head: for 8 heads 1/2, 1/4, …,
@@ -24,14 +24,14 @@ from torch import Tensor
 from megalith.ops.compiled import varies
 
 
-def of_queries_and_keys(ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def query_and_key_ends(ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """int32 [batch, documents], of both alike, or of each [2, batch, documents], one by one."""
     if ends is None:
         return None
     return (ends, ends) if ends.dim() == 2 else tuple(ends)
 
 
-def prepared(ends: Tensor) -> Tensor:
+def mark_dynamic_documents(ends: Tensor) -> Tensor:
     """The ends as compiled layers may take them: however many documents there are."""
     varies(ends, 1)
     return ends
@@ -43,14 +43,14 @@ def document_ids(ends: Tensor, seq: int) -> Tensor:
     return torch.searchsorted(ends.contiguous(), places.contiguous(), right=True, out_int32=True)
 
 
-def mask_of_ids(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
+def same_document_mask(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
     """Attention between tokens of the same number: bool [batch, 1, queries, keys] from int [batch, queries] and int
     [batch, keys]."""
     same = queries[:, :, None] == keys[:, None, :]
     return (same.tril() if causal else same)[:, None]
 
 
-def mask_of_padding(padding: Tensor) -> Tensor:
+def padding_attention_mask(padding: Tensor) -> Tensor:
     """Causal attention to all but padding, bool [batch, 1, queries, keys] from bool [batch, seq]. A token that has
     nothing else to see sees itself, for kernels differ in what they give without any key."""
     seen = ~padding[:, None, :].expand(-1, padding.shape[1], -1)
@@ -81,7 +81,7 @@ def dense_mask(
     queries, keys = query.shape[2], key.shape[2]
     if documents is not None:
         numbers = (document_ids(ends, seq) for ends, seq in zip(documents, (queries, keys), strict=True))
-        inside = mask_of_ids(*numbers, causal and window is None)
+        inside = same_document_mask(*numbers, causal and window is None)
         mask = inside if mask is None else mask & inside
     if window is not None:
         near = window_mask(queries, keys, window, query.device, ahead)
@@ -89,7 +89,7 @@ def dense_mask(
     return mask
 
 
-def blocks_seen(
+def visible_blocks(
     queries: int,
     keys: int,
     causal: bool,
@@ -118,7 +118,7 @@ def blocks_seen(
     return some[:, None], whole[:, None]
 
 
-def ends_within(ends: Tensor, spans: Sequence[range]) -> Tensor:
+def ends_in_spans(ends: Tensor, spans: Sequence[range]) -> Tensor:
     """The ends among the tokens of these spans alone, one behind the other: int32 [batch, documents]."""
     return sum((ends - span.start).clamp(0, len(span)) for span in spans)
 

@@ -45,14 +45,14 @@ class DropoutKeys:
         """As stream_rows, of all tokens here, where the stream may hold a part of them: int32 [batch, seq]."""
         return mix(self.queries ^ self._place(site))
 
-    def of_cross_attention(self) -> DropoutKeys:
+    def cross_attention_keys(self) -> DropoutKeys:
         """The keys of this layer's cross-attention."""
         return replace(self, layer=-2 - self.layer, outputs=None)
 
     def output_rows(self, site: int) -> Tensor:
         """Keys of the residual stream's tokens for what a part of this layer adds to it: int32, in its shape."""
         if site == CROSS_ATTENTION_OUTPUT:
-            return self.of_cross_attention().stream_rows(ATTENTION_OUTPUT)
+            return self.cross_attention_keys().stream_rows(ATTENTION_OUTPUT)
         return self.outputs[site - ATTENTION_OUTPUT]
 
     def _place(self, site: int) -> Tensor:

@@ -45,7 +45,7 @@ def add_norm(
     zero_centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """x + y as `add` gives it, and that normed as by `norm`: both in their type."""
-    if not (kernels.on_gpu(x) and kernels.LEAST_WIDTH <= x.shape[-1] <= kernels.WIDEST_ROW):
+    if not (kernels.fuses_backward(x) and kernels.MIN_WIDTH <= x.shape[-1] <= kernels.MAX_WIDTH):
         x = add(x, y, dropout)
         return x, norm(x, weight, bias, epsilon, zero_centred)
     probability, rows, columns = (0.0, None, None) if dropout is None else dropout

@@ -80,7 +80,7 @@ class Gemm:
         (grad,), (x,) = grad, x
         return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))
 
-    def deferring(self, wgrads: list[DeferredWgrad]) -> Gemm:
+    def with_deferred_wgrads(self, wgrads: list[DeferredWgrad]) -> Gemm:
         """The same matmuls with wgrads put off into this list."""
         gemm = copy.copy(self)
         gemm.deferred = wgrads

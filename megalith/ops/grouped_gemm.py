@@ -75,7 +75,7 @@ class RowGroups:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class GroupedWeight:
     """A weight as one matmul takes it, or a bias."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
@@ -84,12 +84,12 @@ class Prepared:
     """After the matmul's backward pass: what computes the weight's gradient, in a dtype."""
 
 
-def prepared(weight: Tensor, cast: Tensor, stays: bool = False) -> Prepared:
+def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> GroupedWeight:
     """weight [groups, out, in] or bias [groups, out], which `cast` has in the matmuls' dtype. Its gradient has its own
     dtype, summed in fp32 and rounded to it once. `stays`: the cast is there until the backward pass is over, which
     takes it too."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
-    return Prepared(_Prepare.apply(weight, cast, owed), cast if stays else weight.detach(), owed)
+    return GroupedWeight(_Prepare.apply(weight, cast, owed), cast if stays else weight.detach(), owed)
 
 
 class GroupedGemm:
@@ -140,7 +140,7 @@ def has_kernel(rows: Tensor, width: int) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 
 
-def grouped_linear(x: Tensor, weight: Prepared, groups: RowGroups, gemm: GroupedGemm) -> Tensor:
+def grouped_linear(x: Tensor, weight: GroupedWeight, groups: RowGroups, gemm: GroupedGemm) -> Tensor:
     """Rows x [rows, in], group after group, by weight [groups, out, in] of the same dtype → [rows, out].
 
     The weight always gets a gradient, zero for a group without rows.
@@ -150,7 +150,7 @@ def grouped_linear(x: Tensor, weight: Prepared, groups: RowGroups, gemm: Grouped
 
 def add_bias(
     y: Tensor,
-    bias: Prepared,
+    bias: GroupedWeight,
     groups: RowGroups,
     factors: Tensor | None = None,
     first: int = 0,

@@ -6,7 +6,7 @@ the other, so that neither direction adds into memory and the result does not de
 
 With a capacity some pairs have no row, for they were dropped, and some rows no pair, for they fill an expert up. Both
 read zeros. So do pairs whose expert is elsewhere. Rows behind the last one in a buffer that would hold any number of
-them (`bounded_pairs`) may hold anything.
+them (`sort_pairs_in_buffer`) may hold anything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Permutation:
         return Permutation(self.row.flatten(), self.token[:, None])
 
 
-def transposed(sizes: Tensor, rows: int) -> Permutation:
+def transpose_blocks(sizes: Tensor, rows: int) -> Permutation:
     """Blocks of rows one after the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
 
     `rows` is how many there are of all blocks.
@@ -48,15 +48,15 @@ def transposed(sizes: Tensor, rows: int) -> Permutation:
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """`token` and `row` of that Permutation: a row moves as far as its block."""
     across = sizes.T
-    begin = starts(sizes.flatten()).view_as(sizes)
-    end = starts(across.flatten()).view_as(across).T
+    begin = group_starts(sizes.flatten()).view_as(sizes)
+    end = group_starts(across.flatten()).view_as(across).T
     place = torch.arange(rows, device=sizes.device)
     row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
     token = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
     return token, row[:, None]
 
 
-def places(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def count_destinations(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """How many tokens have each group, int64 [count]; of these how many stand before each token, int32 [tokens, count];
     and whether it has the group, int32 [tokens, count].
 
@@ -72,45 +72,45 @@ def places(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return sizes.sum(1), (upto.flatten(1) - has)[:, :tokens].T, has[:, :tokens].T
 
 
-def starts(sizes: Tensor) -> Tensor:
+def group_starts(sizes: Tensor) -> Tensor:
     """Where groups of these sizes, int64 [n], start that stand one after the other."""
     return sizes.cumsum(0) - sizes
 
 
-def sorted_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of destinations int64 [tokens, topk] sorted by destination, without waiting for the device.
 
     Returns how many there are of each of `count`, int64 [count]; the sorted pairs, int64 [tokens · topk]; and where
     each stands, int64 [tokens, topk]. The destination `count` is nowhere: of such pairs nothing is known but that they
     stand behind all others. The destinations of a token differ, but for that one.
     """
-    sizes, before, _ = places(destinations, count + 1)
-    row = starts(sizes)[destinations] + before.gather(1, destinations)
+    sizes, before, _ = count_destinations(destinations, count + 1)
+    row = group_starts(sizes)[destinations] + before.gather(1, destinations)
     return sizes[:count], inverse(row.flatten(), row.numel()), row
 
 
-def bounded_pairs(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """As sorted_pairs, in a buffer of so many `rows` that all pairs with a destination have one.
 
     The sorted pairs are int64 [rows], behind the last one the number of all pairs; and a pair without a destination
     stands at `rows`, behind all of them.
     """
-    sizes, before, _ = places(destinations, count + 1)
-    row = starts(sizes)[destinations] + before.gather(1, destinations)
+    sizes, before, _ = count_destinations(destinations, count + 1)
+    row = group_starts(sizes)[destinations] + before.gather(1, destinations)
     row = torch.where(destinations < count, row, rows)
     pairs = torch.arange(row.numel(), dtype=torch.int32, device=row.device)
     held = torch.full((rows + 1,), row.numel(), dtype=torch.int32, device=row.device)
     return sizes[:count], held.scatter(0, row.flatten(), pairs)[:-1].long(), row
 
 
-def copies(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token once for each group that it has, by group and in the tokens' order; the arguments are as of `places`.
+def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token once for each group that it has, by group and in the tokens' order; the arguments are as of `count_destinations`.
 
     Returns the token of each copy, int64 [tokens · count + 1], of which what is behind the last one means nothing; and
     where the copies of each token are, int64 [tokens, count], behind all of them where it has none.
     """
     last = has.numel()
-    row = torch.where(has == 1, starts(sizes) + before, last)
+    row = torch.where(has == 1, group_starts(sizes) + before, last)
     return inverse(row.flatten(), last + 1) // len(sizes), row
 
 
@@ -120,12 +120,12 @@ def inverse(row: Tensor, rows: int) -> Tensor:
     return held.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
 
 
-def places_in_group(groups: Tensor, count: int) -> Tensor:
+def index_in_group(groups: Tensor, count: int) -> Tensor:
     """Where each element stands among those of its group, from 0: groups int64 [n] is sorted, below `count`."""
-    return torch.arange(len(groups), device=groups.device) - starts(counted(groups, count))[groups]
+    return torch.arange(len(groups), device=groups.device) - group_starts(count_values(groups, count))[groups]
 
 
-def counted(values: Tensor, count: int) -> Tensor:
+def count_values(values: Tensor, count: int) -> Tensor:
     """How often each of 0 … count - 1 occurs in values int64 [n]: int64 [count], without waiting for the device.
 
     Added up in int32: compiled, what is added in int64 is no kernel of its own but several steps.

@@ -7,7 +7,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer, layers_of
-from megalith.ops.compiled import in_pieces
+from megalith.ops.compiled import run_with_breaks
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -73,7 +73,7 @@ def apply(
             options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():
                 if layer.has_experts:  # the dispatch cannot be part of a graph
-                    plug(layer, "runner", in_pieces)
+                    plug(layer, "runner", run_with_breaks)
                 else:
                     layer.compile(fullgraph=True, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:

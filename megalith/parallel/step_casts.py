@@ -23,7 +23,7 @@ from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
 from megalith.models.transformer import layers_of
-from megalith.ops.compiled import outside_of_graphs
+from megalith.ops.compiled import disable_compile
 from megalith.ops.fp8.recipes import BlockGemm, Fp8Gemm
 from megalith.parallel.fp8_counts import CountedGemm
 from megalith.parallel.seams import plug
@@ -49,7 +49,7 @@ class StepCasts:
                 linears = list(_cast_once(layer))
                 if linears and isinstance(layer, FSDPModule):
                     self._gathered.append(linears)
-                    cast = outside_of_graphs(partial(self._cast_gathered, linears))
+                    cast = disable_compile(partial(self._cast_gathered, linears))
                     layer.register_forward_pre_hook(cast)  # runs after FSDP2's hook, which gathers
                 else:
                     self._resident += linears

@@ -38,7 +38,7 @@ from megalith.config.rules.expert_rules import (
 )
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
-from megalith.ops.cross_entropy import tokens_at_once
+from megalith.ops.cross_entropy import loss_chunk_tokens
 from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
@@ -147,7 +147,7 @@ class StageMemory:
         head = rows * self.model.hidden_size if self.head else 0
         tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
         of_head = int(tokens * share_of_tokens(self.config, self.model.num_layers - 1))
-        logits = min(of_head, tokens_at_once(rows)) * rows if self.head else 0
+        logits = min(of_head, loss_chunk_tokens(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         each, of_ends = moment_bytes(optim)
         moments = each * trained

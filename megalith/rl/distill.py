@@ -31,8 +31,8 @@ from megalith.errors import ConfigError, DataError
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
 from megalith.models.loss import FusedHeadLoss, Loss
 from megalith.ops.distillation_loss import (
-    Taught,
     TeacherOutput,
+    TeacherTargets,
     TopLogProbs,
     linear_distillation,
     linear_top_logprobs,
@@ -386,7 +386,7 @@ class DistillationLoss(SummedLoss):
                 by = TopLogProbs(indices, tokens["logprobs"])
             else:
                 by = TeacherOutput(batch.told, *self._teacher.output, self._teacher.softcap)
-            taught = Taught(by, how.kd_ratio, how.temperature, how.divergence)
+            taught = TeacherTargets(by, how.kd_ratio, how.temperature, how.divergence)
             given = (tokens["weights"], taught, vocab_size, softcap, scale)
             total, logprobs, divergences = linear_distillation(hidden, weight, labels, *given, **shard)
             return logprobs, divergences, total

@@ -14,7 +14,7 @@ from megalith.models.transformer import Transformer
 from megalith.ops.attention_blocks import block_backward, block_forward
 from megalith.ops.attention_core import attention
 from megalith.ops.attention_kernels import Block
-from megalith.ops.documents import alibi_slopes, document_ids, ends_within, mask_of_ids
+from megalith.ops.documents import alibi_slopes, document_ids, ends_in_spans, same_document_mask
 
 BATCH, SEQ, WINDOW = 2, 320, 100  # SEQ % 128 == 64 is where cuDNN's masked kernel gives NaN
 FAMILIES = {  # heads, groups, head_dim
@@ -64,7 +64,7 @@ def documents() -> Tensor:
 
 def inside() -> Tensor:
     numbers = document_ids(documents(), SEQ)
-    return mask_of_ids(numbers, numbers, causal=True)
+    return same_document_mask(numbers, numbers, causal=True)
 
 
 def formula(
@@ -190,10 +190,10 @@ def test_documents_across_two_pieces_of_a_sequence_are_those_of_the_mask(causal,
         x[:, :, span.start : span.stop] for x, span in zip(tensors[:3], (*places, places[1]), strict=True)
     )
     grad = tensors[3][:, :, places[0].start : places[0].stop]
-    ends = tuple(ends_within(documents(), [span]) for span in places)
+    ends = tuple(ends_in_spans(documents(), [span]) for span in places)
     block = Block(causal, documents=ends, scale=128**-0.5)
     numbers = [document_ids(e, len(span)) for e, span in zip(ends, places, strict=True)]
-    masked = Block(mask=mask_of_ids(*numbers, causal), scale=128**-0.5)
+    masked = Block(mask=same_document_mask(*numbers, causal), scale=128**-0.5)
     lse = assert_flash_is_the_mask(block, masked, query, key, value, grad)
     assert causal or (lse == -torch.inf).any()
 

@@ -69,7 +69,7 @@ def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
         assert same(row, expected[0]) and same(column, expected[1]) and not none.numel()
         assert same(on_gpu, seen[0])
     assert same(fp8.amax(x.cuda()), x.abs().amax())
-    codes = fp8.codes_of(x, torch.tensor(1.0), E4M3)
+    codes = fp8.quantize(x, torch.tensor(1.0), E4M3)
     assert same(fp8.transpose(codes.cuda()), codes.t())
 
 

@@ -14,7 +14,14 @@ from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.fp8.recipes import Fp8GroupedGemm
 from megalith.ops.gemm import float32_matmul
-from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
+from megalith.ops.grouped_gemm import (
+    GroupedGemm,
+    RowGroups,
+    add_bias,
+    grouped_linear,
+    has_kernel,
+    prepare_weight,
+)
 from megalith.ops.permute import sum_rows
 from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
@@ -53,7 +60,9 @@ def test_grouped_gemm_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype):
     results, groups = [], RowGroups(torch.tensor(sizes, device="cuda"))
     for kernel in (True, False):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = grouped_linear(leaves[0], prepared(leaves[1], leaves[1].detach()), groups, GroupedGemm(kernel))
+        y = grouped_linear(
+            leaves[0], prepare_weight(leaves[1], leaves[1].detach()), groups, GroupedGemm(kernel)
+        )
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for ours, expected in zip(*results):
@@ -235,7 +244,7 @@ def test_biases_in_bf16_are_those_in_fp32_and_empty_groups_get_zeros(sizes, fuse
     for dtype in (torch.bfloat16, torch.float32):
         groups = RowGroups(torch.tensor(sizes, device="cuda"), sizes if dtype == torch.float32 else None)
         y, bias, factors = (value.clone().requires_grad_() for value in values)
-        cast = prepared(bias, bias.detach().to(dtype))
+        cast = prepare_weight(bias, bias.detach().to(dtype))
         total = add_bias(y.to(dtype), cast, groups, factors, first, fused=fused and dtype == torch.bfloat16)
         total.backward(torch.linspace(-1, 1, total.numel(), device="cuda").view_as(total).to(dtype))
         results.append([total.detach(), y.grad, bias.grad, factors.grad])

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from megalith.data.batch import document_ends
 from megalith.ops import attention_blocks, attention_kernels
 from megalith.ops import attention_core as chosen
-from megalith.ops.attention_core import Seen, _flex, _on_gpu, _plain, attention, takes_heads
-from megalith.ops.documents import cumulative_lengths, document_ids, ends_within, mask_of_ids
+from megalith.ops.attention_core import Visibility, _flex, _on_gpu, _plain, attention, supports_heads
+from megalith.ops.documents import cumulative_lengths, document_ids, ends_in_spans, same_document_mask
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16
@@ -138,7 +138,7 @@ def test_alibi_biases_scores_by_distance_with_the_slopes_of_all_heads(heads, doc
             )
             torch.testing.assert_close(last, out[:, -queries:])
     swapped = [x.detach().transpose(1, 2) for x in inputs]
-    made = _flex(*swapped, Seen(True, None, documents, window), None, HEAD_DIM**-0.5, slopes.float())
+    made = _flex(*swapped, Visibility(True, None, documents, window), None, HEAD_DIM**-0.5, slopes.float())
     torch.testing.assert_close(made.transpose(1, 2), out.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -181,9 +181,9 @@ def test_the_window_of_the_last_tokens_is_that_of_the_whole_sequence(queries):
 def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(documents, window):
     inputs = [x.detach().transpose(1, 2) for x in qkv(groups=2)]
     for seen in (
-        Seen(True, documents=documents, window=window),
-        Seen(False, documents=documents),
-        Seen(False, INSIDE, window=window),
+        Visibility(True, documents=documents, window=window),
+        Visibility(False, documents=documents),
+        Visibility(False, INSIDE, window=window),
     ):
         plain = _plain(*inputs, *seen.dense(*inputs[:2]), 0.8, 0.3, 0.0, None, 0)
         torch.testing.assert_close(_flex(*inputs, seen, 0.8, 0.3), plain)
@@ -195,13 +195,13 @@ ENDS = torch.tensor([[130, 400, 400], [1, 128, 400]], dtype=torch.int32)
 @pytest.mark.parametrize(
     "queries, keys, seen",
     [
-        (400, 400, Seen(True)),
-        (400, 400, Seen(True, window=150)),
-        (300, 500, Seen(True, window=140)),
-        (512, 512, Seen(True, window=1)),
-        (400, 400, Seen(True, documents=ENDS)),
-        (400, 400, Seen(False, documents=ENDS)),
-        (400, 400, Seen(True, documents=ENDS, window=150)),
+        (400, 400, Visibility(True)),
+        (400, 400, Visibility(True, window=150)),
+        (300, 500, Visibility(True, window=140)),
+        (512, 512, Visibility(True, window=1)),
+        (400, 400, Visibility(True, documents=ENDS)),
+        (400, 400, Visibility(False, documents=ENDS)),
+        (400, 400, Visibility(True, documents=ENDS, window=150)),
     ],
 )
 def test_that_kernel_is_given_the_blocks_in_which_the_mask_has_something(monkeypatch, queries, keys, seen):
@@ -279,7 +279,7 @@ def test_cumulative_lengths_and_numbers_of_random_documents_mean_the_mask_of_a_t
         allowed = (walked[:, :, None] == walked[:, None]) & (~causal | (places[:, None] >= places))
         numbers = document_ids(ends, seq)
         assert (numbers.numpy() == walked).all()
-        assert (mask_of_ids(numbers, numbers, causal)[:, 0].numpy() == allowed).all()
+        assert (same_document_mask(numbers, numbers, causal)[:, 0].numpy() == allowed).all()
         lengths = cumulative_lengths(ends, seq)
         assert lengths.dtype == torch.int32 and lengths[0] == 0 and lengths[-1] == begins.size
         found = np.zeros((begins.size, begins.size), bool)
@@ -291,7 +291,7 @@ def test_cumulative_lengths_and_numbers_of_random_documents_mean_the_mask_of_a_t
         early, late = sorted(random.integers(0, seq + 1, 2))
         spans = [range(early // 2, early), range(late, seq)]
         here = [place for span in spans for place in span]
-        part = ends_within(ends, spans)
+        part = ends_in_spans(ends, spans)
         assert (document_ids(part, len(here)).numpy() == walked[:, here]).all()
 
 
@@ -367,7 +367,7 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
     if where in ("across", "ahead"):  # some queries over other keys, as a block of a ring has them
         rows, keys = range(12, SEQ), range(3, 15)
         parts = inputs[0][:, 12:], inputs[1][:, 3:15], inputs[2][:, 3:15]
-        seen = dict(documents=tuple(ends_within(DOCUMENTS, [x]) for x in (rows, keys)))
+        seen = dict(documents=tuple(ends_in_spans(DOCUMENTS, [x]) for x in (rows, keys)))
         seen = seen if where == "across" else dict(window=12, ahead=SEQ - 15)
         block = attention_kernels.Block(**seen, scale=0.25)
         heads = [x.transpose(1, 2).detach().requires_grad_() for x in parts]
@@ -392,11 +392,11 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
 
 # What a GPU is asked for, on a CPU: its operator takes the kernels that are here.
 WHERE = {
-    "documents": Seen(True, documents=DOCUMENTS),
-    "window": Seen(True, window=7),
-    "documents and window": Seen(True, documents=DOCUMENTS, window=7),
-    "mask": Seen(False, INSIDE),
-    "nothing": Seen(True),
+    "documents": Visibility(True, documents=DOCUMENTS),
+    "window": Visibility(True, window=7),
+    "documents and window": Visibility(True, documents=DOCUMENTS, window=7),
+    "mask": Visibility(False, INSIDE),
+    "nothing": Visibility(True),
 }
 
 
@@ -505,4 +505,4 @@ def test_torchs_causal_kernels_take_grouped_heads_that_are_short_and_narrow(
 ):
     monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: widest)
     query, key = (torch.empty(1, count, 32, head_dim, dtype=dtype) for count in (heads, groups))
-    assert takes_heads(query, key) == taken
+    assert supports_heads(query, key) == taken

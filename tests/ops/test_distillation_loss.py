@@ -9,8 +9,8 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.ops import cross_entropy
 from megalith.ops.distillation_loss import (
-    Taught,
     TeacherOutput,
+    TeacherTargets,
     TopLogProbs,
     linear_distillation,
     linear_top_logprobs,
@@ -54,7 +54,9 @@ def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature,
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
     hidden, weight, labels, weights, told, teacher = inputs()
     bias, teachers = (torch.linspace(0, end, PADDED, requires_grad=end < 2) for end in (1, 2))
-    taught = Taught(TeacherOutput(told, teacher, teachers, softcap and 5.0), 0.7, temperature, divergence)
+    taught = TeacherTargets(
+        TeacherOutput(told, teacher, teachers, softcap and 5.0), 0.7, temperature, divergence
+    )
     given = (hidden, weight, labels, weights, taught)
     found = linear_distillation(*given, VOCAB, softcap, torch.tensor(4.0), bias=bias)
     grads = torch.autograd.grad(3 * found[0], [hidden, weight, bias])
@@ -67,7 +69,9 @@ def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature,
 
 def test_of_itself_a_model_learns_nothing():
     hidden, weight, labels, weights, *_ = inputs()
-    taught = Taught(TeacherOutput(hidden.detach(), weight.detach(), None, None), 1.0, 2.0, "forward_kl")
+    taught = TeacherTargets(
+        TeacherOutput(hidden.detach(), weight.detach(), None, None), 1.0, 2.0, "forward_kl"
+    )
     loss, _, divergences = linear_distillation(hidden, weight, labels, weights, taught, VOCAB)
     loss.backward()
     assert (
@@ -109,7 +113,7 @@ def test_of_stored_log_probabilities_it_is_that_of_the_likeliest_and_a_tail(dive
     torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(SHAPE))
     torch.testing.assert_close(logprobs[..., :5].flatten(0, 1), p.topk(5).values)
 
-    taught = Taught(TopLogProbs(indices, logprobs), 0.7, 1.5, divergence)
+    taught = TeacherTargets(TopLogProbs(indices, logprobs), 0.7, 1.5, divergence)
     found = linear_distillation(hidden, weight, labels, weights, taught, VOCAB, softcap)
     z = (hidden @ weight[:VOCAB].T).flatten(0, 1)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -128,7 +132,7 @@ def test_of_all_stored_log_probabilities_it_is_that_of_the_teacher(divergence):
     logprobs, indices = linear_top_logprobs(told, teacher, VOCAB, VOCAB, None, 2.0)
     found = []
     for by in (TeacherOutput(told, teacher, None, None), TopLogProbs(indices, logprobs)):
-        taught = Taught(by, 0.7, 2.0, divergence)
+        taught = TeacherTargets(by, 0.7, 2.0, divergence)
         loss, *each = linear_distillation(hidden, weight, labels, weights, taught, VOCAB)
         found.append([loss, *each, *torch.autograd.grad(loss, [hidden, weight])])
     for a, b in zip(*found):
@@ -146,7 +150,7 @@ def of_a_shard(size: int, divergence: str, k: int | None) -> list[torch.Tensor]:
     if k is not None:
         logprobs, indices = linear_top_logprobs(told, teacher[own], k, VOCAB, None, 1.5, **shard)
         by = TopLogProbs(indices - own.start, logprobs)
-    taught = Taught(by, 0.4, 1.5, divergence)
+    taught = TeacherTargets(by, 0.4, 1.5, divergence)
     part = weight.detach()[own].requires_grad_()
     found = linear_distillation(hidden, part, labels, weights, taught, VOCAB, **shard)
     found[0].backward()

@@ -29,17 +29,17 @@ def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
 def test_codes_saturate_and_keep_nan(dtype, largest):
     x = torch.tensor([0.0, 1.0, -3.0, 2 * largest, -math.inf, math.nan, largest * 1.03])
-    codes = fp8.codes_of(x, torch.tensor(1.0), dtype).float()
+    codes = fp8.quantize(x, torch.tensor(1.0), dtype).float()
     assert codes[:3].tolist() == [0.0, 1.0, -3.0]
     assert codes[[3, 4, 6]].tolist() == [largest, -largest, largest] and codes[5].isnan()
 
 
 def test_a_scale_is_the_largest_code_over_the_amax_and_tells_what_is_not_finite():
     amax = torch.tensor([3.0, 0.0, math.inf, math.nan, 1e-44])
-    scale = fp8.scale_of(amax, E4M3)
+    scale = fp8.scale_from_amax(amax, E4M3)
     assert scale[0] == torch.tensor(448.0 / 3.0).float() and scale[1] == 1.0
     assert scale[2:4].isnan().all() and scale[4] == torch.finfo(torch.float32).max
-    assert fp8.scale_of(amax[:1], E4M3, margin=2) == torch.tensor(448.0 / 3.0 / 4)
+    assert fp8.scale_from_amax(amax[:1], E4M3, margin=2) == torch.tensor(448.0 / 3.0 / 4)
 
 
 def test_a_power_of_two_is_below_its_scale_by_less_than_half():
@@ -56,7 +56,7 @@ def test_operators_give_memory_of_their_own(shape):
         codes, turned = fp8.cast(x, torch.tensor(1.0), None, E4M3, by_row, by_column)
         assert codes.shape == (shape if by_row else (0,))
         assert turned.shape == (shape[::-1] if by_column else (0,))
-    codes = fp8.codes_of(x, torch.tensor(1.0), E4M3)
+    codes = fp8.quantize(x, torch.tensor(1.0), E4M3)
     assert torch.equal(fp8.transpose(codes).float(), codes.t().float())
     rows = fp8.cast_blocks(numbers(1, 128), True, False, False)
     assert rows[0].shape == (1, 128) and rows[1].shape == (1, 1)
@@ -68,8 +68,8 @@ def test_codes_of_shards_are_shards_of_the_codes(dim):
     scaling = CurrentScaling("hybrid")
     (whole, inverse), (by_column, _) = scaling.codes(INPUT, x, True, True)
     amax = torch.stack([shard.abs().amax() for shard in x.chunk(4, dim)]).amax()
-    scale = fp8.power_of_two(fp8.scale_of(amax, E4M3))
-    shards = [fp8.codes_of(shard, scale, E4M3) for shard in x.chunk(4, dim)]
+    scale = fp8.power_of_two(fp8.scale_from_amax(amax, E4M3))
+    shards = [fp8.quantize(shard, scale, E4M3) for shard in x.chunk(4, dim)]
     assert torch.equal(torch.cat(shards, dim).view(torch.uint8), whole.view(torch.uint8))
     assert (
         inverse == 1 / scale
@@ -79,7 +79,7 @@ def test_codes_of_shards_are_shards_of_the_codes(dim):
 
 
 def test_products_of_codes_are_the_same_in_any_order():
-    a, b = (fp8.codes_of(numbers(64, 4096, seed=n, spread=50.0), torch.tensor(1.0), E4M3) for n in (1, 2))
+    a, b = (fp8.quantize(numbers(64, 4096, seed=n, spread=50.0), torch.tensor(1.0), E4M3) for n in (1, 2))
     one = torch.tensor(1.0)
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(0))
     whole = fp8.scaled_matmul((a, one), (b, one), torch.float64)
@@ -331,9 +331,9 @@ def test_compiled_code_leaves_current_scales_after_the_first_step():
 
 def delayed_by_definition(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     x8, w8, g8 = (
-        fp8.codes_of(t, scale, dtype).double() * fp8.inverse_of(scale).double()
+        fp8.quantize(t, scale, dtype).double() * fp8.reciprocal(scale).double()
         for t, dtype in ((x, E4M3), (weight, E4M3), (grad, E5M2))
-        for scale in [fp8.scale_of(t.abs().max(), dtype)]
+        for scale in [fp8.scale_from_amax(t.abs().max(), dtype)]
     )
     return [x8 @ w8.T, g8 @ w8, g8.T @ x8]
 

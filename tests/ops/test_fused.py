@@ -100,7 +100,7 @@ def formulas(monkeypatch):
     for function, schema in SCHEMAS.items():
         library.define(function.__name__ + schema)
         library.impl(function.__name__, counted(function), "CompositeExplicitAutograd")
-    monkeypatch.setattr(fused, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(fused, "MIN_WIDTH", 1)
     yield
     library._destroy()
     torch._dynamo.reset()
@@ -124,7 +124,9 @@ def gradients(fields: dict, recomputed: list[str], compiled: bool) -> dict[str, 
 def test_layers_with_kernels_have_the_gradients_of_plain_ones(formulas, monkeypatch, case):
     fields, recomputed, operators = CASES[case]
     expected = gradients(fields, [], compiled=False)
-    monkeypatch.setattr(fused, "on_gpu", lambda x: torch.compiler.is_compiling() and torch.is_grad_enabled())
+    monkeypatch.setattr(
+        fused, "fuses_backward", lambda x: torch.compiler.is_compiling() and torch.is_grad_enabled()
+    )
     calls.clear()
     found = gradients(fields, recomputed, compiled=True)
     if operators is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.ops import grouped_gemm
-from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, prepared
+from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, prepare_weight
 
 
 def values_and_gradients(function, x, weight):
@@ -26,7 +26,7 @@ def test_fp32_equals_matmuls_one_by_one(sizes, known):
     groups = RowGroups(torch.tensor(sizes), sizes if known else None)
 
     def ours(x, w):
-        return grouped_linear(x, prepared(w, w.detach()), groups, GroupedGemm())
+        return grouped_linear(x, prepare_weight(w, w.detach()), groups, GroupedGemm())
 
     found = values_and_gradients(ours, x, weight)
     for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
@@ -38,7 +38,7 @@ def test_what_is_cast_of_a_weight_is_not_kept_for_the_backward_pass(sizes):
     x, weight = torch.randn(sum(sizes), 6).bfloat16().requires_grad_(), torch.randn(4, 10, 6).requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
-        cast = prepared(weight, weight.detach().bfloat16())
+        cast = prepare_weight(weight, weight.detach().bfloat16())
         y = grouped_linear(x, cast, RowGroups(torch.tensor(sizes), sizes), GroupedGemm())
     assert [tensor.data_ptr() for tensor in kept if tensor.dim() == 3] == [weight.data_ptr()]
     y.sum().backward()
@@ -53,7 +53,7 @@ def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_
     x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((16, 16), (4, 24, 16)))
 
     def by_kernel(x, w):
-        return grouped_linear(x, prepared(w, w.detach()), RowGroups(torch.tensor(sizes)), GroupedGemm())
+        return grouped_linear(x, prepare_weight(w, w.detach()), RowGroups(torch.tensor(sizes)), GroupedGemm())
 
     found = values_and_gradients(by_kernel, x, weight)
     for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
@@ -81,7 +81,7 @@ def test_biases_and_their_gradients_equal_those_added_group_by_group(
         return y + torch.nn.functional.pad(rows, (first, first))
 
     def ours(y, bias, factors):
-        prepared_bias = prepared(bias, bias.detach().to(dtype))
+        prepared_bias = prepare_weight(bias, bias.detach().to(dtype))
         return add_bias(y.to(dtype), prepared_bias, groups, factors if weighted else None, first)
 
     found = []

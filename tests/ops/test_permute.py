@@ -3,17 +3,25 @@
 import pytest
 import torch
 
-from megalith.ops.permute import Permutation, copies, places, sorted_pairs, sum_rows, take_rows, transposed
+from megalith.ops.permute import (
+    Permutation,
+    count_destinations,
+    replicate_tokens,
+    sort_pairs,
+    sum_rows,
+    take_rows,
+    transpose_blocks,
+)
 
 
 @pytest.mark.parametrize("sizes", [[[1, 0, 3], [2, 2, 0]], [[0, 0], [0, 0], [0, 0]], [[4], [1]]], ids=str)
 def test_blocks_change_places_whole(sizes):
     sizes = torch.tensor(sizes)
-    places, numbers = sizes.shape
+    groups, numbers = sizes.shape
     rows = torch.arange(sizes.sum())
     blocks = rows.split(sizes.flatten().tolist())
-    expected = [blocks[place * numbers + number] for number in range(numbers) for place in range(places)]
-    order = transposed(sizes, len(rows))
+    expected = [blocks[place * numbers + number] for number in range(numbers) for place in range(groups)]
+    order = transpose_blocks(sizes, len(rows))
     assert order.token.tolist() == torch.cat(expected).tolist()
     there = take_rows(rows[:, None], order)
     assert torch.equal(take_rows(there, order.inverse()), rows[:, None])
@@ -26,7 +34,7 @@ def test_pairs_are_sorted_by_destination_in_the_order_of_tokens(tokens):
         [torch.randperm(9)[:3] for _ in range(tokens)]
     )  # of 9, and three times nowhere
     destinations = torch.where(torch.rand(tokens, 3) < 0.2, 9, destinations)
-    counts, pair, row = sorted_pairs(destinations, 9)
+    counts, pair, row = sort_pairs(destinations, 9)
     kept = counts.sum()
     assert counts.tolist() == destinations.flatten().bincount(minlength=10)[:9].tolist()
     assert torch.equal(pair[:kept], destinations.flatten().argsort(stable=True)[:kept])
@@ -35,8 +43,8 @@ def test_pairs_are_sorted_by_destination_in_the_order_of_tokens(tokens):
 
 
 def copied(groups: torch.Tensor, count: int) -> tuple[list[int], Permutation]:
-    sizes, before, has = (part[..., :count] for part in places(groups, count + 1))
-    token, row = copies(sizes, before, has)
+    sizes, before, has = (part[..., :count] for part in count_destinations(groups, count + 1))
+    token, row = replicate_tokens(sizes, before, has)
     return sizes.tolist(), Permutation(token[: sizes.sum()], row, all_kept=False)
 
 

@@ -6,7 +6,7 @@ import torch
 from megalith.ops import attention_blocks
 from megalith.ops.attention_blocks import block_backward, block_forward, merge
 from megalith.ops.attention_kernels import KERNELS, Block
-from megalith.ops.documents import ends_within
+from megalith.ops.documents import ends_in_spans
 from megalith.parallel.context import ring
 from megalith.parallel.context.zigzag import KeyBlock, from_zigzag, spans, zigzag
 
@@ -42,7 +42,7 @@ def formula(query, key, value, grad, mask):
 def documents(ends, queries: slice, keys: slice):
     if ends is None:
         return None
-    return tuple(ends_within(ends, [range(SEQ)[places]]) for places in (queries, keys))
+    return tuple(ends_in_spans(ends, [range(SEQ)[places]]) for places in (queries, keys))
 
 
 def in_blocks(query, key, value, grad, ends):

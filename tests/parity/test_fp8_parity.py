@@ -27,7 +27,7 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
-from megalith.ops.fp8.codes import E4M3, codes_of
+from megalith.ops.fp8.codes import E4M3, quantize
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules
@@ -151,7 +151,7 @@ def test_counts_are_of_the_whole_run_and_change_nothing(pool, kind):
 def test_a_code_is_counted_where_it_is_the_largest_or_lost_a_number():
     x = torch.tensor([[0.0, 2.0**-20, -3.0, 500.0], [1.0, -0.0, 900.0, -2000.0]])
     sums = torch.tensor([7.0, 1, 1, 1], dtype=torch.float64)
-    codes = codes_of(x, torch.tensor(1.0), E4M3)
+    codes = quantize(x, torch.tensor(1.0), E4M3)
     assert torch.equal(count(codes, x, sums).float(), codes.float())
     assert sums.tolist() == [
         2000.0,

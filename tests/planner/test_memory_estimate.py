@@ -5,7 +5,7 @@ import pytest
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.ops.cross_entropy import tokens_at_once
+from megalith.ops.cross_entropy import loss_chunk_tokens
 from megalith.planner.counts import MetaModel, count_parameters
 from megalith.planner.layout import build_layout
 from megalith.planner.memory import saved_activations
@@ -218,7 +218,7 @@ def test_logits_count_in_full_for_a_small_batch_and_a_chunk_of_them_for_a_large_
         return expected(LARGE, micro_batch_size).loss - 4 * 50304 * 1280
 
     assert logits(1) == 2 * 1024 * 50304  # in bf16; their gradient takes their place
-    assert logits(4) == logits(32) == 2 * tokens_at_once(50304) * 50304 < 2 * 5 * 2**25
+    assert logits(4) == logits(32) == 2 * loss_chunk_tokens(50304) * 50304 < 2 * 5 * 2**25
     llama = expected(LARGE | dict(vocab_size=128256), 32).loss - 4 * 128256 * 1280
     assert llama == 2 * 4096 * 128256  # a large vocabulary has larger chunks
 

@@ -158,7 +158,7 @@ class CrossAttention(Attention):
         query = by_head(self.linear_q(x, context), context.batch, self.head_dim)
         keys_values = self.linear_kv(encoded.hidden, encoded.context)
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
-        dropout = None if context.dropout is None else context.dropout.of_cross_attention()
+        dropout = None if context.dropout is None else context.dropout.cross_attention_keys()
         queries = query.shape[1] * context.layout.cp_size
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, queries, -1)
         apart = replace(

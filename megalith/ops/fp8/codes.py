@@ -24,7 +24,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 EXPONENT_BITS = 0x7F800000  # of a float32
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     """largest / amax / 2^margin in fp32, divided once: 1 for an amax of 0, NaN for one that is not finite."""
     scale = (LARGEST[dtype] / amax.double() / 2**margin).clamp(max=LARGEST_SCALE).float()
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
@@ -36,11 +36,11 @@ def power_of_two(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), power, scale)
 
 
-def inverse_of(scale: Tensor) -> Tensor:
+def reciprocal(scale: Tensor) -> Tensor:
     return (1 / scale.double()).float()
 
 
-def codes_of(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """round(x · scale) in an FP8 dtype, clamped first: casts of torch differ on what is too large."""
     largest = LARGEST[dtype]
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
@@ -84,7 +84,7 @@ def cast(
     if seen is not None:
         with torch.autograd._unsafe_preserve_version_counter(seen):
             seen.copy_(torch.maximum(seen, x.abs().amax().float()))
-    codes, none = codes_of(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
+    codes, none = quantize(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
     return (codes if by_row else none), (_turned(codes) if by_column else none.clone())
 
 
@@ -200,9 +200,9 @@ def block_matmul_on_gpu(
 
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
     """Codes of blocks along `dims`, and their inverses."""
-    scale = scale_of(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
+    scale = scale_from_amax(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
     scale = power_of_two(scale)
-    return codes_of(blocks, scale, E4M3), inverse_of(scale).squeeze(dims)
+    return quantize(blocks, scale, E4M3), reciprocal(scale).squeeze(dims)
 
 
 def _first_fastest(x: Tensor) -> Tensor:

@@ -38,10 +38,10 @@ from megalith.ops.fp8.codes import (
     block_matmul,
     cast,
     cast_blocks,
-    codes_of,
-    inverse_of,
     power_of_two,
-    scale_of,
+    quantize,
+    reciprocal,
+    scale_from_amax,
     scaled_matmul,
     transposed,
 )
@@ -99,9 +99,9 @@ class AmaxTable:
         self.history.copy_(torch.where(moves, torch.cat([self.seen[None], self.history[:-1]]), self.history))
         amax = self.history[0] if self.algo == "most_recent" else self.history.amax(0)
         for kind, dtype in enumerate(FORMATS[self.formats]):
-            scale = scale_of(amax[:, kind], dtype, self.margin)
+            scale = scale_from_amax(amax[:, kind], dtype, self.margin)
             self.scale[:, kind] = torch.where(amax[:, kind] > 0, scale, self.scale[:, kind])
-        self.inverse.copy_(inverse_of(self.scale))
+        self.inverse.copy_(reciprocal(self.scale))
         self.ready = self.ready or not bool(skipped)
 
     def state(self) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class AmaxTable:
             stored = read(name).to(state[name].device)
             length = min(len(stored), len(state[name]))
             state[name][:length] = stored[:length]
-        self.inverse.copy_(inverse_of(self.scale))
+        self.inverse.copy_(reciprocal(self.scale))
         self.ready = state.keys() <= set(names) and bool(self.history.any())
 
 
@@ -130,13 +130,13 @@ class CurrentScaling:
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
         """Codes of x [m, n] by row, and by column with the same shape, of what was asked for."""
         scale = self.scale(kind, x)
-        return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), inverse_of(scale))
+        return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), reciprocal(scale))
 
     def scale(self, kind: int, x: Tensor) -> Tensor:
         largest = amax(x)
         for axis in self.axes:
             largest = all_reduce_no_grad(largest, axis, "max")
-        return power_of_two(scale_of(largest, self.formats[kind]))
+        return power_of_two(scale_from_amax(largest, self.formats[kind]))
 
 
 class DelayedScaling:
@@ -156,7 +156,7 @@ class DelayedScaling:
             scale, inverse = self.scales[kind], self.inverses[kind]
         else:
             scale = self.current.scale(kind, x)
-            inverse = inverse_of(scale)
+            inverse = reciprocal(scale)
         dtype = self.current.formats[kind]
         return _both(cast(x, scale, self.seen[kind], dtype, by_row, by_column), inverse)
 
@@ -326,5 +326,5 @@ def _row_amax(x: Tensor) -> Tensor:
 
 
 def _row_codes(x: Tensor, largest: Tensor) -> Operand:
-    scale = scale_of(largest, E4M3)
-    return codes_of(x, scale, E4M3).contiguous(), inverse_of(scale).squeeze(-1)
+    scale = scale_from_amax(largest, E4M3)
+    return quantize(x, scale, E4M3).contiguous(), reciprocal(scale).squeeze(-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 _package = find_spec("triton")
 AVAILABLE = _package is not None and _package.origin is not None  # a folder of that name has none
 SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # of GELU's tanh
-LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in registers
+MIN_WIDTH, MAX_WIDTH = 256, 8192  # of a norm: a program holds whole rows in registers
 
 if AVAILABLE:
     from megalith.ops.kernels import (
@@ -32,6 +32,6 @@ if AVAILABLE:
     from megalith.ops.kernels.moment_kernel import step_moments_  # noqa: F401
 
 
-def on_gpu(x: Tensor) -> bool:
+def fuses_backward(x: Tensor) -> bool:
     """Whether what is computed of x gets its gradient from the kernels here."""
     return AVAILABLE and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import begin_group_all_gather
 from megalith.ops.attention_blocks import block_backward, block_forward, merge
-from megalith.ops.attention_sink import beside_sink, sink_gradient
+from megalith.ops.attention_sink import merge_sink, sink_gradient
 from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, from_zigzag, spans, zigzag
 
 _ops = torch.ops._c10d_functional
@@ -289,7 +289,7 @@ class _WithSink(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments) -> Tensor:
         out, lse, states = _forward(query, key, value, *arguments)
-        out, lse = beside_sink(out.transpose(1, 2), lse, sink)
+        out, lse = merge_sink(out.transpose(1, 2), lse, sink)
         out = out.transpose(1, 2)
         documents, dropout_rows, *ctx.plain = arguments
         ctx.save_for_backward(sink, query, key, value, out, lse, states, documents, dropout_rows)

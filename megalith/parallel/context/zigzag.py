@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalith.ops.attention_kernels import Block
-from megalith.ops.documents import alibi_slopes, ends_within
+from megalith.ops.documents import alibi_slopes, ends_in_spans
 
 
 def spans(rank: int, size: int, seq: int) -> list[range]:
@@ -107,7 +107,7 @@ class ShardMasks:
         """Of places that are within the window of each other."""
         documents, positions = None, (None, None)
         if self.documents is not None:
-            documents = tuple(ends_within(self.documents, [places]) for places in (queries, keys))
+            documents = tuple(ends_in_spans(self.documents, [places]) for places in (queries, keys))
         if self.slopes is not None:
             positions = tuple(_joined([places], device) for places in (queries, keys))
         return Block(
@@ -123,8 +123,8 @@ class ShardMasks:
         mask = documents = queries = keys = rows = None
         device = shard.pair.device
         if self.documents is not None:
-            own = (ends_within(self.documents, self.own_positions) - shard.first_query).clamp(min=0)
-            documents = own, ends_within(self.documents, shard.places)
+            own = (ends_in_spans(self.documents, self.own_positions) - shard.first_query).clamp(min=0)
+            documents = own, ends_in_spans(self.documents, shard.places)
         if self.dropout or self.slopes is not None:
             queries = _joined(self.own_positions, device)[shard.first_query :]
             keys = _joined(shard.places, device)

@@ -25,7 +25,15 @@ from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.models.moe import ExpertRows
 from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.permute import Permutation, copies, inverse, places, rows_at, starts, sum_at
+from megalith.ops.permute import (
+    Permutation,
+    count_destinations,
+    group_starts,
+    inverse,
+    replicate_tokens,
+    rows_at,
+    sum_at,
+)
 
 NOWHERE = 2**31 - 1  # behind all rows
 # Of four bytes, of which a parcel without numbers of rows has a multiple: 16 bytes, what a GPU loads at once.
@@ -50,13 +58,13 @@ def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) 
     ranks, experts = axis.size, here * axis.size
     # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
     groups = torch.cat([destinations, destinations // here + experts + 1], 1)
-    sizes, before, has = places(groups, experts + ranks + 2)
+    sizes, before, has = count_destinations(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)
-    token, row = copies(sizes[to], before[:, to], has[:, to])
+    token, row = replicate_tokens(sizes[to], before[:, to], has[:, to])
     table = all_gather_no_grad(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
     to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
     totals = to_experts.sum(0)
-    begin = starts(totals)
+    begin = group_starts(totals)
     mine = begin + to_experts[: axis.rank].sum(0)
     number = torch.cat([mine, totals.sum()[None]])[destinations] + before.gather(1, destinations)
     choices = torch.cat([weights.detach().view(torch.int32), number.int()], 1)

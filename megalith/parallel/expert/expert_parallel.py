@@ -42,7 +42,7 @@ from megalith.ops.permute import (
     Permutation,
     sum_rows,
     take_rows,
-    transposed,
+    transpose_blocks,
 )
 from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
@@ -201,7 +201,7 @@ class ExpertParallel(Dispatch):
         packed, order = pack(x, plan, sum(there), self.fusion)
         way = begin_all_to_all(packed, self.ep, there, back)
         # Made here, wgrads are computed in the backward pass during the all-to-all of the tokens' gradients.
-        matrices = None if cast is None else experts.prepared(cast)
+        matrices = None if cast is None else experts.prepare_weights(cast)
         rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fusion)
         rows = experts(rows, row_weights, RowGroups(plan.counts, counts), matrices)
         return self._back(sum_rows(rows, here, self.fusion), back, there, order, beside)
@@ -212,9 +212,9 @@ class ExpertParallel(Dispatch):
         rows, row_weights, order = self.take(x, plan, None)
         each = [here * size] * ranks
         way = [begin_all_to_all(part, self.ep, each, each) for part in (row_weights, rows)]
-        matrices = experts.prepared(experts.cast(x.dtype)) if self.prepares else None
+        matrices = experts.prepare_weights(experts.cast(x.dtype)) if self.prepares else None
         counts = torch.full((ranks, here), size, device=x.device)
-        by_expert = transposed(counts, sum(each))
+        by_expert = transpose_blocks(counts, sum(each))
         row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in way)
         rows = experts(rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * here), matrices)
         return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
@@ -227,7 +227,7 @@ class ExpertParallel(Dispatch):
         way = begin_all_to_all(
             spread(x, plan.weights, ranks, self.fusion), self.ep, [tokens] * ranks, [tokens] * ranks
         )
-        matrices = None if cast is None else experts.prepared(cast)
+        matrices = None if cast is None else experts.prepare_weights(cast)
         groups, parcels = RowGroups(plan.counts, padded=True), end_all_to_all(way)
         rows, row_weights, order = unpack_replicated(parcels, plan, groups.end, x.shape[1], self.fusion)
         rows = experts(rows, row_weights, groups, matrices)

@@ -28,8 +28,8 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.moe import MoE
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
-from megalith.ops.block_attention import attention_saved
-from megalith.ops.compiled import recomputing, saving_attention
+from megalith.ops.block_attention import saved_attention_contexts
+from megalith.ops.compiled import compiled_recompute, compiled_save_attention
 from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
 
@@ -56,12 +56,14 @@ def apply_recompute(
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     chosen = _recomputed(model, parallel)
     if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
-        again = partial(again, context_fn=saving_attention if parallel.saves_attention else recomputing)
+        again = partial(
+            again, context_fn=compiled_save_attention if parallel.saves_attention else compiled_recompute
+        )
         for layer in chosen:
             plug(layer, "runner", again)
     elif parallel.recompute_granularity == "full":
         if parallel.saves_attention:
-            again = partial(again, context_fn=attention_saved)
+            again = partial(again, context_fn=saved_attention_contexts)
             _plug_cores(model, lambda core: partial(core, saved=True))
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
@@ -70,7 +72,7 @@ def apply_recompute(
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
             _plug_cores(model, lambda core: partial(again, core))
-        in_graph = partial(again, context_fn=recomputing) if compiled else again
+        in_graph = partial(again, context_fn=compiled_recompute) if compiled else again
         for layer in layers_of(model).values():
             if "mlp_act" in parallel.recompute_modules:
                 _recompute_activations(layer, in_graph)

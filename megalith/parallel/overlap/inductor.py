@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megalith.parallel.overlap.interleave import ATTENTION_FLOPS, Interleave
 
-WIDEST_ROW = 8192  # elements that a program holds in registers
+MAX_WIDTH = 8192  # elements that a program holds in registers
 
 
 def set_activation_budget(share: float) -> None:
@@ -60,7 +60,7 @@ class _Choices(InductorChoices):
         by timing at the start, as Inductor's multi-kernels make it: a run that goes on would round in another way.
         """
         along_rows = features.get_reduction_hint() is ReductionHint.INNER
-        if along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, WIDEST_ROW):
+        if along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_WIDTH):
             return True
         return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 

@@ -29,7 +29,7 @@ class DeferredWgrads:
         for module in modules:
             for linear in module.modules():
                 if isinstance(linear, Linear):
-                    plug(linear, "gemm", linear.gemm.deferring(self._wgrads))
+                    plug(linear, "gemm", linear.gemm.with_deferred_wgrads(self._wgrads))
 
     def take(self) -> list[DeferredWgrad]:
         """Return the wgrads deferred since the last call."""
