@@ -1,8 +1,8 @@
-"""The non-linearities of an MLP, each a function of what a linear has given, its bias included, and of that bias.
+"""Activation functions of MLPs. Each takes a linear layer's output including its bias, and the bias, whose gradient it
+computes.
 
-GELU by its tanh approximation (Hendrycks and Gimpel 2016) has the form that a GPU computes fastest: (1 + tanh u) / 2 is
-the sigmoid of 2u, which takes an H200 four fifths of the time: there the kernel is then bound by memory. It needs a
-compiled layer to be one kernel, so only a GPU's takes this way.
+GELU's tanh approximation (Hendrycks and Gimpel 2016) is computed as a sigmoid: (1 + tanh u) / 2 = sigmoid(2u). On an
+H200 this takes four fifths of the time, because the kernel becomes memory-bound. It needs a compiled layer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megalith.ops.kernels import CUBIC, SLOPE
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) in x's dtype, computed in fp32.
+    """Return x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) in x's dtype, computed in fp32.
 
-    `bias` float32 [width], which x [..., width] has had added without its gradient, gets its gradient here.
+    `bias` float32 [width] was added to x [..., width] without its gradient, which is computed here.
     """
     if bias is not None and bias.requires_grad and kernels.fuses_backward(x):
         return _BiasedGelu.apply(x, bias)  # one kernel makes the gradient of x and sums it over the tokens
@@ -57,8 +57,10 @@ def gated_activation(
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    """Gates and ups alternate in x [..., 2 · ffn], of which `bias` is as in `gelu_tanh`: activation(gate) · (up +
-    offset), of gates and ups that are cut at `clamp` (gpt-oss)."""
+    """Return activation(gate) · (up + offset), with gates and ups clamped at `clamp` (gpt-oss).
+
+    Gates and ups alternate in x [..., 2 · ffn]. `bias` is handled as in `gelu_tanh`.
+    """
     x = add_bias_gradient(x, bias)
     gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [..., ffn] each
     return _glu(activation, gate, up, clamp, offset)
@@ -82,10 +84,21 @@ def weighted_activation(
     offset: float = 0.0,
     end: Tensor | None = None,
 ) -> Tensor:
-    """The non-linearity of the rows that experts' fc1 gives, gates and ups alternating where there are gates, times the
-    rows' weights float32 [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers
-    too. `clamp` and `offset` are as in `gated_activation`. Rows from `end` on, int32 [1], may hold anything, and so may
-    what is given for them and their gradients."""
+    """Apply the experts' activation to the rows of fc1, times the rows' weights.
+
+    Args:
+        x: [rows, expert size], or [rows, 2 · expert size] with gates and ups alternating.
+        weights: float32 [rows, 1].
+        activation: activation function.
+        gated: x contains gates.
+        fusion: use one kernel on a GPU, also outside of compiled layers.
+        clamp: as in `gated_activation`, like `offset`.
+        offset: see `clamp`.
+        end: int32 [1]; rows from here on are undefined in inputs, outputs and gradients.
+
+    Returns:
+        [rows, expert size].
+    """
     is_swiglu = gated and activation is ACTIVATIONS["silu"] and clamp is None and not offset
     if fusion and is_swiglu and kernels.AVAILABLE and x.is_cuda:
         return _WeightedSwiglu.apply(x, weights, end)

@@ -24,7 +24,7 @@ from megalith.ops.documents import dense_mask
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    """(o, l, the state int64 [2] of the kernel's random numbers, or None where it draws none)."""
+    """Return o, l and the state of the kernel's random numbers, int64 [2], or None if it uses none."""
     kernel, block = _chosen(query, key, value, block)
     return kernel.forward(query, key, value, block)
 
@@ -39,20 +39,21 @@ def block_backward(
     random: Tensor,  # int64 [2], as block_forward gave it; anything where it gave None
     block: Block,
 ) -> Gradients:
-    """Gradients of query, key and value through this block."""
+    """Return the gradients of query, key and value through this block."""
     lse = lse.contiguous()
     kernel, block = _chosen(query, key, value, block)
     return kernel.backward(grad, query, key, value, out, lse, random, block)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merges a block into the running float32 `out` and `lse`, in place. Every query has seen a key before."""
+    """Merge a block into the running float32 `out` and `lse`, in place. Every query must already have seen a key."""
     out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
     torch.logaddexp(lse, block_lse, out=lse)
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
-    """The first kernel that suits, and the block as it takes it: all but two know documents and windows as a mask."""
+    """Return the fastest suitable kernel, and the block as it needs it: most kernels need a mask for documents and
+    windows."""
     if not block.changes_scores:
         for name in ("cudnn", "flash"):
             if KERNELS[name].suits(query, key, value, block):
@@ -78,7 +79,7 @@ def _masked(query: Tensor, key: Tensor, block: Block) -> Block:
 def warn_of_plain_attention(
     softcap: float | None, alibi: bool, dropout: float, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Says that attention on a GPU has no fused kernel for what is asked of it."""
+    """Warn once that no fused GPU kernel supports this attention."""
     warnings.warn(
         f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, "
         f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, "

@@ -1,8 +1,8 @@
-"""Attention sinks (Xiao et al. 2023), as gpt-oss learns them.
+"""Attention sinks (Xiao et al. 2023), as learned by gpt-oss.
 
-A sink is a learned score per head that every query has in addition to the scores of its keys. It belongs to a key whose
-value is 0. So it merges like a block (attention_blocks.py) with l₂ = sink and o₂ = 0, and the kernels' backward takes
-the merged o and l. The gradient of the sink is −exp(sink − l) · o · grad, summed.
+A sink is a learned score per head that competes with the scores of the keys. It acts like a key whose value is 0, so it
+merges like a block (attention_blocks.py) with l₂ = sink and o₂ = 0, and the kernels' backward takes the merged o and l.
+The gradient of the sink is the sum of −exp(sink − l) · o · grad.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from megalith.ops.block_attention import block_attention, block_attention_backwa
 
 
 def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """o [batch, heads, queries, head_dim] and l merged with the scores sink, float32 [heads] or [heads, queries], of
-    nothing."""
+    """Merge o [batch, heads, queries, head_dim] and l with sinks, float32 [heads] or [heads, queries]."""
     sink = sink[:, None] if sink.dim() == 1 else sink
     return out * torch.sigmoid(lse - sink)[..., None].to(out.dtype), torch.logaddexp(lse, sink)
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """That of the sink, float32 [heads], where grad is that of the merged `out`, and `lse` merged as well."""
+    """Return the gradient of the sink, float32 [heads]. `grad`, `out` and `lse` are merged ones."""
     share = (sink[:, None] - lse).exp()  # [batch, heads, queries]
     return -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2))
 
 
 class SinkAttention(torch.autograd.Function):
-    """block_attention with a sink float32 [heads]: its result alone."""
+    """block_attention with a sink, float32 [heads]. Returns only o."""
 
     @staticmethod
     def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings) -> Tensor:

@@ -1,8 +1,8 @@
-"""Attention as one block, as operators that torch.compile traces.
+"""Attention as a single block, as operators that torch.compile traces.
 
-They give the kernels of attention_kernels.py features that torch's own function leaves to its slowest kernel. Between
-forward and backward they keep neither repeated heads nor a bias, and no mask of a window or of documents. When a pass
-is recomputed, its results can be those of the first pass.
+They give the kernels of attention_kernels.py features for which torch's function uses its slowest kernel. Between
+forward and backward they save neither repeated heads nor a bias, nor masks of windows and documents. Recomputation can
+reuse the results of the first pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.ops.documents import query_and_key_ends
 
 
 class _Recomputation(local):
-    """What this thread is in: a pass that saves what block_attention gives, or the recomputation that takes it."""
+    """State of this thread: a pass that saves results of block_attention, or a recomputation that reuses them."""
 
     saves: deque[tuple[Tensor, Tensor]] | None = None
     takes: deque[tuple[Tensor, Tensor]] | None = None
@@ -31,8 +31,8 @@ _recomputation = _Recomputation()
 
 
 def saved_attention_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """torch.utils.checkpoint's contexts of a pass and of its recomputation, in which every block_attention gives what
-    it gave in the pass. Operators inside of compiled code are seen too."""
+    """Return torch.utils.checkpoint's contexts of a pass and its recomputation in which block_attention returns the
+    results of the first pass, also inside compiled code."""
     results: deque[tuple[Tensor, Tensor]] = deque()
     return _set("saves", results), _set("takes", results)
 
@@ -58,8 +58,8 @@ def block_attention(
     window: int | None,  # as ops.attention.attention has it, with or without a mask
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim], and its log-sum-exp float32 [batch,
-    heads, queries]."""
+    """Return softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim] and its log-sum-exp, float32
+    [batch, heads, queries]."""
     if _recomputation.takes is not None:
         return _recomputation.takes.popleft()
     out, lse, _ = block_forward(query, key, value, _whole(mask, documents, causal, window, scale))
@@ -90,7 +90,7 @@ def block_attention_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     block = _whole(mask, documents, causal, window, scale)
     no_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     gradients = block_backward(grad, query, key, value, out, lse, no_state, block)

@@ -1,6 +1,7 @@
-"""What this package asks of torch's compiler, without importing it before something is compiled: it takes seconds.
+"""Use of torch's compiler, without importing it before something is compiled, which takes seconds.
 
-Elementwise steps outside of compiled layers run as one kernel on a GPU: eager, they go through memory several times.
+Element-wise operations outside of compiled layers run as one kernel on a GPU; eager, they would pass over memory
+several times.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def constant(function: Callable) -> Callable:
-    """torch.compiler.assume_constant_result: what `function` returns is a constant of compiled code."""
+    """Mark `function` so that compiled code treats its result as a constant (torch.compiler.assume_constant_result)."""
     function._dynamo_marked_constant = True
     return function
 
 
 def run_eagerly() -> AbstractContextManager:
-    """In it, compiled code runs as it was written."""
+    """Return a context in which compiled code runs eagerly."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def disable_compile(function: Callable) -> Callable:
-    """`function` for a hook of modules that are compiled, if any are: it runs as it was written."""
+    """Return `function` for use as a hook of compiled modules: it runs eagerly."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def varies(x: Tensor, dim: int) -> None:
-    """Lets compiled code take x with any number of entries along `dim`."""
+    """Let compiled code accept any size of x along `dim`."""
     if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
-    """function(*args), of which the first is a tensor: compiled on a GPU, but as a part of what is being compiled.
+    """Run function(*args) compiled on a GPU. Within code that is being compiled, run it as part of that code.
 
-    `sizes_vary`: a size that has been another is compiled as any number, and not anew for each; what is like nothing
-    that was compiled, after a few of them, runs as it is. `rows_vary`: so do sizes, and dimension 0 of each tensor is
-    compiled as any number at once.
+    The first argument is a tensor. With `sizes_vary`, a size that changes is compiled as dynamic instead of once per
+    value, and after a few variants the function runs eagerly. With `rows_vary`, also, and dimension 0 of each tensor is
+    dynamic from the start.
     """
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)
@@ -59,9 +60,11 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
 
 
 def run_with_breaks(method: partial, *args, dynamic: bool | None = None):
-    """A runner of a Runnable whose method is no single graph. Compiled as a module, its graph would break in the code
-    that runs any Runnable's methods, of which there is one for all: the compiler then leaves that alone, and with it
-    every other layer."""
+    """Run a Runnable's method whose graph has breaks.
+
+    Compiled as a module, its graph would break in the code shared by all Runnables, which the compiler would then skip,
+    and with it every other layer.
+    """
     return _in_pieces(method.func, dynamic)(*method.args, *args)
 
 
@@ -71,13 +74,15 @@ def _in_pieces(function: Callable, dynamic: bool | None) -> Callable:
 
 
 def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """torch's contexts of a pass and of its recomputation in compiled code, of which nothing is saved. Without them
-    torch 2.11 saves the results of autograd functions, as every matmul and every norm of a GPU is."""
+    """Return torch's contexts of a pass and its recomputation in compiled code in which nothing is saved.
+
+    Without them, torch 2.11 saves the results of autograd functions, such as matmuls and norms on a GPU.
+    """
     return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """As `compiled_recompute`, but attention's output is saved."""
+    """Like `compiled_recompute`, but save the output of attention."""
     return create_selective_checkpoint_contexts(_saves)
 
 

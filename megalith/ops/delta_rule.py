@@ -1,19 +1,18 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): attention whose memory is one matrix a head.
+"""Gated delta rule (Yang, Kautz and Hatamizadeh 2024): attention whose memory is one matrix per head.
 
-A token's key k and value v change the state S, [key, value], after all of it has decayed by α: what k reads of it is
-replaced by a share β of v. Its query q reads the result.
+A token with key k and value v updates the state S, [key, value]. S decays by α; then a fraction β of what k reads from
+it is replaced by v. The query q reads the result:
 
-    S_t = α_t S_{t-1} + k_t ⊗ β_t (v_t − α_t S_{t-1}ᵀ k_t),        o_t = S_tᵀ q_t
+     S_t = α_t S_{t-1} + k_t ⊗ β_t (v_t − α_t S_{t-1}ᵀ k_t),        o_t = S_tᵀ q_t
 
-Token by token that is a chain of small products. By chunks of C tokens (Yang et al. 2024, the WY form) it is matmuls:
-with G the running sum of log α in a chunk and Γ_ij = exp(G_i − G_j), what the tokens of a chunk write, had the state
-before it been nothing, are U, the rows of (I + tril(β K Kᵀ ⊙ Γ, −1))⁻¹ β V, and what they take back of that state is W
-S with W made in the same way of β e^G K. Then
+Token by token this is a chain of small products. In chunks of C tokens (Yang et al. 2024, the WY form) it becomes
+matmuls. Let G be the running sum of log α in a chunk and Γ_ij = exp(G_i − G_j). The chunk's writes for a zero initial
+state are U, the rows of (I + tril(β K Kᵀ ⊙ Γ, −1))⁻¹ β V; its corrections for the state are W S, with W likewise from β
+e^G K. Then
 
-    V' = U − W S,      O = e^G Q S + tril(Q Kᵀ ⊙ Γ) V',      S ← e^{G_C} S + (e^{G_C − G} K)ᵀ V'
+     V' = U − W S,      O = e^G Q S + tril(Q Kᵀ ⊙ Γ) V',      S ← e^{G_C} S + (e^{G_C − G} K)ᵀ V'
 
-Documents stand one behind the other in a sequence: nothing that stands in a state from another document is read, and
-nothing of it is left behind the first token of the next.
+In packed sequences no document reads the state of another.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ def gated_delta_rule(
     share: Tensor,  # [batch, seq, value heads]: β, 0 to 1
     documents: Tensor | None = None,  # int [batch, seq], the number of each token's; None: one
 ) -> Tensor:
-    """What the queries, of length 1 / √size, read with keys of length 1: [batch, seq, value heads, value size] in
-    value's dtype, computed in fp32. The backward pass computes all but the arguments anew."""
+    """Return the outputs [batch, seq, value heads, value size] in value's dtype, computed in fp32.
+
+    Queries are normalized to length 1 / √size, keys to 1. The backward pass recomputes everything but the arguments.
+    """
     given = query, key, value, decay, share, documents
     if not torch.is_grad_enabled():
         return with_last_state(*given)[0]
@@ -45,8 +46,8 @@ def gated_delta_rule(
 def with_last_state(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As gated_delta_rule, and the state behind the last token: float32 [batch, value heads, key size, value size]. A
-    token of decay and share 0 leaves it as it is."""
+    """Like `gated_delta_rule`, and return the final state, float32 [batch, value heads, key size, value size]. Tokens
+    with decay and share 0 leave it unchanged."""
     seq, heads, size = value.shape[1:]
     sharing = heads // key.shape[2]
     query, key = (_unit(x).repeat_interleave(sharing, dim=2) for x in (query, key))
@@ -86,8 +87,8 @@ def scan_chunks(
     inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
     whole: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
 ) -> tuple[Tensor, Tensor]:
-    """O [batch, heads, chunks, C, value size], and S before each chunk and behind the last: [batch, heads, chunks + 1,
-    key size, value size]. One operator, for compilers would write the chunks out one after the other."""
+    """Return O [batch, heads, chunks, C, value size], and S before each chunk and at the end, [batch, heads, chunks +
+    1, key size, value size]. One operator, because compilers would unroll the loop over chunks."""
     state = u.new_zeros(*u.shape[:2], k.shape[-1], u.shape[-1])
     states, out = [state], []
     for i in range(u.shape[2]):
@@ -115,7 +116,7 @@ def scan_chunks_backward(
     whole: Tensor,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of all but the states, where nothing is made of those."""
+    """Return the gradients of all inputs, assuming that the states have none."""
     grads: list[list[Tensor]] = [[] for _ in range(6)]
     grad_state = torch.zeros_like(states[:, :, 0])
     for i in reversed(range(u.shape[2])):
@@ -156,7 +157,7 @@ scan_chunks.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As with_last_state, of one token, [batch, 1, heads, ·], behind `state`."""
+    """Like `with_last_state` for one token, [batch, 1, heads, ·], after `state`."""
     sharing = value.shape[2] // key.shape[2]
     q, k = (_unit(x[:, 0]).repeat_interleave(sharing, dim=1) for x in (query, key))
     state = state * decay[:, 0, :, None, None].exp()
@@ -168,13 +169,13 @@ def next_token(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x [..., size] of length 1, in fp32."""
+    """Normalize x [..., size] to length 1, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _in_chunks(x: Tensor, chunks: int) -> Tensor:
-    """[batch, seq, heads, ...] -> [batch, heads, chunks, C, ...], filled up with zeros: tokens that write nothing."""
+    """Reshape [batch, seq, heads, ...] to [batch, heads, chunks, C, ...], padded with zeros, which write nothing."""
     x = x.transpose(1, 2)
     missing = chunks * CHUNK - x.shape[2]
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
@@ -182,9 +183,9 @@ def _in_chunks(x: Tensor, chunks: int) -> Tensor:
 
 
 def _document_masks(documents: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Of each chunk: which tokens are of one document, bool [batch, 1, chunks, C, C]; and as float32 which are of the
-    one that the state before has, of the one that it has behind, [batch, 1, chunks, C, 1], and whether the two are one,
-    [batch, 1, chunks, 1, 1]."""
+    """Return masks per chunk: pairs of the same document, bool [batch, 1, chunks, C, C]; and as float32, tokens of the
+    document of the state before the chunk, tokens of the document of the state after it, [batch, 1, chunks, C, 1], and
+    chunks where both are the same, [batch, 1, chunks, 1, 1]."""
     missing = chunks * CHUNK - documents.shape[1]
     numbers = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents
     numbers = numbers.unflatten(1, (chunks, CHUNK))  # [batch, chunks, C]
@@ -196,8 +197,16 @@ def _document_masks(documents: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 def causal_conv(x: Tensor, taps: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Each unit's last tokens weighed: x [batch, seq, units], taps [units, 1, tokens] with the present one's last, of
-    one document, its numbers int [batch, seq]: [batch, seq, units] in x's dtype."""
+    """Convolve each unit over the last tokens of the same document.
+
+    Args:
+        x: [batch, seq, units].
+        taps: [units, 1, tokens], that of the current token last.
+        documents: int [batch, seq], document number of each token.
+
+    Returns:
+        [batch, seq, units] in x's dtype.
+    """
     count = taps.shape[-1]
     if documents is None:
         return conv1d(pad(x.mT, (count - 1, 0)), taps.to(x.dtype), groups=len(taps)).mT

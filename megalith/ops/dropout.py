@@ -1,10 +1,10 @@
-"""Dropout whose mask is a function of where an element stands, not of a random state.
+"""Dropout whose mask depends on an element's coordinates instead of a random state.
 
-Each element's 32 random bits are a hash of (seed, sample, position in the sample, layer, site, column). So a mask is
-the same however the tensor is cut over devices or micro-batches, recomputation sees it again, a resumed run goes on
-with it, and nothing is saved for the backward pass but the row keys.
+An element's 32 random bits are a hash of (seed, sample, position in the sample, layer, site, column). Masks are thus
+the same however tensors are divided over devices or micro-batches, in recomputation, and after resuming; only row keys
+are saved for the backward pass.
 
-The hash is murmur3's 32-bit finalizer (Appleby 2011), applied to the row key xor the mixed column.
+The hash is murmur3's 32-bit finalizer (Appleby 2011), applied to row key xor mixed column.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc
 
 @dataclass
 class DropoutKeys:
-    """What masks depend on besides the site."""
+    """Keys of the dropout masks; a site within the layer completes them."""
 
     queries: Tensor  # int32 [batch, seq]: a key for each token that attends
     stream: Tensor  # int32: a key for each token of the residual stream, in its shape
@@ -34,23 +34,24 @@ class DropoutKeys:
     outputs: Tensor | None = None  # int32 [2, …]: this layer's rows of `output_rows`
 
     def query_rows(self) -> Tensor:
-        """Keys of the attention probabilities' rows at this layer: int32 [batch, seq]."""
+        """Return the row keys of attention probabilities in this layer, int32 [batch, seq]."""
         return self.token_rows(ATTENTION_PROBABILITIES)
 
     def stream_rows(self, site: int) -> Tensor:
-        """Keys of the residual stream's tokens at this layer and site: int32, in the stream's shape."""
+        """Return the keys of the residual stream's tokens at this layer and site, int32 in the stream's shape."""
         return mix(self.stream ^ self._place(site))
 
     def token_rows(self, site: int) -> Tensor:
-        """As stream_rows, of all tokens here, where the stream may hold a part of them: int32 [batch, seq]."""
+        """Like `stream_rows`, for all tokens of this rank, of which the stream may hold a part: int32 [batch, seq]."""
         return mix(self.queries ^ self._place(site))
 
     def cross_attention_keys(self) -> DropoutKeys:
-        """The keys of this layer's cross-attention."""
+        """Return the keys of this layer's cross-attention."""
         return replace(self, layer=-2 - self.layer, outputs=None)
 
     def output_rows(self, site: int) -> Tensor:
-        """Keys of the residual stream's tokens for what a part of this layer adds to it: int32, in its shape."""
+        """Return the keys of the residual stream's tokens for the output of a branch of this layer, int32 in the
+        stream's shape."""
         if site == CROSS_ATTENTION_OUTPUT:
             return self.cross_attention_keys().stream_rows(ATTENTION_OUTPUT)
         return self.outputs[site - ATTENTION_OUTPUT]
@@ -60,10 +61,11 @@ class DropoutKeys:
 
 
 def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
-    """Keys of the residual stream's tokens for ATTENTION_OUTPUT and MLP_OUTPUT in each layer: int32 [layers, 2, …].
+    """Return the keys of the residual stream's tokens for ATTENTION_OUTPUT and MLP_OUTPUT in each layer, int32 [layers,
+    2, …].
 
-    `stream` int32 […] as in DropoutKeys, `layers` int32 [layers] their numbers. To be made outside of compiled code,
-    which would make a token's key anew for each of its elements.
+    `stream` int32 […] is that of DropoutKeys, `layers` int32 [layers] are layer numbers. Call it outside of compiled
+    code, which would recompute a token's key for each of its elements.
     """
     sites = torch.arange(ATTENTION_OUTPUT, MLP_OUTPUT + 1, dtype=torch.int32, device=stream.device)
     places = mix(layers[:, None] * 8 + (sites + 1))  # [layers, 2]
@@ -71,9 +73,9 @@ def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
 
 
 def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-    """Keys of tokens: int32 [batch, seq], from sample_numbers int64 [batch] and positions int64 [seq].
+    """Return the keys of tokens, int32 [batch, seq], from sample_numbers int64 [batch] and positions int64 [seq].
 
-    A sample's number is its place in the run's stream, so the step needs no key of its own.
+    A sample's number is its index in the run's data stream, so the step needs no key.
     """
     low, high = _low_half(sample_numbers), _low_half(sample_numbers >> 32)
     sample = mix(low ^ mix(high ^ _signed(seed * 0x9E3779B1 & 0xFFFFFFFF)))  # [batch]
@@ -81,15 +83,15 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
 
 
 def column_keys(width: int, device: torch.device | str, first: int = 0) -> Tensor:
-    """Keys of the columns from number `first` on: int32 [width].
+    """Return the keys of columns, starting at column `first`: int32 [width].
 
-    To be made outside of compiled code where it matters: a compiler makes them anew for each element.
+    Call it outside of compiled code if performance matters: a compiler recomputes them for each element.
     """
     return _mixed_indices(torch.arange(first, first + width, device=device))
 
 
 class Mask(NamedTuple):
-    """What `counter_dropout` takes besides the tensor."""
+    """Arguments of `counter_dropout` besides the tensor."""
 
     probability: float
     rows: Tensor
@@ -97,10 +99,9 @@ class Mask(NamedTuple):
 
 
 def counter_dropout(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
+    """Drop elements of x [batch, seq, width] and scale the others by 1 / (1 - probability).
 
-    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`), `columns` int32 [width] those of
-    the columns.
+    `rows` int32 [batch, seq] are token keys (`DropoutKeys.stream_rows`), `columns` int32 [width] column keys.
     """
     return _CounterDropout.apply(x, probability, rows, columns)
 
@@ -126,10 +127,11 @@ def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tenso
 def attention_keep_mask(
     rows: Tensor, heads: int, key_positions: Tensor, probability: float, first_head: int = 0
 ) -> Tensor:
-    """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries].
+    """Return True for attention probabilities that are kept: bool [batch, heads, queries, keys], from rows int32
+    [batch, queries].
 
-    `key_positions` int64 [keys] is where the keys stand in the whole sequence, `first_head` the number of the first of
-    these heads among all of the layer's.
+    `key_positions` int64 [keys] are positions in the full sequence, `first_head` is the first of these heads in the
+    layer.
     """
     head = torch.arange(first_head, first_head + heads, device=rows.device)[:, None]
     columns = _mixed_indices((head + 1) * 0x1000000 ^ key_positions)  # [heads, keys]
@@ -137,22 +139,22 @@ def attention_keep_mask(
 
 
 def keep(keys: Tensor, probability: float) -> Tensor:
-    """True where an element with this key stays."""
+    """Return True for elements that are kept, by their keys."""
     return (mix(keys) & 0x7FFFFFFF) >= int(probability * 0x80000000)
 
 
 def mix(h: Tensor) -> Tensor:
-    """Murmur3's finalizer on int32: every input bit moves every output bit."""
+    """Apply Murmur3's finalizer to int32: every input bit affects every output bit."""
     h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
     h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
     return h ^ ((h >> 16) & 0xFFFF)
 
 
 def _mixed_indices(indices: Tensor) -> Tensor:
-    """`mix` of int64 indices below 2^32, as int32.
+    """Apply `mix` to int64 indices below 2^32; returns int32.
 
-    In int64 with masks, and not by `mix`: a compiler that computes an index on the fly does so in wider integers
-    than the tensor's, where an int32 product does not wrap. (Seen with torch 2.13 on CPU.)
+    Computed in int64 with masks: a compiler that computes an index on the fly does so in wider integers than the
+    tensor's, where an int32 product does not wrap. (Seen with torch 2.13 on CPU.)
     """
     h = indices
     h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
@@ -161,7 +163,7 @@ def _mixed_indices(indices: Tensor) -> Tensor:
 
 
 def _low_half(x: Tensor) -> Tensor:
-    """The low 32 bits of int64, as int32."""
+    """Return the low 32 bits of int64, as int32."""
     x = x & 0xFFFFFFFF
     return torch.where(x >= 0x80000000, x - 0x100000000, x).to(torch.int32)
 

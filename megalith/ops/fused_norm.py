@@ -1,11 +1,11 @@
-"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension, statistics in fp32; alone
-and beside a residual stream.
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension, with fp32 statistics; alone
+or fused with a residual addition.
 
-    x ──┬─▶ + ──┬────────────▶ stream            The gradient of x, and of y where it was not dropped from, is the sum
-    y ──┘       └──▶ norm ───▶ normed            of what comes back through the norm and along the stream.
+     x ──┬─▶ + ──┬────────────▶ stream            The gradient of x, and of y without dropout, is the sum of the
+     y ──┘       └──▶ norm ───▶ normed            gradients through the norm and along the stream.
 
-In compiled code on a GPU addition, dropout and norm are one kernel, and so are their gradients: each of these tensors
-is read or written once, forward and backward.
+In compiled code on a GPU, addition, dropout and norm are one kernel, and so are their gradients: each of these tensors
+is read or written once in each direction.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megalith.ops.dropout import Mask, counter_dropout
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_centred: bool) -> Tensor:
-    """x [..., width] normed, in its type: LayerNorm with a bias float32 [width], RMSNorm without.
+    """Normalize x [..., width] in its dtype: LayerNorm with a bias float32 [width], RMSNorm without.
 
-    With `zero_centred` the factor is 1 + weight, in fp32: in x's type the sum would lose the weight's small steps.
+    With `zero_centred` the factor is 1 + weight, in fp32, because the sum would lose small changes of the weight in x's
+    dtype.
     """
     if zero_centred:
         return _normalized(x.float(), 1 + weight.float(), bias, epsilon).to(x.dtype)
@@ -29,7 +30,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_ce
 
 
 def add(x: Tensor, y: Tensor | None, dropout: Mask | None) -> Tensor:
-    """x + y, with `dropout` after dropout of y; x where there is no y."""
+    """Return x + y, with `dropout` applied to y; x if there is no y."""
     if y is None:
         return x
     return x + (y if dropout is None else counter_dropout(y, *dropout))
@@ -44,7 +45,7 @@ def add_norm(
     epsilon: float,
     zero_centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + y as `add` gives it, and that normed as by `norm`: both in their type."""
+    """Return x + y, as from `add`, and its norm, as from `norm`, in their dtypes."""
     if not (kernels.fuses_backward(x) and kernels.MIN_WIDTH <= x.shape[-1] <= kernels.MAX_WIDTH):
         x = add(x, y, dropout)
         return x, norm(x, weight, bias, epsilon, zero_centred)

@@ -1,12 +1,12 @@
-"""Sampling on the device by the Gumbel-max trick: argmax(logits / T + noise) has softmax(logits / T)'s distribution.
+"""Sampling on the device with the Gumbel-max trick: argmax(logits / T + noise) follows softmax(logits / T).
 
-The noise of an entry of the vocabulary is a function of a row's key and of the entry's number (ops/dropout.py's hash),
-not of a random state. So a token does not depend on which rows stand beside it, nor on how the vocabulary is cut over
-ranks: each finds the best of its own entries, and five numbers a row are exchanged.
+The noise of a vocabulary entry is a function of the row's key and the entry's number (the hash of ops/dropout.py), not
+of a random state. Samples thus do not depend on the other rows or on the sharding of the vocabulary: each rank finds
+the best of its entries, and five numbers per row are exchanged.
 
-Top-k, top-p and min-p keep the entries from a least logit on, which is found without sorting the vocabulary: the mass
-of all likelier entries falls as the logit rises, so the least logit of which it is below top_p is found by bisection
-over the 2^32 floats. Entries of equal logits are kept or left together, in whatever order they stand.
+Top-k, top-p and min-p keep entries above a minimum logit, which is found without sorting the vocabulary: the mass of
+all more likely entries falls as the logit rises, so bisection over the 2^32 floats finds the smallest logit for which
+it is below top_p. Entries with equal logits are kept or dropped together.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ def sample(
     axis: Axis = ALONE,  # that the vocabulary is cut over
     first: int = 0,  # the number of the first entry here
 ) -> tuple[Tensor, Tensor]:
-    """int64 [rows], and float32 [rows] their log-probabilities under softmax(logits / temperature) over what top_k,
-    top_p and min_p keep (temperature 0: under softmax(logits)); the same on every rank of the axis."""
+    """Sample an entry per row.
+
+    Returns:
+        Entries, int64 [rows], and their log-probabilities, float32 [rows], under softmax(logits / temperature) over the
+        entries kept by top_k, top_p and min_p; at temperature 0 under softmax(logits). The same on every rank of the
+            axis.
+    """
     real = min(max(vocab_size - first, 0), logits.shape[1])
     inverse = 1 / max(temperature, 1e-30) if temperature else 1.0
     least = None
@@ -62,8 +67,8 @@ def sampled_blocks(
     temperature: float,
     inverse: float,
 ) -> Tensor:
-    """What is found in each block of a row's first `real` entries, float32 [rows, blocks, 5]: the largest of logit +
-    temperature · noise, its entry and its logit, the largest logit and Σ exp((logit − largest) · inverse)."""
+    """Return statistics of each block of a row's first `real` entries, float32 [rows, blocks, 5]: maximum of logit +
+    temperature · noise, its entry and its logit, largest logit, and Σ exp((logit − largest) · inverse)."""
     if logits.is_cuda and kernels.AVAILABLE:
         return _by_kernel(logits, keys, least, first, real, temperature, inverse)
     if not real:
@@ -85,14 +90,14 @@ def sampled_blocks(
 
 
 def exponential(keys: Tensor) -> Tensor:
-    """Exponential noise, float32, of int32 keys: −log(1 − v), where v in (0, 1) has 31 bits, which all count where
-    it is small. −log of that is Gumbel noise."""
+    """Return exponential noise, float32, for int32 keys: −log(1 − v) with v in (0, 1) of 31 bits, all significant for
+    small v. −log of it is Gumbel noise."""
     v = (mix(keys) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return v.neg_().log1p_().neg_()
 
 
 def _put_together(found: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
-    """The sampled entries and their log-probabilities, of what was found in each block: [rows, blocks, 5]."""
+    """Return the sampled entries and their log-probabilities from the statistics of blocks, [rows, blocks, 5]."""
     peak, entry, chosen, largest, sums = found.unbind(-1)  # [rows, blocks] each
     best = peak.argmax(-1, keepdim=True)
     top = largest.amax(-1)
@@ -104,10 +109,11 @@ def _put_together(found: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
 def least_logit(
     logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
 ) -> Tensor:
-    """The least logit that top_k, then top_p, and min_p keep of logits [rows, entries here]: float32 [rows].
+    """Return the smallest logit that top_k, then top_p, and min_p keep: float32 [rows], from logits [rows, local
+    entries].
 
-    Kept are entries of which fewer than top_k are likelier; of which the likelier ones have together less than top_p of
-    what top_k has kept; whose probability is at least min_p of the likeliest's.
+    An entry is kept if fewer than top_k entries are more likely, if the more likely ones have less than top_p of the
+    mass kept by top_k, and if its probability is at least min_p of the largest.
     """
     z = logits.float() if logits.shape[1] else logits.new_full((len(logits), 1), LOWEST, dtype=torch.float32)
     top = all_reduce_no_grad(z.amax(-1), axis, "max")
@@ -138,7 +144,7 @@ def _mass_above(z: Tensor, weights: Tensor, bound: Tensor) -> Tensor:
 
 
 def _ordered(x: Tensor, back: bool = False) -> Tensor:
-    """float32 as int32 of the same order, and `back`."""
+    """Map float32 to int32 with the same order, and `back`."""
     bits = x if back else x.view(torch.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32) if back else bits

@@ -1,12 +1,11 @@
-"""Tokens brought into the order of their experts, and back.
+"""Reordering of tokens by expert, and back.
 
-A token goes to topk experts, so there are tokens · topk pairs of a token and an expert. Each becomes a row of the
-experts' input. `take_rows` makes the rows, `sum_rows` gives each token the sum of its rows; each is the gradient of
-the other, so that neither direction adds into memory and the result does not depend on an order of additions.
+With topk experts per token there are tokens · topk pairs of token and expert; each becomes a row of the experts' input.
+`take_rows` gathers the rows, and `sum_rows` sums each token's rows. Each is the gradient of the other, so neither
+direction adds atomically and results do not depend on the order of additions.
 
-With a capacity some pairs have no row, for they were dropped, and some rows no pair, for they fill an expert up. Both
-read zeros. So do pairs whose expert is elsewhere. Rows behind the last one in a buffer that would hold any number of
-them (`sort_pairs_in_buffer`) may hold anything.
+With a capacity, dropped pairs have no row, and rows that pad an expert have no pair; both read zeros. So do pairs whose
+expert is on another rank. Rows after the last one in an oversized buffer (`sort_pairs_in_buffer`) are undefined.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BLOCK = 1024  # tokens that one scan goes over
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which token each row is of, and where the rows of each token are."""
+    """The token of each row, and the rows of each token."""
 
     token: Tensor  # int64 [rows]; the number of tokens for a row that fills up
     row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without one
@@ -33,20 +32,20 @@ class Permutation:
     end: Tensor | None = None  # int32 [1], in a buffer of any number of rows: where those of a token end
 
     def inverse(self) -> Permutation:
-        """Of rows that are only reordered, back: rows in this order become those it was made of."""
+        """Return the inverse of a pure reordering of rows."""
         return Permutation(self.row.flatten(), self.token[:, None])
 
 
 def transpose_blocks(sizes: Tensor, rows: int) -> Permutation:
-    """Blocks of rows one after the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
+    """Return the permutation that reorders consecutive blocks of rows from [m, n] to [n, m] order.
 
-    `rows` is how many there are of all blocks.
+    sizes is int64 [m, n]; `rows` is their sum.
     """
     return Permutation(*as_one_kernel(_transposed, sizes, rows, sizes_vary=True))
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`token` and `row` of that Permutation: a row moves as far as its block."""
+    """Return `token` and `row` of that Permutation: each row moves as far as its block."""
     across = sizes.T
     begin = group_starts(sizes.flatten()).view_as(sizes)
     end = group_starts(across.flatten()).view_as(across).T
@@ -57,10 +56,16 @@ def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def count_destinations(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How many tokens have each group, int64 [count]; of these how many stand before each token, int32 [tokens, count];
-    and whether it has the group, int32 [tokens, count].
+    """Count tokens per group.
 
-    groups int64 [tokens, n], below `count`, are of each token. One that a token names twice is counted once.
+    Args:
+        groups: int64 [tokens, n], groups of each token, below `count`. A repeated group counts once.
+        count: number of groups.
+
+    Returns:
+        Tokens per group, int64 [count]; number of earlier tokens in the group, int32 [tokens, count]; membership, 0 or
+            1,
+        int32 [tokens, count].
     """
     tokens = len(groups)
     blocks = -(-tokens // BLOCK)
@@ -73,16 +78,18 @@ def count_destinations(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
 
 def group_starts(sizes: Tensor) -> Tensor:
-    """Where groups of these sizes, int64 [n], start that stand one after the other."""
+    """Return the start of each group, for consecutive groups with sizes int64 [n]."""
     return sizes.cumsum(0) - sizes
 
 
 def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of destinations int64 [tokens, topk] sorted by destination, without waiting for the device.
+    """Sort pairs of tokens and destinations, int64 [tokens, topk], by destination, without waiting for the device.
 
-    Returns how many there are of each of `count`, int64 [count]; the sorted pairs, int64 [tokens · topk]; and where
-    each stands, int64 [tokens, topk]. The destination `count` is nowhere: of such pairs nothing is known but that they
-    stand behind all others. The destinations of a token differ, but for that one.
+    The destination `count` means none; such pairs come last. Otherwise a token's destinations must differ.
+
+    Returns:
+        Pairs per destination, int64 [count]; sorted pair numbers, int64 [tokens · topk]; position of each pair, int64
+        [tokens, topk].
     """
     sizes, before, _ = count_destinations(destinations, count + 1)
     row = group_starts(sizes)[destinations] + before.gather(1, destinations)
@@ -90,10 +97,10 @@ def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As sorted_pairs, in a buffer of so many `rows` that all pairs with a destination have one.
+    """Like `sort_pairs`, for a buffer of `rows` rows that is large enough for all pairs with a destination.
 
-    The sorted pairs are int64 [rows], behind the last one the number of all pairs; and a pair without a destination
-    stands at `rows`, behind all of them.
+    The sorted pair numbers are int64 [rows], followed by the total number of pairs; pairs without a destination have
+    the position `rows`.
     """
     sizes, before, _ = count_destinations(destinations, count + 1)
     row = group_starts(sizes)[destinations] + before.gather(1, destinations)
@@ -104,10 +111,13 @@ def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[T
 
 
 def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token once for each group that it has, by group and in the tokens' order; the arguments are as of `count_destinations`.
+    """List each token once per group it belongs to, ordered by group, then token. Arguments come from
+    `count_destinations`.
 
-    Returns the token of each copy, int64 [tokens · count + 1], of which what is behind the last one means nothing; and
-    where the copies of each token are, int64 [tokens, count], behind all of them where it has none.
+    Returns:
+        Token of each copy, int64 [tokens · count + 1], undefined after the last copy; position of each token's copies,
+            int64
+        [tokens, count], after all copies if it is not in the group.
     """
     last = has.numel()
     row = torch.where(has == 1, group_starts(sizes) + before, last)
@@ -115,32 +125,34 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
 
 
 def inverse(row: Tensor, rows: int) -> Tensor:
-    """Which element goes to each of `rows` places, int64 [rows], where row int64 [n] says where each goes."""
+    """Return the element at each of `rows` positions, int64 [rows], given each element's position, int64 [n]."""
     held = torch.empty(rows, dtype=torch.int32, device=row.device)
     return held.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
 
 
 def index_in_group(groups: Tensor, count: int) -> Tensor:
-    """Where each element stands among those of its group, from 0: groups int64 [n] is sorted, below `count`."""
+    """Return each element's index within its group, for sorted groups int64 [n] below `count`."""
     return torch.arange(len(groups), device=groups.device) - group_starts(count_values(groups, count))[groups]
 
 
 def count_values(values: Tensor, count: int) -> Tensor:
-    """How often each of 0 … count - 1 occurs in values int64 [n]: int64 [count], without waiting for the device.
+    """Count the occurrences of 0 … count - 1 in values int64 [n], without waiting for the device. Returns int64
+    [count].
 
-    Added up in int32: compiled, what is added in int64 is no kernel of its own but several steps.
+    Adds in int32, because Inductor has no single kernel for additions in int64.
     """
     ones = values.new_ones((), dtype=torch.int32).expand_as(values)
     return values.new_zeros(count, dtype=torch.int32).scatter_add(0, values, ones).long()
 
 
 def take_rows(x: Tensor, order: Permutation, fused: bool = False) -> Tensor:
-    """The rows [rows, width] of the tokens x [tokens, width]. `fused`: its gradient is one compiled kernel on a GPU."""
+    """Gather the rows [rows, width] of tokens x [tokens, width]. `fused`: the gradient is one compiled kernel on a
+    GPU."""
     return _TakeRows.apply(x, order, fused)
 
 
 def sum_rows(rows: Tensor, order: Permutation, fused: bool = False) -> Tensor:
-    """The sum of each token's rows: [rows, width] → [tokens, width]. `fused`: in one compiled kernel on a GPU."""
+    """Sum each token's rows: [rows, width] → [tokens, width]. `fused`: one compiled kernel on a GPU."""
     return _SumRows.apply(rows, order, fused)
 
 
@@ -167,7 +179,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """x [n, width] at an index of any shape; zeros for an index of n or more."""
+    """Return x [n, width] at an index of any shape; zeros for indices of n or more. `complete`: there are none."""
     if complete:
         return x.index_select(0, index) if index.ndim == 1 else x[index]
     if not len(x):
@@ -184,7 +196,7 @@ def _taken(x: Tensor, order: Permutation, fused: bool) -> Tensor:
 
 
 def _sums(rows: Tensor, order: Permutation, fused: bool) -> Tensor:
-    """The sum of each token's rows, in fp32, rounded once: [rows, width] → [tokens, width]."""
+    """Sum each token's rows in fp32 and round once: [rows, width] → [tokens, width]."""
     if order.row.shape[1] == 1:
         return rows_at(rows, order.row[:, 0], order.all_kept)
     if fused:
@@ -194,9 +206,9 @@ def _sums(rows: Tensor, order: Permutation, fused: bool) -> Tensor:
 
 
 def sum_at(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """The sums of the rows [rows, width] at index [n, m], in fp32 at least, rounded once: [n, width].
+    """Sum the rows [rows, width] at index [n, m] in at least fp32, rounding once. Returns [n, width].
 
-    Compiled, addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces.
+    Compiled code adds one by one, because Inductor's kernel for a sum over few rows reads memory in short pieces.
     """
     if not torch.compiler.is_compiling():
         return rows_at(rows, index, complete).sum(1)
