@@ -92,10 +92,10 @@ COMPARISONS = (
     Comparison(
         "GPT-2-large, bf16, 1 GPU",
         "ms",
-        Bar("Megalith", OTHERS, "Megalith", "ms a step"),
+        Bar("Megalith", OTHERS, "Megalith", "ms per step"),
         (
-            Bar("plain PyTorch, compiled", OTHERS, "plain PyTorch", "ms a step"),
-            Bar("transformers, compiled", OTHERS, "transformers under", "ms a step"),
+            Bar("plain PyTorch, compiled", OTHERS, "plain PyTorch", "ms per step"),
+            Bar("transformers, compiled", OTHERS, "transformers under", "ms per step"),
         ),
         "one call",
         "megalith bench gpt2-large --peer hf plain",
@@ -104,9 +104,9 @@ COMPARISONS = (
         Comparison(
             f"GPT-2-large, fp16 with dropout, {name}",
             "ms",
-            Bar("Megalith", DROPOUT, row, "ms a step"),
+            Bar("Megalith", DROPOUT, row, "ms per step"),
             (Bar("Megatron-LM" + note, DROPOUT, row, "Megatron-LM, ms"),),
-            "two machines of the kind",
+            "different machines",
             f"megalith bench gpt2-large-dropout --layout {layout} --batch 64 --steps 14 --warmup 6",
         )
         for name, row, layout, note in (
@@ -119,16 +119,16 @@ COMPARISONS = (
     Comparison(
         "BERT-large, bf16, 1 GPU",
         "ms",
-        Bar("Megalith", ENCODERS, "BERT-large", "ms a step"),
-        (Bar("transformers, compiled", ENCODERS, "transformers, BERT", "ms a step"),),
+        Bar("Megalith", ENCODERS, "BERT-large", "ms per step"),
+        (Bar("transformers, compiled", ENCODERS, "transformers, BERT", "ms per step"),),
         "one call",
         "megalith bench bert-large --peer hf --steps 20 --warmup 8",
     ),
     Comparison(
         "T5-3B, bf16, 1 GPU",
         "ms",
-        Bar("Megalith", ENCODERS, "T5-3B", "ms a step"),
-        (Bar("transformers, compiled", ENCODERS, "transformers, T5", "ms a step"),),
+        Bar("Megalith", ENCODERS, "T5-3B", "ms per step"),
+        (Bar("transformers, compiled", ENCODERS, "transformers, T5", "ms per step"),),
         "one call",
         "megalith bench t5-3b --peer hf --steps 16 --warmup 6",
     ),
@@ -141,7 +141,7 @@ def figure(bar: Bar, text: str) -> float:
     Raises:
         ValueError: no such section, row or column.
     """
-    parts = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    parts = re.split(r"^##+ ", text, flags=re.MULTILINE)
     section = next((part for part in parts if part.startswith(bar.section)), None)
     if section is None:
         raise ValueError(f"RESULTS.md has no section {bar.section!r}")
@@ -175,7 +175,7 @@ def memory(bar: Bar, text: str) -> str:
 
 def table(text: str) -> str:
     """Return the comparisons as a Markdown table."""
-    lines = ["| work | Megalith | peer | ratio | run in | command |", "|---|---|---|---|---|---|"]
+    lines = ["| workload | Megalith | peer | ratio | measured in | command |", "|---|---|---|---|---|---|"]
     for each in COMPARISONS:
         ours = f"**{_shown(figure(each.ours, text))}** {each.unit}{memory(each.ours, text)}"
         for number, peer in enumerate(each.peers):
