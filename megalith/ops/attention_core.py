@@ -1,23 +1,17 @@
-"""Scaled dot-product attention: PyTorch's kernels, chosen by what is asked for.
+"""Scaled dot-product attention with PyTorch's kernels.
 
-On a GPU the causal case runs on cuDNN's kernel where it can, about twice as fast as torch's flash kernel on training
-shapes. Documents and windows in fp16 and bf16 take flash's kernel, which skips what they close: no mask is made, and
-the time follows what is seen. Any other mask, and fp32, take the memory-efficient kernel with a dense mask, since
-cuDNN's has given NaN gradients with one. That kernel wants a head of keys and values for each head of queries, and
-left to itself torch would take its slowest for grouped heads: block_attention.py repeats them inside of an operator.
-On a CPU attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own,
-the one dropout that depends on the layout, and has documents and windows as a dense mask.
+On a GPU, causal attention uses cuDNN's kernel if possible, about twice as fast as torch's flash kernel on training
+shapes. Documents and windows in fp16 and bf16 use flash's kernel, which skips what they mask. Other masks, and fp32,
+use the memory-efficient kernel with a dense mask, because cuDNN's has given NaN gradients with one; block_attention.py
+repeats keys and values for it inside an operator. Attention dropout on a GPU uses the fused kernel's random numbers and
+so depends on the layout, unlike all other dropout; on a CPU it uses the plain path with masks keyed by position.
 
-Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
-flex_attention, which makes a kernel of the formula and skips blocks that causality, documents and windows close. A
-warning tells once of plain attention on a GPU. A bias of one's own, which has a gradient, goes with the mask to the
-memory-efficient kernel.
+Soft-capped scores and ALiBi use the plain path or, in compiled code on a GPU, flex_attention, which skips masked
+blocks. A trained bias goes with the mask to the memory-efficient kernel.
 
-Generation's attention, of one new token a row over what a static cache has of the tokens before it, is by a kernel that
-reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU it is by torch's, over the longest row's
-length: the query heads of a group stand as the queries of one head, so that keys are not repeated.
-
-`split_qkv` takes queries, keys and values out of the one matmul that gives all three.
+In generation, attention of one new token per row uses a kernel that reads only the filled part of the cache
+(kernels/decode_kernel.py). On a CPU, the query heads of a group become the queries of one head, so that keys need not
+be repeated.
 """
 
 from __future__ import annotations
@@ -87,7 +81,7 @@ def attention(
     sink: Tensor
     | None = None,  # float32 [heads]: a score beside those of the keys, of nothing; with none of the other changes
 ) -> Tensor:
-    """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
+    """Return softmax(scale · query · keyᵀ) · value, [batch, queries, heads, head_dim]. The softmax is in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -117,7 +111,7 @@ def attention(
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees: `attention` says what each is."""
+    """The keys that each query sees; the fields are those of `attention`."""
 
     causal: bool
     mask: Tensor | None = None
@@ -126,11 +120,12 @@ class Visibility(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is closed but by causality."""
+        """True if only causality restricts attention."""
         return self.mask is None and self.documents is None and self.window is None
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
-        """The same as a mask alone, or as causality alone; query and key [batch, ·, seq, head_dim]."""
+        """Return an equivalent causal flag and dense mask, at most one of them set. query and key are [batch, ·, seq,
+        head_dim]."""
         both = query_and_key_ends(self.documents)
         mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
         return self.causal and mask is None, mask
@@ -139,8 +134,8 @@ class Visibility(NamedTuple):
 def _in_window(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """The keys and values that some query's window holds, their mask, and the window: None where each query sees all
-    that the mask leaves it."""
+    """Return the keys and values within some query's window, their mask, and the window, or None if the mask alone
+    suffices."""
     if window is None or window >= key.shape[2]:
         return key, value, mask, None
     queries, keys = query.shape[2], min(key.shape[2], query.shape[2] + window - 1)
@@ -173,7 +168,7 @@ def _on_gpu(
     dropout: float,
     saved: bool = False,
 ) -> Tensor:
-    """By a fused kernel, whatever is asked for."""
+    """Attention with a fused kernel."""
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
@@ -191,8 +186,8 @@ def _on_gpu(
 
 
 def supports_heads(query: Tensor, key: Tensor) -> bool:
-    """Whether torch has a fused kernel for these heads [batch, ·, seq, head_dim] where nothing is masked: grouped ones
-    cuDNN's and flash alone take as they are."""
+    """Return True if torch has a fused unmasked kernel for these heads [batch, ·, seq, head_dim]. Only cuDNN's and
+    flash support grouped heads."""
     if query.shape[1] == key.shape[1]:
         return True
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] <= _widest_grouped_head()
@@ -200,7 +195,7 @@ def supports_heads(query: Tensor, key: Tensor) -> bool:
 
 @constant
 def _widest_grouped_head() -> int:
-    """Of flash, on this kind of device, with its backward pass."""
+    """Return the largest head_dim for which flash has a backward pass on this device."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return 0
@@ -225,8 +220,8 @@ def _flex(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """By a kernel that is made of the formula, which skips blocks that no query sees; nothing of [queries, keys] is in
-    memory but a given mask."""
+    """Attention with a kernel generated from the formula, which skips masked blocks. Only a given mask needs memory of
+    [queries, keys]."""
     causal, mask, documents, window = seen
     queries, keys = query.shape[2], key.shape[2]
     numbers = None if documents is None else document_ids(documents, queries)
@@ -260,7 +255,7 @@ def _flex(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of bool [·, ·, rows, columns] how many are set, and the columns, those that are set first."""
+    """Return for each row of bool [·, ·, rows, columns] the number of set columns, and the columns, set ones first."""
     blocks = blocks.int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -276,7 +271,7 @@ def _biased(
     dropout_rows: Tensor | None,
     first_head: int,
 ) -> Tensor:
-    """With `bias` and the mask as one addition to the scores."""
+    """Attention with `bias` and the mask as one addition to the scores."""
     causal, mask = seen.dense(query, key)
     if causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
@@ -305,7 +300,7 @@ def _plain(
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula, with dropout of the probabilities keyed by position."""
+    """Attention by the formula, with dropout of the probabilities keyed by position."""
     key, value = (for_each_head(x, query) for x in (key, value))
     scores = (query @ key.mT).float() * scale  # [batch, heads, queries, keys]
     if softcap is not None:
@@ -340,7 +335,8 @@ def cached_attention(
     scale: float | None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """[rows, 1, heads, head_dim]"""
+    """Attention of one new token per row over the cache, to which its key and value are added. Returns [rows, 1, heads,
+    head_dim]."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and kernels.AVAILABLE and sink is None:
         new = (x[:, 0] for x in (query, key, value))
@@ -368,8 +364,8 @@ def cached_attention(
 
 
 def visible_positions(places: Tensor, longest: int) -> Tensor | None:
-    """Which of the first `longest` places each row of `places` int64 [rows] sees: bool [rows, longest]; None where the
-    kernel finds out by itself."""
+    """Return which of the first `longest` positions each row sees, bool [rows, longest], from positions int64 [rows].
+    None if the kernel determines this itself."""
     if places.is_cuda and kernels.AVAILABLE:
         return None
     return torch.arange(longest, device=places.device) <= places[:, None]
@@ -378,10 +374,10 @@ def visible_positions(places: Tensor, longest: int) -> Tensor | None:
 def split_qkv(
     qkv: Tensor, bias: Tensor | None, batch: int, heads_in_group: int, head_dim: int
 ) -> tuple[Tensor, ...]:
-    """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim] as views of qkv [..., groups ·
-    (heads_in_group + 2) · head_dim], in which each group has its queries, its key and its value.
+    """Return query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim] as views of qkv [...,
+    groups · (heads_in_group + 2) · head_dim], in which each group has its queries, its key and its value.
 
-    `bias` float32 [rows of linear_qkv], which qkv has had added without its gradient, gets its gradient here.
+    `bias` float32 [rows of linear_qkv] was added to qkv without its gradient, which is computed here.
     """
     qkv = qkv.view(batch, -1, qkv.shape[-1])
     if bias is not None and bias.requires_grad and kernels.fuses_backward(qkv):
@@ -390,13 +386,13 @@ def split_qkv(
 
 
 def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int) -> tuple[Tensor, ...]:
-    """As split_qkv, of qkv [batch, seq, ·] without a bias."""
+    """Like `split_qkv` for qkv [batch, seq, ·] without a bias."""
     groups = qkv.unflatten(-1, (-1, heads_in_group + 2, head_dim))  # [batch, seq, groups, ·, head_dim]
     return tuple(part.flatten(2, 3) for part in groups.split([heads_in_group, 1, 1], dim=3))
 
 
 class _SplitQKV(torch.autograd.Function):
-    """One kernel puts the gradient of qkv together and sums it over the tokens for the bias."""
+    """Split in which one kernel assembles the gradient of qkv and sums it over tokens for the bias."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, heads_in_group: int, head_dim: int, bias: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
-"""Kernels that compute attention of a block: some queries against some keys.
+"""Kernels for attention of a block of queries to a block of keys.
 
-KERNELS is a literal table, the fastest first. Each kernel takes query [batch, heads, queries, head_dim] and key and
-value [batch, groups, keys, head_dim]. It returns the output o and the log-sum-exp l, float32 [batch, heads, queries],
--inf for a query that sees no key. Every backward takes the merged o and l (attention_blocks.py).
+KERNELS is ordered by speed. Each kernel takes query [batch, heads, queries, head_dim] and key and value [batch, groups,
+keys, head_dim]. It returns the output o and the log-sum-exp l, float32 [batch, heads, queries], -inf for a query that
+sees no key. Every backward takes the merged o and l (attention_blocks.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 @dataclass(frozen=True)
 class Block:
-    """What the queries of a block may see, and what is dropped of it."""
+    """Masking, scaling and dropout of a block."""
 
     causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
     mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look, causal included
@@ -97,7 +97,7 @@ def _cudnn_backward(grad, query, key, value, out, lse, random, block):
 
 @cache
 def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
-    """Whether l is [batch, heads, queries, 1], which depends on torch's version."""
+    """Return True if l is [batch, heads, queries, 1], which depends on torch's version."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
@@ -149,7 +149,7 @@ def _flash_backward(grad, query, key, value, out, lse, random, block):
 
 
 def _tokens(x: Tensor, block: Block) -> Tensor:
-    """[batch, heads, seq, head_dim] as flash takes it."""
+    """Reshape [batch, heads, seq, head_dim] to flash's layout."""
     x = x.transpose(1, 2)
     return x if block.documents is None else x.flatten(0, 1)
 
@@ -159,7 +159,7 @@ def _is_causal(block: Block) -> bool:
 
 
 def _flash_settings(query: Tensor, key: Tensor, block: Block) -> tuple[tuple, dict[str, float | int | None]]:
-    """Cumulative and longest lengths of the queries and the keys; scale and window."""
+    """Return cumulative and maximum lengths of queries and keys, and the settings scale and window."""
     lengths, longest = (None, None), (query.shape[2], key.shape[2])
     if block.documents is not None:
         lengths = tuple(cumulative_lengths(*x) for x in zip(block.documents, longest, strict=True))
@@ -215,7 +215,7 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _blank_unseeing(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """o = 0 and l = -inf where a query sees no key of the block, whatever the kernel gave."""
+    """Set o = 0 and l = -inf for queries that see no key of the block."""
     seeing = mask.any(-1)  # [batch, 1, queries]
     return torch.where(seeing[..., None], out, 0.0), torch.where(seeing, lse, float("-inf"))
 
@@ -271,7 +271,7 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
 
 
 def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
-    """float32 [batch, heads, queries, keys], -inf where a query may not look."""
+    """Return scores, float32 [batch, heads, queries, keys], -inf where masked."""
     scores = (query @ for_each_head(key, query).mT).float() * _scale(query, block)
     if block.softcap is not None:
         scores = block.softcap * torch.tanh(scores / block.softcap)
@@ -299,12 +299,12 @@ def _drop(x: Tensor, block: Block) -> Tensor:
 
 
 def for_each_head(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [batch, groups, keys, head_dim] repeated for each head of queries."""
+    """Repeat keys or values [batch, groups, keys, head_dim] for each query head."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if query.shape[1] != x.shape[1] else x
 
 
 def _of_groups(grad: Tensor, groups: int) -> Tensor:
-    """The gradient of what for_each_head repeated."""
+    """Sum a gradient over repeated heads, the inverse of `for_each_head`."""
     return grad.unflatten(1, (groups, -1)).sum(2) if grad.shape[1] != groups else grad
 
 

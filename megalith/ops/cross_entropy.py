@@ -1,17 +1,15 @@
-"""The loss of a language model without its logits: output matmul and cross-entropy, chunk by chunk.
+"""Language-model losses without materialized logits: output matmul and loss, chunk by chunk of tokens.
 
-The logits of a batch are the largest tensor of training by far (32 × 1024 tokens over 50,304 entries are 6.6 GB in
-fp32). Here a chunk of tokens at a time goes through matmul, softmax and its gradient, so only a chunk's logits ever
-exist. The gradient is made in the forward pass, where the softmax is at hand; the backward pass scales it.
+The logits of a batch are by far the largest tensor of training (32 × 1024 tokens over 50,304 entries are 6.6 GB in
+fp32). Here only one chunk's logits exist at a time. The gradient is computed in the forward pass, together with the
+softmax; the backward pass scales it.
 
-The vocabulary may be cut over ranks. A chunk's logits are then those of a rank's own entries, and two numbers a token
-are exchanged: the log of the sum of exponentials (a MAX and a SUM all-reduce put the ranks' together) and the label's
-logit, which one rank has.
+With a sharded vocabulary, each rank has the logits of its own entries, and two numbers per token are reduced: the log
+of the sum of exponentials, and the label's logit.
 
-So is that of any loss that is a sum over tokens (`linear_token_losses`): its derivative by a token's log-probability
-and entropy is known as soon as these are. A loss that looks at several tokens at once gives the gradient only when it
-has seen all of them. `linear_logprobs` therefore keeps two numbers a token, and its backward pass makes each chunk's
-logits a second time.
+The same holds for every loss that is a sum over tokens (`linear_token_losses`), because its derivatives by a token's
+log-probability and entropy are known at once. A loss over several tokens needs all of them first: `linear_logprobs`
+keeps two numbers per token, and its backward pass computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -54,14 +52,13 @@ def linear_cross_entropy(
     bias: Tensor | None = None,  # float32, an entry a row of weight
     max_label_tokens: int | None = None,  # tokens whose weight is not 0, at most; None: that is not known
 ) -> Tensor:
-    """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label]: a float32 scalar.
+    """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
-    With `softcap` c the softmax is that of c · tanh(logits / c) (Gemma 2).
-    Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
-    `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
-    and the gradient of hidden a part of a sum. The gradient is made times `scale` before it is rounded for the first
-    time, so that in fp16 a loss scale keeps small probabilities; the result is without it. If `max_label_tokens`
-    says that few tokens count, the others' logits are not computed.
+    Softmax and sums are in fp32. Rows of `weight` from vocab_size on are padding and ignored. With `softcap` c, logits
+    become c · tanh(logits / c) (Gemma 2). Over an `axis`, `weight` is this rank's shard of rows, starting at `first`; a
+    full rank has `rows` rows. The result is the same on every rank, and the gradient of hidden must be summed over
+    ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale preserves small
+    probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not computed.
     """
     if (
         not torch.is_grad_enabled()
@@ -89,15 +86,15 @@ def linear_cross_entropy(
 
 
 def _first_labelled(weights: Tensor, max_label_tokens: int) -> Tensor:
-    """The places of the tokens whose weight is not 0, int64, and behind them of some others: their number is the host's
-    alone to know, and a multiple of CHUNK_MULTIPLE, so that the device meets few sizes."""
+    """Return the indices of tokens with nonzero weight, int64, followed by others. The length depends only on host
+    values and is a multiple of CHUNK_MULTIPLE, so that few sizes occur."""
     count = min(weights.numel(), max(1, -(-max_label_tokens // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
     return (weights == 0).argsort(stable=True)[:count]
 
 
 TokenLoss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], Tensor]
-"""Losses of tokens, float32 as its arguments: log-probabilities and entropies (or None), and what else is known of
-these tokens, by name. A token's loss depends on nothing of another token."""
+"""Function from log-probabilities, entropies (or None), both float32, and named per-token tensors to the tokens'
+losses, float32. A token's loss must not depend on other tokens."""
 
 
 def linear_token_losses(
@@ -117,10 +114,10 @@ def linear_token_losses(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Σ of `of` over tokens, a float32 scalar; and without a gradient the log-probabilities and with `entropy` the
-    entropies that it was given, as `linear_logprobs` has them.
+    """Return the sum of `of` over tokens, a float32 scalar; and without gradient the log-probabilities and, with
+    `entropy`, the entropies that it received, as from `linear_logprobs`.
 
-    One pass, as `linear_cross_entropy` makes it: three matmuls, where `linear_logprobs` and its backward take four.
+    It needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
@@ -143,7 +140,7 @@ def linear_token_losses(
 
 
 def loss_chunk_tokens(rows: int, device_type: str = "cuda") -> int:
-    """The number of tokens whose logits, of so many entries each, exist at once."""
+    """Return the number of tokens per chunk for logits of `rows` entries."""
     large = device_type == "cuda" and rows > LARGE_VOCABULARY
     tokens = (LARGE_CHUNK if large else CHUNK_ELEMENTS[device_type]) // rows
     return max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens)
@@ -227,7 +224,7 @@ def _loss_and_slopes(
     tokens: Mapping[str, Tensor],
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of the tokens' losses, and its derivatives by log-probabilities and entropies; None: it has none."""
+    """Return the sum of the tokens' losses, and its derivatives by log-probabilities and entropies, or None."""
     if of is None:
         weights = tokens["weights"]
         return -(weights * logprobs).sum(), -weights, None
@@ -244,7 +241,7 @@ def _loss_and_slopes(
 
 
 def _each_token(losses: Tensor, logprobs: Tensor) -> Tensor:
-    """`losses`. Raises ConfigError where they are not one a token."""
+    """Return `losses`. Raises ConfigError unless there is one per token."""
     if losses.shape != logprobs.shape:
         raise ConfigError(
             f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities of shape "
@@ -267,11 +264,11 @@ def linear_logprobs(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden · weightᵀ / temperature)[target], float32 like targets; with `entropy` also that of each
-    softmax, float32 [...], else None.
+    """Return log softmax(hidden · weightᵀ / temperature)[target], float32 with the shape of targets; and with `entropy`
+    the entropy of each softmax, float32 [...], otherwise None.
 
-    Padding, softcap (it comes before the temperature) and `axis` are as `linear_cross_entropy` has them: both results
-    are the same on every rank, and the gradient of hidden is a part of a sum.
+    Padding, softcap (applied before the temperature) and `axis` are as in `linear_cross_entropy`: results are the same
+    on every rank, and the gradient of hidden must be summed over ranks.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
@@ -292,7 +289,8 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Of logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j, ∂ entropy / ∂ z_j = −p_j (log p_j + entropy)."""
+    """For logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j, ∂ entropy / ∂ z_j = −p_j (log p_j +
+    entropy)."""
 
     @staticmethod
     def forward(
@@ -347,8 +345,8 @@ class _LinearLogprobs(torch.autograd.Function):
 def real_logits(
     x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softcapped logits [tokens, rows], those of padding so low that their share is 0, as is its product with them;
-    the targets' rows [tokens, k], 0 for those of other ranks, and which ones are here."""
+    """Return softcapped logits [tokens, rows], with padding so low that its probability is 0; the targets' rows
+    [tokens, k], 0 for those of other ranks; and a mask of the targets on this rank."""
     logits = softcapped(F.linear(x, matrix, bias), softcap)
     logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
     own = (index >= 0) & (index < logits.shape[1])
@@ -358,8 +356,8 @@ def real_logits(
 def _logit_statistics(
     logits: Tensor, row: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of logits [tokens, rows] / temperature, in fp32: log Σ exp [tokens], entries at row [tokens, k], and with
-    `entropy` that of their softmax [tokens]."""
+    """Return, for logits [tokens, rows] / temperature in fp32, log Σ exp [tokens], the entries at row [tokens, k], and
+    with `entropy` the entropy of the softmax [tokens]."""
     z = logits.float() / temperature
     log_sum, own_entropy = z.logsumexp(-1), None
     if entropy:
@@ -379,7 +377,7 @@ def _logits_gradient(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The gradient of the logits before they are softcapped, in their type."""
+    """Return the gradient of the logits before soft-capping, in their dtype."""
     rest = (entropies, log_sum, entropy, temperature)
     grad = as_one_kernel(_softmax_gradient, logits, logprobs.sum(1), *rest)
     grad.scatter_add_(1, row, (logprobs * own).to(grad.dtype))
@@ -394,8 +392,8 @@ def _softmax_gradient(
     entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """−p · (logprobs + entropies · (log p + entropy)) in the type of logits [tokens, rows], p being the softmax of
-    logits / temperature; the first two are the gradients [tokens] of a token's log-probabilities and entropy."""
+    """Return −p · (logprobs + entropies · (log p + entropy)) in the dtype of logits [tokens, rows], where p is the
+    softmax of logits / temperature; `logprobs` and `entropies` are gradients [tokens]."""
     log_p, slope = logits.float() / temperature - log_sum[:, None], logprobs[:, None]
     if entropies is not None:
         slope = slope + entropies[:, None] * (log_p + entropy[:, None])
@@ -405,26 +403,27 @@ def _softmax_gradient(
 def linear_logits(
     hidden: Tensor, weight: Tensor, softcap: float | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Logits [..., rows] of hidden [..., hidden] by rows of the output matrix and its bias [rows], softcapped."""
+    """Return softcapped logits [..., rows] of hidden [..., hidden] for rows of the output matrix and its bias
+    [rows]."""
     bias = None if bias is None else bias.to(hidden.dtype)
     return softcapped(F.linear(hidden, weight.to(hidden.dtype), bias), softcap)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap); None: the logits as they are."""
+    """Return softcap · tanh(logits / softcap), or the logits if softcap is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
-    """The derivative of `softcapped` where it gave these logits; 0 where they are -inf, as padding is."""
+    """Return the derivative of `softcapped` at its results; 0 where they are -inf, as for padding."""
     return 1 - (logits.clamp(min=-softcap) / softcap).square()
 
 
 def _whole(
     log_sum: Tensor, targets: Tensor, own: Tensor, entropy: Tensor | None, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All three over the whole vocabulary, from each rank's part of it: log Σ exp [tokens], the targets' logits
-    [tokens, k], which count where `own` says that they are this rank's, and the softmax's entropy [tokens]."""
+    """Reduce log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens] from each rank's
+    shard to the full vocabulary. `own` marks targets on this rank."""
     if axis.size == 1:
         return log_sum, targets, entropy
     largest = all_reduce_no_grad(log_sum, axis, "max")
@@ -439,7 +438,8 @@ def _whole(
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Adds a · b to total, float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
+    """Add a · b to total, float32. On a GPU the matmul accumulates directly, without rounding to the dtype of a and
+    b."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(a @ b)

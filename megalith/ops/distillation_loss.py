@@ -1,15 +1,15 @@
-"""How far a model's predictions are from a teacher's, without either's logits: chunk by chunk, matmuls and divergence.
+"""Divergence of a model from a teacher without materialized logits: matmuls and divergence, chunk by chunk of tokens.
 
-As in ops/cross_entropy.py, a chunk's gradient is made in the same pass as its loss, and its logits are gone after it.
+As in ops/cross_entropy.py, a chunk's gradient is computed together with its loss.
 
-A teacher's predictions come from the end of its own pass, or were stored: the k largest log-probabilities K of each
-token and that of all others together, the tail. Then distributions of k + 1 entries are compared,
+A teacher's predictions come from its own forward pass, or were stored: for each token the k largest log-probabilities K
+and that of all other entries together, the tail. Then distributions over k + 1 entries are compared,
 
-    D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
+     D = Σ_K p · log(p / q) + p_tail · log(p_tail / q_tail)        q_tail = 1 − Σ_K q
 
-the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It is also the divergence over the whole
-vocabulary of a p whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and its gradient by the logits is that
-one's too, q − p̃. So p̃ is all that is made here; of the reverse divergence the same is true.
+which is the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It equals the divergence over
+the full vocabulary from a p̃ whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and so does its gradient by
+the logits, q − p̃. So only p̃ is computed here. The same holds for the reverse divergence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Divergence = Literal["forward_kl", "reverse_kl"]
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """The end of a teacher's pass."""
+    """Final hidden states and output layer of a teacher."""
 
     hidden: Tensor  # [tokens, its hidden size]: what its output matrix reads
     weight: Tensor  # [padded vocab or this rank's rows, its hidden size]
@@ -45,13 +45,13 @@ class TeacherOutput:
         return [TeacherOutput(chunk, weight, bias, self.softcap) for chunk in chunks]
 
     def logits(self, row: Tensor, real: int, *_model) -> Tensor:
-        """[tokens, rows here]."""
+        """Return the teacher's logits, [tokens, local rows]."""
         return real_logits(self.hidden, self.weight, row, real, self.softcap, self.bias)[0]
 
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """What was stored of a teacher's softmax(logits / T)."""
+    """Stored part of a teacher's softmax(logits / T)."""
 
     indices: Tensor  # int64 [..., k]: the likeliest entries, as rows of this rank's shard of the vocabulary
     logprobs: Tensor  # float32 [..., k + 1]: of these, and of all others together; NONE where there are none
@@ -61,7 +61,7 @@ class TopLogProbs:
         return [TopLogProbs(*chunk) for chunk in zip(*flat)]
 
     def logits(self, row: Tensor, real: int, logits: Tensor, temperature: float, axis: Axis) -> Tensor:
-        """log p̃ · T [tokens, rows here] in fp32, for the model's own logits."""
+        """Return log p̃ · T, [tokens, local rows] in fp32, for the model's own logits."""
         own = (self.indices >= 0) & (self.indices < logits.shape[1])  # [tokens, k]
         at = torch.where(own, self.indices, logits.shape[1])  # a column more for those of other ranks
         wide = F.pad(logits.float() / temperature, (0, 1), value=NONE)
@@ -80,15 +80,15 @@ NONE = -1e30  # the log-probability of nothing: a number, which a difference of 
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What a teacher says of the tokens of a pass, and how it is learned from."""
+    """Predictions of a teacher for the tokens of a pass, and settings of the loss."""
 
     teacher: TeacherOutput | TopLogProbs
     share: float
-    """α: the loss of a token is (1 − α) · cross-entropy + α · T² · divergence (Hinton et al. 2015)."""
+    """α in a token's loss (1 − α) · cross-entropy + α · T² · divergence (Hinton et al. 2015)."""
     temperature: float
-    """T: the divergence is that of softmax(logits / T)."""
+    """T: the divergence compares softmax(logits / T)."""
     divergence: Divergence
-    """Of p, the teacher's, and q, the model's: forward Σ p · log(p / q), reverse Σ q · log(q / p)."""
+    """With p the teacher's and q the model's distribution: forward Σ p · log(p / q), reverse Σ q · log(q / p)."""
 
 
 @torch.no_grad()
@@ -105,8 +105,8 @@ def linear_top_logprobs(
     rows: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of softmax(logits / temperature), the largest first, and that of all other
-    entries together, float32 [..., k + 1]; and which entries the k are, int64 [..., k]. The same on every rank."""
+    """Return the k largest log-probabilities of softmax(logits / temperature) in descending order, followed by that of
+    all other entries together, float32 [..., k + 1]; and the k entries, int64 [..., k]. The same on every rank."""
     flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
     added, real = None if bias is None else bias.to(hidden.dtype), max(0, vocab_size - first)
     none, found = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
@@ -141,10 +141,10 @@ def linear_distillation(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ over tokens of weights · loss, a float32 scalar; and without a gradient each token's log-probability of its
-    label and its divergence, float32 [...].
+    """Return Σ over tokens of weights · loss, a float32 scalar; and without gradient each token's log-probability of
+    its label and its divergence, float32 [...].
 
-    Padding, softcap, `scale` and `axis` are as `linear_cross_entropy` has them. The teacher learns nothing.
+    Padding, softcap, `scale` and `axis` are as in `linear_cross_entropy`. The teacher gets no gradient.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
@@ -225,7 +225,8 @@ def _of_logits(
     taught: TeacherTargets,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """float32: log-probabilities and divergences [tokens], and the loss's gradient by logits [tokens, rows here]."""
+    """Return log-probabilities and divergences, float32 [tokens], and the loss's gradient by logits, float32 [tokens,
+    local rows]."""
     share, temperature, kind = taught.share, taught.temperature, taught.divergence
     each = as_one_kernel(_log_sums, logits, expected, temperature)
     if axis.size > 1:
@@ -242,7 +243,7 @@ def _of_logits(
 
 
 def _log_sums(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
-    """float32 [3, tokens]: log Σ exp of logits, of logits / T, and of the teacher's / T."""
+    """Return log Σ exp of logits, of logits / T, and of the teacher's / T: float32 [3, tokens]."""
     z, t = logits.float(), expected.float() / temperature
     return torch.stack([z.logsumexp(-1), (z / temperature).logsumexp(-1), t.logsumexp(-1)])
 
@@ -255,7 +256,7 @@ def _divergences(
     temperature: float,
     kind: Divergence,
 ) -> Tensor:
-    """float32 [tokens]: the part of these entries."""
+    """Return the contribution of these entries to the divergence, float32 [tokens]."""
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]
     if kind == "forward_kl":
@@ -274,7 +275,7 @@ def _slopes(
     temperature: float,
     kind: Divergence,
 ) -> Tensor:
-    """(1 − α) · q₁ + α · T · the derivative of the divergence by logits / T; q₁ is q without a temperature."""
+    """Return (1 − α) · q₁ + α · T · the derivative of the divergence by logits / T, where q₁ is q at temperature 1."""
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]
     q = log_q.exp()

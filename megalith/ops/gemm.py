@@ -1,18 +1,16 @@
-"""A linear's three matmuls as one object: forward, dgrad and wgrad.
+"""The three matmuls of a linear layer as one object.
 
-    forward   y = x · weightᵀ + bias        x [tokens, in], weight [out, in], bias [out]
-    dgrad     grad · weight                 the gradient of x, grad [tokens, out] being that of y
-    wgrad     gradᵀ · x                     the gradient of weight
+     forward   y = x · weightᵀ + bias        x [tokens, in], weight [out, in], bias [out]
+     dgrad     grad · weight                 gradient of x; grad [tokens, out] is that of y
+     wgrad     gradᵀ · x                     gradient of weight
 
-Linears compose around it: plain here, column- and row-parallel in parallel/tensor/, with deferred wgrads for a
-zero-bubble schedule in parallel/pipeline/deferred_wgrad.py. Other arithmetic is another Gemm.
+Linear layers are composed around it: plain here, column- and row-parallel in parallel/tensor/, with deferred wgrads for
+zero-bubble schedules in parallel/pipeline/deferred_wgrad.py. Other arithmetic is another Gemm.
 
-Split-K. wgrad is a matmul over all tokens. A GPU computes it in tiles, one per SM at a time. When there are one and a
-half times as many tiles as SMs, the second wave leaves half of them idle: on an H200 the two of GPT-2-large's MLP
-(1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens are split into four matmuls that run as
-one batch and are added in fp32. So do those of its shards under tensor parallelism, whose tiles fill three quarters of
-the SMs: 602 and, in a step, 689.
-
+Split-K: wgrad sums over all tokens. A GPU computes it in tiles, one per SM at a time; with one and a half times as many
+tiles as SMs, the second wave leaves half of them idle. On an H200 the two wgrads of GPT-2-large's MLP (1280 × 5120,
+32,768 tokens) reach 573 TFLOP/s, and 755 to 790 if the tokens are split into four matmuls that run as one batch and are
+added in fp32. Their tensor-parallel shards, whose tiles fill three quarters of the SMs, reach 602 and, in a step, 689.
 """
 
 from __future__ import annotations
@@ -39,34 +37,36 @@ LEAST_TOKENS = 8192
 
 @dataclass(frozen=True)
 class DeferredWgrad:
-    """A wgrad that has been put off: the work, and where its result goes on to the parameter."""
+    """A deferred wgrad: its computation, and the autograd edge to the parameter."""
 
     compute: Callable[[], Tensor]
     weight: GradientEdge
 
 
 Operand = tuple[Tensor, ...]
-"""A matrix as a Gemm takes it: itself, or codes and their scales. Dimension 0 is that of the tokens, and of a tensor
-without dimensions (a scale of the whole matrix) every shard has the same."""
+"""A matrix as a Gemm receives it: the tensor, or codes and their scales. Dimension 0 is tokens. A tensor without
+dimensions (a scale of the whole matrix) is the same for every shard."""
 
 
 class Gemm:
-    """The matmuls in the dtype of their operands, which they share."""
+    """Matmuls in the dtype of their operands."""
 
     deferred: list[DeferredWgrad] | None = None
-    """Where wgrads are put off; None: the backward pass computes them."""
+    """List of deferred wgrads. None: the backward pass computes them."""
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        """x [tokens, in] as `forward` takes it and an all-gather moves it, and what the backward pass saves of it for
-        `wgrad`: nothing unless it `saves`. `sharded`: that is gathered too."""
+        """Return x [tokens, in] as `forward` and an all-gather need it, and what is saved of it for `wgrad`: nothing
+        unless `saves`. `sharded`: the saved part is gathered too."""
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        """The weight as `forward` takes it, and what is saved of it for `dgrad`. `trains`: there is a backward pass."""
+        """Return the weight as `forward` needs it, and what is saved of it for `dgrad`. `trains`: there is a backward
+        pass."""
         return (weight,), (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
-        """The gradient of y [tokens, out] as `dgrad` and as `wgrad` takes it, nothing unless it `has_wgrad`."""
+        """Return the gradient of y [tokens, out] as `dgrad` and as `wgrad` need it; the latter is empty unless
+        `has_wgrad`."""
         return (grad,), (grad,) if has_wgrad else ()
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
@@ -76,18 +76,18 @@ class Gemm:
         return grad[0] @ weight[0]  # [tokens, in]
 
     def wgrad(self, grad: Operand, x: Operand) -> Tensor:
-        """grad as of `gradients` and x as `inputs` gave it to save → [out, in]"""
+        """Return [out, in] from grad as returned by `gradients` and x as saved by `inputs`."""
         (grad,), (x,) = grad, x
         return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))
 
     def with_deferred_wgrads(self, wgrads: list[DeferredWgrad]) -> Gemm:
-        """The same matmuls with wgrads put off into this list."""
+        """Return the same Gemm with wgrads deferred to this list."""
         gemm = copy.copy(self)
         gemm.deferred = wgrads
         return gemm
 
     def edge(self, weight: Tensor) -> GradientEdge | None:
-        """Where a wgrad that is put off goes; None where it is not."""
+        """Return the autograd edge of a deferred wgrad. None if it is not deferred."""
         return get_gradient_edge(weight) if self.deferred is not None and has_wgrad(weight) else None
 
 
@@ -95,9 +95,9 @@ GEMM = Gemm()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = GEMM) -> Tensor:
-    """x · weightᵀ + bias: x [..., in], weight [out, in], bias [out], all of one dtype → [..., out].
+    """Return x · weightᵀ + bias for x [..., in], weight [out, in] and bias [out] of one dtype: [..., out].
 
-    The bias gets no gradient here: `add_bias_gradient` gives it.
+    The bias gets its gradient from `add_bias_gradient`.
     """
     if gemm is GEMM and not torch.is_grad_enabled():
         return F.linear(x, weight, bias)  # without the host's work for a backward pass
@@ -109,19 +109,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
 
 
 def has_wgrad(weight: Tensor) -> bool:
-    """Whether a matmul by `weight` saves its input. Asked outside of its autograd function, where gradients are on."""
+    """Return True if a matmul by `weight` saves its input. Call it outside of the autograd function, where gradients
+    are enabled."""
     return torch.is_grad_enabled() and weight.requires_grad
 
 
 def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
-    """y [..., out], to which `bias` [out] has been added without its gradient, with it: y's summed over the tokens."""
+    """Return y [..., out], to which `bias` [out] was added without its gradient, with that gradient: y's summed over
+    tokens."""
     if bias is None or not bias.requires_grad:
         return y
     return _BiasGradient.apply(y, bias)
 
 
 def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
-    """gradᵀ · x: grad [tokens, out], x [tokens, in] → [out, in] in their dtype, summed over `parts` of the tokens."""
+    """Return gradᵀ · x, [out, in] in their dtype, for grad [tokens, out] and x [tokens, in], as a sum over `parts` of
+    the tokens."""
     if parts == 1:
         return grad.T @ x
     grad, x = (t.unflatten(0, (parts, -1)) for t in (grad, x))  # [parts, tokens / parts, ...]
@@ -129,7 +132,7 @@ def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
 
 
 def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
-    """Into how many matmuls the wgrad is best cut for the input x [..., in] of such a weight."""
+    """Return the best number of parts for the wgrad of such a weight with input x [..., in]."""
     tokens = x.numel() // x.shape[-1]
     if not x.is_cuda or x.dtype == torch.float32 or tokens < LEAST_TOKENS or tokens % PARTS:
         return 1
@@ -186,12 +189,12 @@ class _BiasGradient(torch.autograd.Function):
 
 
 def float32_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ: x [tokens, in], weight [out, in] of x's dtype → float32 [tokens, out], computed in fp32: a router's,
-    whose scores hang on small differences.
+    """Return x · weightᵀ, float32 [tokens, out], computed in fp32, for x [tokens, in] and weight [out, in] of one
+    dtype. Used by routers, whose scores depend on small differences.
 
-    The product of two bf16 numbers fits into fp32, so tensor cores, which add up in fp32, lose nothing that a matmul in
-    fp32 keeps, and take a small part of its time. The gradient that comes back is fp32 and does not fit: it is cut into
-    two bf16 numbers, which together keep 16 of its 24 bits, more than its gradients in bf16 have.
+    Products of bf16 numbers fit into fp32, so tensor cores, which accumulate in fp32, lose nothing and take a fraction
+    of the time. The fp32 gradient does not fit into bf16: it is split into two bf16 numbers, which together keep 16 of
+    its 24 bits, more than the resulting bf16 gradients have.
     """
     if x.dtype == torch.bfloat16:
         return _Float32Matmul.apply(x, weight)
@@ -215,5 +218,5 @@ class _Float32Matmul(torch.autograd.Function):
 
 
 def _matmul_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a · b in fp32."""
+    """Return a · b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,20 +1,19 @@
-"""Grouped GEMM: matmuls of consecutive groups of rows, each group with its own matrix, for the experts of a layer.
+"""Grouped GEMM: matmuls of consecutive groups of rows, each with its own matrix, for a layer's experts.
 
-On a GPU, in bf16, torch's grouped GEMM computes all groups in one kernel and reads their ends on the device. Groups of
-one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
+On a GPU in bf16, torch's grouped GEMM computes all groups in one kernel and reads their ends on the device. Groups of
+equal size are a batched matmul. Everything else is a loop, which needs the sizes on the host.
 
-Rows may stand behind the last group's, in a buffer that would hold any number. No matmul reads them, and what it gives
-for them is whatever was in memory: who reads further than the groups go puts zeros there.
+In an oversized buffer, rows after the last group are never read and their results are undefined: a consumer that reads
+them must set them to zero.
 
-wgrad is computed apart from dgrad, in the backward pass of what prepared the weight. Only the optimizer waits for it,
-so what comes between the two in the forward pass comes before it in the backward pass: an all-to-all that begins there
-overlaps the wgrads.
+wgrad is computed separately from dgrad, in the backward pass of `prepare_weight`. Operations between the two in the
+forward pass thus come before wgrad in the backward pass, so that an all-to-all started there overlaps with it.
 
-A group may have a bias. Its gradient is what a weight's is for one more column of the input, which has ones, or the
-factors that the bias was multiplied by; so the same kernels compute it, in the same order of additions.
+The gradient of a group's bias equals the wgrad of one more input column of ones, or of the factors that the bias was
+multiplied by, so the same kernels compute it, in the same order of additions.
 
-For the backward pass the parameter itself is saved and cast again: a saved cast would stay in memory for every layer
-and every micro-batch in flight. Where one cast serves all passes of a step, it is that which is saved.
+The backward pass saves the parameter and casts it again: saved casts would stay in memory for every layer and
+micro-batch in flight. If one cast serves all passes of a step, that cast is saved.
 """
 
 from __future__ import annotations
@@ -36,65 +35,68 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How many rows there are of each group, on the device, and on the host where they are known there."""
+    """Number of rows per group, on the device and, if known, on the host."""
 
     counts: Tensor  # int64 [groups]
     sizes: tuple[int, ...] | None = None
     padded: bool = False
-    """Whether rows may stand behind the last group's."""
+    """There may be rows after the last group."""
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each group's rows end: int32 [groups], on the device."""
+        """End of each group's rows, int32 [groups] on the device."""
         return self.counts.cumsum(0).to(torch.int32)
 
     @cached_property
     def on_host(self) -> tuple[int, ...]:
-        """The sizes; waits for the device where only that knows them."""
+        """Sizes on the host. Waits for the device if only it knows them."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
 
     @cached_property
     def end(self) -> Tensor | None:
-        """Where the last group's rows end, int32 [1], on the device; None where no row stands behind. In memory of its
-        own, for kernels are launched faster with an address that is a multiple of 16."""
+        """End of the last group's rows, int32 [1] on the device; None if there are no further rows. A separate tensor,
+        because kernels launch faster with addresses that are multiples of 16."""
         return self.counts.sum(0, keepdim=True, dtype=torch.int32) if self.padded else None
 
     def of_rows(self, rows: int) -> Tensor:
-        """The group of each of all `rows` rows: int64 [rows], without waiting for the device; any for those behind."""
+        """Return the group of each of `rows` rows, int64 [rows], without waiting for the device; undefined for further
+        rows."""
         numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
         return torch.searchsorted(self.ends, numbers, right=True).clamp(max=len(self.counts) - 1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Each group's; may wait as `on_host`."""
+        """Return the rows of each group. May wait for the device like `on_host`."""
         return rows[: sum(self.on_host)].split(self.on_host)
 
     @property
     def even(self) -> bool:
-        """Whether all are known to be of one size."""
+        """True if all groups are known to have the same size."""
         return self.sizes is not None and len(set(self.sizes)) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeight:
-    """A weight as one matmul takes it, or a bias."""
+    """A weight, or a bias, prepared for one matmul."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
     kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory; or that cast
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
-    """After the matmul's backward pass: what computes the weight's gradient, in a dtype."""
+    """After the matmul's backward pass, a function that computes the weight's gradient in a given dtype."""
 
 
 def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> GroupedWeight:
-    """weight [groups, out, in] or bias [groups, out], which `cast` has in the matmuls' dtype. Its gradient has its own
-    dtype, summed in fp32 and rounded to it once. `stays`: the cast is there until the backward pass is over, which
-    takes it too."""
+    """Prepare weight [groups, out, in] or bias [groups, out]; `cast` is its cast to the matmuls' dtype.
+
+    The gradient has the weight's dtype, summed in fp32 and rounded once. `stays`: the cast exists until the backward
+    pass ends, which then reuses it.
+    """
     owed: list[Callable[[torch.dtype], Tensor]] = []
     return GroupedWeight(_Prepare.apply(weight, cast, owed), cast if stays else weight.detach(), owed)
 
 
 class GroupedGemm:
-    """The three matmuls of a Gemm (gemm.py), group after group: rows x [rows, in], grad [rows, out], weight [groups,
-    out, in], all of one dtype. `kernel` asks for one kernel where there is one."""
+    """The three matmuls of a Gemm (gemm.py) per group: rows x [rows, in], grad [rows, out], weight [groups, out, in] of
+    one dtype. `kernel` selects the single kernel where available."""
 
     def __init__(self, kernel: bool = True):
         self.kernel = kernel
@@ -106,7 +108,7 @@ class GroupedGemm:
         return self._by_rows(grad, weight, groups)  # [rows, in]
 
     def wgrad(self, grad: Tensor, x: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
-        """[groups, out, in] in this dtype, zero for a group without rows."""
+        """Return [groups, out, in] in this dtype, zero for a group without rows."""
         if groups.even and len(x):
             grad, x = (t.view(len(groups.counts), -1, t.shape[1]) for t in (grad, x))
             if grad.is_cuda and grad.dtype != dtype:
@@ -119,7 +121,7 @@ class GroupedGemm:
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
     def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        """Each group's rows by its matrix, [groups, columns of the rows, ·]."""
+        """Multiply each group's rows by its matrix, [groups, columns of the rows, ·]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
             # FSDP2 warns of a module's output that is a view, which a plain one would be.
@@ -135,13 +137,14 @@ class GroupedGemm:
 
 
 def has_kernel(rows: Tensor, width: int) -> bool:
-    """Whether torch's grouped GEMM takes rows of this width and of another: bf16 on a GPU, multiples of 16 bytes."""
+    """Return True if torch's grouped GEMM supports rows of this width and another: bf16 on a GPU, multiples of 16
+    bytes."""
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (rows.shape[1], width))
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 
 
 def grouped_linear(x: Tensor, weight: GroupedWeight, groups: RowGroups, gemm: GroupedGemm) -> Tensor:
-    """Rows x [rows, in], group after group, by weight [groups, out, in] of the same dtype → [rows, out].
+    """Multiply rows x [rows, in], group by group, with weight [groups, out, in] of the same dtype. Returns [rows, out].
 
     The weight always gets a gradient, zero for a group without rows.
     """
@@ -157,10 +160,10 @@ def add_bias(
     kernel: bool = True,
     fused: bool = False,
 ) -> Tensor:
-    """Rows y [rows, out], group after group, plus the bias [groups, columns] of their group → [rows, out].
+    """Add the bias [groups, columns] of each row's group to rows y [rows, out]. Returns [rows, out].
 
-    It is added to the columns from `first` on, times the row's factor where there are `factors` float32 [rows, 1].
-    `kernel` is as of GroupedGemm; `fused`: as one compiled kernel on a GPU. The bias always gets a gradient.
+    It is added to the columns from `first` on, multiplied by the row's factor if there are `factors`, float32 [rows,
+    1]. `kernel` is as in GroupedGemm; `fused` runs one compiled kernel on a GPU. The bias always gets a gradient.
     """
     return _AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, kernel, fused)
 
@@ -198,7 +201,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """A bias for each group of rows, with a factor for each row."""
+    """Addition of a bias per group of rows, with a factor per row."""
 
     @staticmethod
     def forward(
@@ -243,14 +246,14 @@ def _biased(y: Tensor, bias: Tensor, factors: Tensor | None, group: Tensor, firs
 
 
 def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
-    """grad [rows, columns] → float32 [rows, 1]."""
+    """Return float32 [rows, 1] from grad [rows, columns]."""
     return (grad * bias.to(grad.dtype)[group]).sum(1, keepdim=True, dtype=torch.float32)
 
 
 def _bias_gradient(
     grad: Tensor, factors: Tensor | None, groups: RowGroups, kernel: bool, dtype: torch.dtype
 ) -> Tensor:
-    """grad [rows, columns], the rows' factors [rows, 1] or None for ones → [groups, columns]."""
+    """Return [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1], or None for ones."""
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
     width = ALIGNMENT // x.element_size()  # as many columns as the kernel needs
     if kernel and not groups.even and has_kernel(grad, width):
@@ -259,5 +262,5 @@ def _bias_gradient(
 
 
 def _without_empty(found: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros for groups without rows, to which the kernels of some GPUs leave what they find in memory."""
+    """Set groups without rows to zero, which the kernels of some GPUs leave uninitialized."""
     return torch.where((counts == 0)[:, None, None], 0.0, found).to(dtype)
