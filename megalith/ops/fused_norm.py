@@ -77,11 +77,11 @@ class _AddNorm(torch.autograd.Function):
         return stream, normed.view_as(x)
 
     @staticmethod
-    def backward(ctx, beside: Tensor, grad: Tensor):
+    def backward(ctx, stream_grad: Tensor, grad: Tensor):
         stream, stats, weight, rows, columns = ctx.saved_tensors
-        grad, x, beside = (t.flatten(0, -2) for t in (grad, stream, beside))
+        grad, x, stream_grad = (t.flatten(0, -2) for t in (grad, stream, stream_grad))
         grad_x, dropped, sums = torch.ops.megalith.norm_backward(
-            grad, x, stats, beside, weight, rows, columns, ctx.probability, ctx.rounded
+            grad, x, stats, stream_grad, weight, rows, columns, ctx.probability, ctx.rounded
         )
         grad_x = grad_x.view_as(stream)
         grad_y = None

@@ -25,7 +25,7 @@ ALONE = Axis()
 LOWEST = -1e30  # in the place of the largest of no logits
 
 if kernels.AVAILABLE:
-    from megalith.ops.kernels.loss_kernel import sampled_blocks as _by_kernel
+    from megalith.ops.kernels.sampling_kernel import sampled_blocks as _by_kernel
 
 
 def sample(

@@ -1,1 +1,1 @@
-"""FP8 matmuls, and what they are made of."""
+"""FP8 matmuls and casts."""

@@ -1,9 +1,8 @@
-"""Numbers in FP8: scales, casts by a whole tensor, by row or by block, and matmuls of what is cast.
+"""FP8 numbers: scales, casts per tensor, row or block, and matmuls of the codes. recipes.py determines what is cast
+how.
 
-The recipes, and what they round, stand in recipes.py.
-
-A CPU has no FP8 matmul of use: there codes are multiplied in fp64, where sums of products of two e4m3 numbers are exact
-in any order up to 2¹⁷ terms. It is the reference of what a GPU computes.
+CPUs have no useful FP8 matmul. There codes are multiplied in fp64, where sums of products of two e4m3 numbers are exact
+in any order up to 2¹⁷ terms: the reference for GPUs.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """largest / amax / 2^margin in fp32, divided once: 1 for an amax of 0, NaN for one that is not finite."""
+    """Return largest / amax / 2^margin in fp32, rounded once; 1 for an amax of 0, NaN for one that is not finite."""
     scale = (LARGEST[dtype] / amax.double() / 2**margin).clamp(max=LARGEST_SCALE).float()
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """A positive scale in fp32 that is not subnormal, rounded down to a power of two; NaN stays."""
+    """Round a positive, normal fp32 scale down to a power of two. NaN stays NaN."""
     power = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     return torch.where(scale.isfinite(), power, scale)
 
@@ -41,7 +40,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """round(x · scale) in an FP8 dtype, clamped first: casts of torch differ on what is too large."""
+    """Return round(x · scale) in an FP8 dtype, clamped first because torch's casts disagree about overflow."""
     largest = LARGEST[dtype]
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
@@ -49,9 +48,10 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_matmul(
     a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, fast: bool = False
 ) -> Tensor:
-    """a · bᵀ + bias of codes a [m, k] and b [n, k] with their inverses, contiguous along k → [m, n].
+    """Return a · bᵀ + bias, [m, n], for codes a [m, k] and b [n, k] with their inverse scales, contiguous along k.
 
-    On a CPU computed in fp64. `fast`: Hopper adds up with about 14 bits all the way, and not only 128 numbers long.
+    Computed in fp64 on a CPU. `fast`: Hopper accumulates in about 14 bits throughout, instead of over 128 terms at a
+    time.
     """
     (left, left_inverse), (right, right_inverse) = a, b
     if left.is_cuda:
@@ -66,7 +66,7 @@ def scaled_matmul(
 
 
 def transposed(operand: Operand) -> Operand:
-    """Codes [m, n] → [n, m], contiguous; without a copy where they were written by column."""
+    """Transpose codes [m, n] to contiguous [n, m]. No copy if they were written by column."""
     codes, *inverse = operand
     return codes.t() if codes.t().is_contiguous() else transpose(codes), *inverse
 
@@ -75,11 +75,11 @@ def transposed(operand: Operand) -> Operand:
 def cast(
     x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """codes_of(x, scale) [m, n] and their transpose, contiguous [n, m], each empty unless asked for; |x|'s maximum is
-    added to `seen`, float32 scalar.
+    """Return quantize(x, scale) [m, n] and its contiguous transpose [n, m], each empty unless requested. The maximum of
+    |x| is merged into `seen`, a float32 scalar.
 
-    autograd is not told that `seen` changes: it is no part of what it computes, and a maximum that is taken twice, as
-    where a layer is recomputed, is the same.
+    autograd does not track `seen`: it does not affect results, and merging the same maximum again in recomputation
+    changes nothing.
     """
     if seen is not None:
         with torch.autograd._unsafe_preserve_version_counter(seen):
@@ -89,7 +89,7 @@ def cast(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """x [m, n] → [n, m] in memory of its own, which an operator's results must have even where m or n is 1."""
+    """Return x [m, n] as [n, m] in new memory, as an operator's results require even if m or n is 1."""
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -101,7 +101,7 @@ def _(x: Tensor, scale: Tensor, seen, dtype, by_row: bool, by_column: bool) -> t
 
 @torch.library.custom_op("megalith::fp8_amax", mutates_args=())
 def amax(x: Tensor) -> Tensor:
-    """The maximum of |x|: float32 scalar."""
+    """Return the maximum of |x|, a float32 scalar."""
     return x.abs().amax().float()
 
 
@@ -112,7 +112,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("megalith::fp8_transpose", mutates_args=())
 def transpose(codes: Tensor) -> Tensor:
-    """Codes [m, n] → [n, m], contiguous."""
+    """Transpose codes [m, n] to contiguous [n, m]."""
     return _turned(codes)
 
 
@@ -125,9 +125,9 @@ def _(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """e4m3 codes of x [m, n] and of its transpose [n, m], each with its inverses, and each empty unless asked for.
+    """Return e4m3 codes of x [m, n] and of its transpose [n, m], each with inverse scales, each empty unless requested.
 
-    Blocks are 1 × 128 and 128 × 1, whose inverses are [n / 128, m] and [m / 128, n]; or `tiles` of 128 × 128, with one
+    Blocks are 1 × 128 and 128 × 1, with inverse scales [n / 128, m] and [m / 128, n]; with `tiles`, 128 × 128, with one
     [m / 128, n / 128] for both.
     """
     none = x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
@@ -164,8 +164,8 @@ def _(x: Tensor, by_row: bool, by_column: bool, tiles: bool) -> tuple[Tensor, Te
 def block_matmul(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """a · bᵀ of e4m3 codes a [m, k] and b [n, k], contiguous along k → [m, n]. Inverses are [m, k / 128] and
-    [n, k / 128], or of `tiles` of b [n / 128, k / 128]."""
+    """Return a · bᵀ, [m, n], of e4m3 codes a [m, k] and b [n, k], contiguous along k. Inverse scales are [m, k / 128]
+    and [n, k / 128], or for `tiles` of b [n / 128, k / 128]."""
     over = b_inverse.double().repeat_interleave(BLOCK, 0) if tiles else b_inverse.double()
     a, b = (
         codes.double().unflatten(1, (-1, BLOCK)) * inverse.double()[..., None]
@@ -183,7 +183,7 @@ def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, d
 def block_matmul_on_gpu(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """As block_matmul, with scales where cuBLAS looks for them."""
+    """Like `block_matmul`, with scales in cuBLAS's layout."""
     blocks, rows = F.ScalingType, len(a)
     if tiles:  # in memory the blocks along k are a multiple of 4
         b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()
@@ -199,14 +199,14 @@ def block_matmul_on_gpu(
 
 
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
-    """Codes of blocks along `dims`, and their inverses."""
+    """Return the codes of blocks along `dims`, and their inverse scales."""
     scale = scale_from_amax(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
     scale = power_of_two(scale)
     return quantize(blocks, scale, E4M3), reciprocal(scale).squeeze(dims)
 
 
 def _first_fastest(x: Tensor) -> Tensor:
-    """The same numbers [m, n], dimension 0 contiguous in memory."""
+    """Return the same matrix [m, n] with dimension 0 contiguous in memory."""
     return x.t().contiguous().t()
 
 

@@ -1,22 +1,20 @@
-"""FP8 matmuls: what a linear's Gemm is under each recipe, after those of Transformer Engine.
+"""FP8 recipes: the Gemm of a linear layer under each recipe, after Transformer Engine's.
 
-    recipe       scale of a tensor                         codes
-    delayed      largest / amax of the steps before        inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
-    tensorwise   of this tensor, rounded down to 2ⁿ        the same
-    blockwise    of each block, rounded down to 2ⁿ         1 × 128 along the sum of inputs and gradients, 128 × 128 of
-                                                           weights; e4m3 throughout
-    experts      of each row along the sum (any recipe)    e4m3; their wgrads stay in the compute dtype
+     recipe       scale of a tensor                         codes
+     delayed      largest / amax of previous steps          inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
+     tensorwise   of this tensor, rounded down to 2ⁿ        the same
+     blockwise    of each block, rounded down to 2ⁿ         1 × 128 along the sum for inputs and gradients, 128 × 128
+                                                            for weights; e4m3 throughout
+     experts      of each row along the sum (any recipe)    e4m3; wgrads stay in the compute dtype
 
-codes = round(clamp(x · scale)), x ≈ codes · inverse with inverse = 1 / scale. A scale belongs to the whole tensor,
-however it is sharded: a maximum is exact and has no order, so codes of a shard are the shard of the codes. Delayed
-scales are constants of a step: the amax is a maximum over all micro-batches and all ranks, taken at the step's end, so
-neither recomputation nor a schedule changes it. A run's first step has no step before it: its scales are tensorwise.
+codes = round(clamp(x · scale)), x ≈ codes · inverse with inverse = 1 / scale. A scale covers the complete tensor:
+maxima are exact and independent of order, so the codes of a shard are the shard of the codes. Delayed scales are
+constant during a step: the amax is a maximum over all micro-batches and ranks, taken at the end of the step. The first
+step of a run has tensorwise scales.
 
-A current scale is rounded down to a power of two, as a block's is: a rounding of an amax, as between layouts, would
-otherwise move all codes of the tensor; so it moves none, but where it crosses a power of two.
-
-A clamp hides infinities, so an amax that is not finite becomes a scale of NaN (tensorwise, blockwise), or makes the
-step one that is skipped (delayed), which records nothing.
+Rounding current scales down to a power of two keeps codes unchanged when an amax differs slightly between layouts. A
+clamp hides infinities, so an amax that is not finite gives a NaN scale (tensorwise, blockwise), or a skipped step that
+records nothing (delayed).
 """
 
 from __future__ import annotations
@@ -50,9 +48,9 @@ from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 
 class AmaxTable:
-    """Delayed scaling of all of a model's linears: a row for each, whichever rank holds it, with its three tensors.
+    """State of delayed scaling for all linear layers of the model: a row with three tensors each.
 
-    Every rank has the whole table, the same bits.
+    Every rank holds the complete table, bitwise identical.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class AmaxTable:
         margin: int,
         device: torch.device,
     ):
-        """`algo`: the scale follows the "most_recent" amax or the "max" of `history_len` steps."""
+        """`algo` derives scales from the "most_recent" amax or the "max" over `history_len` steps."""
         self.rows = {name: row for row, name in enumerate(names)}
         self.formats, self.algo, self.margin = formats, algo, margin
         # a number has 16 bytes to itself: a kernel's launch is cheaper at such an address
@@ -74,24 +72,24 @@ class AmaxTable:
         """The amax of this step so far; scales, and their inverses."""
         self.history = torch.zeros(history_len, len(names), 3, device=device)  # the newest first
         self.ready = False
-        """Whether there are scales. Before, linears scale currently."""
+        """True once scales exist. Until then, linear layers use current scaling."""
 
     def begin_step(self) -> None:
-        """Forgets what has been seen since the last step, as in an evaluation."""
+        """Reset the amaxes, which an evaluation may have changed."""
         self.seen.zero_()
 
     def end_passes(self, world: Axis) -> None:
-        """After the step's last pass: every rank's amaxes become those of the whole run."""
+        """After the last pass of a step, take the maximum of the amaxes over all ranks."""
         self.seen.copy_(all_reduce_no_grad(self.seen, world, "max"))
 
     def overflow(self) -> Tensor:
-        """Zero, or NaN where an amax of this step is not finite: float32 scalar."""
+        """Return zero, or NaN if an amax of this step is not finite: a float32 scalar."""
         return (self.seen * 0).sum()
 
     def end_step(self, skipped: Tensor | float) -> None:
-        """Moves history and scales on, unless the step was `skipped` (1). A tensor that was not seen stays.
+        """Update history and scales, unless the step was `skipped` (1). Tensors that were not used keep theirs.
 
-        Waits for `skipped` on the host until a step has given the first scales.
+        Waits for `skipped` on the host until the first scales exist.
         """
         moves = (
             (self.seen > 0) & self.seen.isfinite() & ~torch.as_tensor(skipped, device=self.seen.device).bool()
@@ -105,13 +103,13 @@ class AmaxTable:
         self.ready = self.ready or not bool(skipped)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: of each linear its history [len, 3] and its scales [3], views of what is here."""
+        """Return the history [len, 3] and scales [3] of each linear layer, as views, for a checkpoint."""
         rows = {f"{name}.amax_history": self.history[:, row] for name, row in self.rows.items()}
         return rows | {f"{name}.scale": self.scale[row] for name, row in self.rows.items()}
 
     def load_state(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Fills it with what `read` has of `names`; of a history of another length the newest. Ready if it has all
-        and they are a step's."""
+        """Load `names` with `read`; of a longer history the most recent entries. Ready if everything is loaded and not
+        initial."""
         state = self.state()
         for name in state.keys() & names:
             stored = read(name).to(state[name].device)
@@ -122,13 +120,13 @@ class AmaxTable:
 
 
 class CurrentScaling:
-    """Scales from the tensors themselves, each the maximum over the `axes` whose ranks hold its shards."""
+    """Scales from the tensors themselves; amaxes are reduced over the `axes` that shard them."""
 
     def __init__(self, formats: str, axes: Sequence[Axis] = ()):
         self.formats, self.axes = FORMATS[formats], axes
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """Codes of x [m, n] by row, and by column with the same shape, of what was asked for."""
+        """Return codes of x [m, n] by row, and by column with the same shape, as requested."""
         scale = self.scale(kind, x)
         return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), reciprocal(scale))
 
@@ -140,7 +138,7 @@ class CurrentScaling:
 
 
 class DelayedScaling:
-    """A linear's row of an AmaxTable; while that has no scales, current ones over the `axes`."""
+    """A linear layer's row of an AmaxTable. Current scaling over the `axes` until the table has scales."""
 
     def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
         row = table.rows[name]
@@ -151,7 +149,7 @@ class DelayedScaling:
         )
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """As CurrentScaling's, with x's amax recorded."""
+        """Like `CurrentScaling.codes`, and record x's amax."""
         if self.table.ready:
             scale, inverse = self.scales[kind], self.inverses[kind]
         else:
@@ -167,7 +165,7 @@ def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Opera
 
 
 class StepCodes:
-    """A weight's codes for all passes of a step, which copies of a Gemm share; None between the steps."""
+    """A weight's codes for all passes of a step, shared by copies of a Gemm. None between steps."""
 
     operands: tuple[Operand, Operand] | None = None
     """By row, and by column with the same shape."""
@@ -177,10 +175,10 @@ class StepCodes:
 
 
 class Fp8Gemm(Gemm):
-    """Matmuls of codes with one scale a tensor. wgrad is in FP8 too, or with `fp8_wgrad` off in the compute dtype.
+    """Matmuls of codes with one scale per tensor. wgrad is in FP8 or, without `fp8_wgrad`, in the compute dtype.
 
-    What a matmul sums along lies contiguous in memory: codes for wgrad are written by column, and so are a weight's
-    for dgrad. These are saved; or, unless it `saves_weights`, the weight itself, which dgrad casts again.
+    Matmuls need operands contiguous along the summed dimension: codes for wgrad, and a weight's for dgrad, are written
+    by column. These are saved; without `saves_weights`, the weight itself is saved and dgrad casts it again.
     """
 
     def __init__(
@@ -191,7 +189,7 @@ class Fp8Gemm(Gemm):
         saves_weights: bool = True,
         step_codes: StepCodes | None = None,
     ):
-        """`dtype` is that of results. None for `step_codes`: each pass casts."""
+        """`dtype` is the dtype of results. Without `step_codes`, each pass casts the weight."""
         self.scaling, self.dtype, self.fp8_wgrad, self.saves_weights, self.step_codes = (
             scaling,
             dtype,
@@ -216,7 +214,7 @@ class Fp8Gemm(Gemm):
         return codes, by_column if saves else (weight,)
 
     def cast_for_step(self, weight: Tensor) -> None:
-        """Casts the weight, in the compute dtype, for every `weights` until `step_codes` are cleared."""
+        """Cast the weight, given in the compute dtype, for all uses until `step_codes` is cleared."""
         self.step_codes.operands = self.scaling.codes(WEIGHT, weight, True, True)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
@@ -240,10 +238,10 @@ class Fp8Gemm(Gemm):
 
 
 class BlockGemm(Gemm):
-    """Matmuls of e4m3 codes with a scale a block, a power of two. Sizes and tokens are multiples of 128.
+    """Matmuls of e4m3 codes with one power-of-two scale per block. Sizes and tokens must be multiples of 128.
 
-    x and gradients have blocks of 1 × 128 along each of their dimensions, and so codes of two kinds; a weight's blocks
-    are 128 × 128. `saves_weights` and `step_codes` are as Fp8Gemm's.
+    x and gradients have blocks of 1 × 128 along each dimension, and so two sets of codes; a weight's blocks are 128 ×
+    128. `saves_weights` and `step_codes` are as in Fp8Gemm.
     """
 
     def __init__(self, dtype: torch.dtype, saves_weights: bool = True, step_codes: StepCodes | None = None):
@@ -260,7 +258,7 @@ class BlockGemm(Gemm):
         return (codes, inverse), (by_column.t(), inverse) if saves else (weight,)
 
     def cast_for_step(self, weight: Tensor) -> None:
-        """As Fp8Gemm's."""
+        """See `Fp8Gemm.cast_for_step`."""
         codes, inverse, by_column, _ = cast_blocks(weight, True, True, True)
         self.step_codes.operands = (codes, inverse), (by_column.t(), inverse)
 
@@ -284,17 +282,17 @@ class BlockGemm(Gemm):
 
 
 def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
-    """x [tokens, k] in blocks 1 × 128: codes [tokens, k], inverses [tokens, k / 128]; and `by_column` in blocks of 128
-    tokens × 1, which are the rows that travel together: codes [tokens, k], inverses [tokens / 128, k]."""
+    """Return x [tokens, k] in blocks of 1 × 128: codes [tokens, k], inverse scales [tokens, k / 128]; and `by_column`
+    in blocks of 128 tokens × 1, which are sent together: codes [tokens, k], inverse scales [tokens / 128, k]."""
     codes, inverse, codes_t, inverse_t = cast_blocks(x, True, by_column, False)
     return (codes, inverse.t()), (codes_t.t(), inverse_t) if by_column else ()
 
 
 class Fp8GroupedGemm(GroupedGemm):
-    """Experts in FP8: forward and dgrad with a scale for each row along the sum; wgrad as without FP8."""
+    """Experts in FP8: forward and dgrad with a scale per row along the sum; wgrad without FP8."""
 
     def __init__(self, kernel: bool, cut: Axis | None = None, cut_gradient: Axis | None = None):
-        """The axes over which the sums of `forward` and of `dgrad` are cut."""
+        """`cut` and `cut_gradient` are the axes that shard the sums of `forward` and `dgrad`."""
         super().__init__(kernel)
         self.cut, self.cut_gradient = cut or Axis(), cut_gradient or Axis()
 
@@ -305,7 +303,7 @@ class Fp8GroupedGemm(GroupedGemm):
         return self._in_codes(grad, weight.mT, groups, self.cut_gradient, fast=False)
 
     def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, cut: Axis, fast: bool) -> Tensor:
-        """Each group's rows [rows, k] by its matrix [groups, ·, k], transposed."""
+        """Multiply each group's rows [rows, k] by the transpose of its matrix, [groups, ·, k]."""
         (a, a_inverse), (b, b_inverse) = _rows_in_codes(rows, cut, True), _rows_in_codes(matrices, cut, False)
         if rows.is_cuda and len(rows):
             return torch._scaled_grouped_mm(
@@ -316,7 +314,7 @@ class Fp8GroupedGemm(GroupedGemm):
 
 
 def _rows_in_codes(x: Tensor, cut: Axis, rows_vary: bool) -> Operand:
-    """e4m3 codes of x [..., k], contiguous, and inverses [...]: a scale for each row, whose parts `cut` has."""
+    """Return contiguous e4m3 codes of x [..., k] and inverse scales [...], one per row; `cut` shards the rows."""
     largest = all_reduce_no_grad(as_one_kernel(_row_amax, x, rows_vary=rows_vary), cut, "max")
     return as_one_kernel(_row_codes, x, largest, rows_vary=rows_vary)
 

@@ -1,9 +1,9 @@
-"""Backward kernels in Triton, where Inductor's would read memory more often than they must.
+"""Triton kernels for backward passes and optimizer steps whose Inductor versions would read memory more often.
 
-In compiled code on a GPU some functions of ops/ take their backward pass from here. A kernel that computes the gradient
-of a linear's output also sums it over the tokens, which is the gradient of the linear's bias: the linear then gets its
-bias detached, and the function takes the bias itself and returns its gradient. Triton comes with PyTorch's builds for
-GPUs; elsewhere, and outside of compiled code, PyTorch's own operators do the same.
+In compiled code on a GPU, some functions of ops/ use them for their backward pass. A kernel that computes the gradient
+of a linear layer's output also sums it over tokens, which is the gradient of the layer's bias. The layer then gets its
+bias detached, and the following function takes the bias and returns its gradient. Elsewhere PyTorch's operators compute
+the same. Triton is part of PyTorch's GPU builds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 _package = find_spec("triton")
-AVAILABLE = _package is not None and _package.origin is not None  # a folder of that name has none
-SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # of GELU's tanh
-MIN_WIDTH, MAX_WIDTH = 256, 8192  # of a norm: a program holds whole rows in registers
+# A folder of that name would be a namespace package, without an origin.
+AVAILABLE = _package is not None and _package.origin is not None
+SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # constants of GELU's tanh approximation
+MIN_WIDTH, MAX_WIDTH = 256, 8192  # of norms: a program holds complete rows in registers
 
 if AVAILABLE:
     from megalith.ops.kernels import (
@@ -26,12 +27,13 @@ if AVAILABLE:
         norm_kernel,  # noqa: F401 (they register operators)
     )
     from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401
-    from megalith.ops.kernels.column_kernels import share_heads, sum_rows  # noqa: F401
+    from megalith.ops.kernels.column_kernels import sum_rows  # noqa: F401
     from megalith.ops.kernels.expert_kernel import take_rows, weighted_swiglu, weighted_swiglu_backward  # noqa: F401
+    from megalith.ops.kernels.head_kernels import share_heads  # noqa: F401
     from megalith.ops.kernels.loss_kernel import softmax_loss_  # noqa: F401
     from megalith.ops.kernels.moment_kernel import step_moments_  # noqa: F401
 
 
 def fuses_backward(x: Tensor) -> bool:
-    """Whether what is computed of x gets its gradient from the kernels here."""
+    """Return True if these kernels compute the gradient of functions of x."""
     return AVAILABLE and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov and Hutter 2019) over one large fp32 parameter, in one pass over memory.
+"""AdamW (Loshchilov and Hutter 2019) for one large fp32 parameter, in one pass over memory.
 
-torch's fused kernel also writes back the unscaled gradient, which nothing here reads again, and takes the parameters
-in pieces that leave a third of the memory's speed unused.
+torch's fused kernel also writes back the unscaled gradient, which is not needed, and divides parameters into pieces
+that leave a third of the memory bandwidth unused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.language.extra import libdevice
 
 from megalith.ops.kernels.kernel_launch import Launcher
 
-ELEMENTS, WARPS = 1024, 8  # a program's part
-LEAST = 1e-30  # stands for a decay of 0, which has no logarithm: in fp32 1 - LEAST^age is 1 as well
+ELEMENTS, WARPS = 1024, 8  # per program
+MIN_BETA = 1e-30  # replaces a beta of 0, which has no logarithm; 1 - MIN_BETA^age is 1 in fp32
 
 
 @triton.jit
@@ -26,19 +26,19 @@ def _adamw(
 ):  # fmt: skip
     if tl.load(found_inf) == 0:
         age, unscaled = tl.load(step), 1 / tl.load(grad_scale)
-        rate = -lr / libdevice.expm1(age * LOG1)  # of 1 - beta^age nothing is lost while it is small
-        narrowed = tl.rsqrt(-libdevice.expm1(age * LOG2))
-        places = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-        here = places < count
-        g = tl.load(grad + places, mask=here) * unscaled
-        m = BETA1 * tl.load(first + places, mask=here) + (1 - BETA1) * g
-        v = BETA2 * tl.load(second + places, mask=here) + (1 - BETA2) * g * g
-        x = tl.load(value + places, mask=here)
+        rate = -lr / libdevice.expm1(age * LOG1)  # expm1 keeps 1 - beta^age exact while it is small
+        correction = tl.rsqrt(-libdevice.expm1(age * LOG2))
+        offsets = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        here = offsets < count
+        g = tl.load(grad + offsets, mask=here) * unscaled
+        m = BETA1 * tl.load(first + offsets, mask=here) + (1 - BETA1) * g
+        v = BETA2 * tl.load(second + offsets, mask=here) + (1 - BETA2) * g * g
+        x = tl.load(value + offsets, mask=here)
         x -= decay * x
-        x -= rate * m / (tl.sqrt(v) * narrowed + eps)
-        tl.store(value + places, x, mask=here)
-        tl.store(first + places, m, mask=here)
-        tl.store(second + places, v, mask=here)
+        x -= rate * m / (tl.sqrt(v) * correction + eps)
+        tl.store(value + offsets, x, mask=here)
+        tl.store(first + offsets, m, mask=here)
+        tl.store(second + offsets, v, mask=here)
 
 
 _launch = Launcher(_adamw)
@@ -57,10 +57,10 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step, in place, of contiguous fp32 tensors of one shape: `value`, with moments `first` and `second`.
+    """Update contiguous fp32 tensors of one shape in place: `value`, with moments `first` and `second`.
 
-    float32 scalars on the device: `step`, this one counted; `grad_scale`, which the gradient is divided by;
-    `found_inf`, with which, if it is not zero, nothing changes.
+    `step` (including this one), `grad_scale` (divides the gradient) and `found_inf` (nonzero: change nothing) are
+    float32 scalars on the device.
     """
     count = value.numel()
     _launch(
@@ -68,6 +68,6 @@ def adamw_(
         (value, grad, first, second, step, grad_scale, found_inf),
         (count,),
         (float(lr), float(lr * weight_decay), float(eps)),
-        (*betas, *(log(beta or LEAST) for beta in betas), ELEMENTS),
+        (*betas, *(log(beta or MIN_BETA) for beta in betas), ELEMENTS),
         WARPS,
     )

@@ -1,8 +1,8 @@
-"""What experts do with their rows beside matmuls, each in one pass over memory: rows taken, the gated non-linearity
-between the two matrices times the rows' weights, and its gradients.
+"""Operations on experts' rows besides matmuls, each in one pass over memory: gathering rows, and the gated activation
+times the rows' weights with its gradients.
 
-A program has one row, so that the gradient of the row's weight is a sum of its own. Where a buffer would hold any
-number of rows, the programs of those behind the last one read where that is, and end: nothing is moved for them.
+Each program handles one row, so that it can sum the gradient of the row's weight. In an oversized buffer, programs of
+rows after the last one read its position and exit without moving data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from torch import Tensor
 
 from megalith.ops.kernels.kernel_launch import Launcher
 
-TAKEN, COLUMNS, WARPS = 1024, 512, 4  # columns at a time, of rows taken, and of the experts' inner width
+TAKE_COLUMNS, COLUMNS, WARPS = (
+    1024,
+    512,
+    4,
+)  # columns at a time: of gathered rows, and of the experts' inner width
 
 
 @triton.jit
@@ -32,9 +36,9 @@ def _take_rows(
 
 @triton.jit
 def _parts(x, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Gates and ups from the first on, fp32 [COLUMNS], which alternate in the row at x."""
-    places = 2 * first + tl.arange(0, 2 * COLUMNS)
-    both = tl.load(x + places, mask=places < 2 * WIDTH, other=0.0).to(tl.float32)
+    """Return gates and ups, which alternate in the row at x, from index `first` on: fp32 [COLUMNS]."""
+    offsets = 2 * first + tl.arange(0, 2 * COLUMNS)
+    both = tl.load(x + offsets, mask=offsets < 2 * WIDTH, other=0.0).to(tl.float32)
     return tl.split(tl.reshape(both, [COLUMNS, 2]))
 
 
@@ -44,10 +48,10 @@ def _swiglu_forward(
     WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    here = True
+    in_range = True
     if BOUNDED:
-        here = row < tl.load(end)
-    if here:
+        in_range = row < tl.load(end)
+    if in_range:
         weight = tl.load(weights + row)
         x += row * (2 * WIDTH)
         out += row * WIDTH
@@ -64,10 +68,10 @@ def _swiglu_backward(
     WIDTH: tl.constexpr, BOUNDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    here = True
+    in_range = True
     if BOUNDED:
-        here = row < tl.load(end)
-    if here:
+        in_range = row < tl.load(end)
+    if in_range:
         weight = tl.load(weights + row)
         x += row * (2 * WIDTH)
         grad_x += row * (2 * WIDTH)
@@ -77,14 +81,14 @@ def _swiglu_backward(
             gate, up = _parts(x, first, WIDTH, COLUMNS)
             columns = first + tl.arange(0, COLUMNS)
             dy = tl.load(grad + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-            opened = tl.sigmoid(gate)
-            active = gate * opened
+            gate_sigmoid = tl.sigmoid(gate)
+            active = gate * gate_sigmoid
             sums += dy * active * up
             dy *= weight
-            slope = opened * (1 + gate * (1 - opened))
+            slope = gate_sigmoid * (1 + gate * (1 - gate_sigmoid))
             both = tl.reshape(tl.join(dy * up * slope, dy * active), [2 * COLUMNS])
-            places = 2 * first + tl.arange(0, 2 * COLUMNS)
-            tl.store(grad_x + places, both.to(grad_x.dtype.element_ty), mask=places < 2 * WIDTH)
+            offsets = 2 * first + tl.arange(0, 2 * COLUMNS)
+            tl.store(grad_x + offsets, both.to(grad_x.dtype.element_ty), mask=offsets < 2 * WIDTH)
         tl.store(grad_weights + row, tl.sum(sums, 0))
 
 
@@ -94,20 +98,19 @@ _launch_take, _launch_forward, _launch_backward = map(
 
 
 def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
-    """The rows index // each of x [n, width], contiguous ones, on a GPU; index int64 [rows]. Rows from `end` on, int32
-    [1], are left as memory has them."""
+    """Gather the contiguous rows index // each of x [n, width] on a GPU; index is int64 [rows]. Rows from `end` on,
+    int32 [1], are left uninitialized."""
     rows, width = len(index), x.shape[1]
     out = x.new_empty(rows, width)
     if rows:
-        constants = (each, x.stride(0), width, TAKEN)
+        constants = (each, x.stride(0), width, TAKE_COLUMNS)
         _launch_take((rows, 1, 1), (x, index, end, out), (), (), constants, WARPS)
     return out
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
-    """silu(gate) · up · weight of contiguous rows x [rows, 2 · width] on a GPU, in which gates and ups alternate, and
-    weights float32 [rows, 1]: [rows, width], computed in fp32. Rows from `end` on, int32 [1], are left as memory has
-    them."""
+    """Return silu(gate) · up · weight, [rows, width], computed in fp32 on a GPU. Gates and ups alternate in contiguous
+    rows x [rows, 2 · width]; weights are float32 [rows, 1]. Rows from `end` on, int32 [1], are left uninitialized."""
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     constants = (width, end is not None, COLUMNS)
@@ -120,7 +123,8 @@ def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
 def weighted_swiglu_backward(
     grad: Tensor, x: Tensor, weights: Tensor, end: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weights, `grad` [rows, width] being that of weighted_swiglu(x, weights, end)."""
+    """Return the gradients of x and of the weights, given that of weighted_swiglu(x, weights, end), `grad` [rows,
+    width]."""
     rows, width = grad.shape
     grad_x, grad_weights = x.new_empty(x.shape), weights.new_empty(rows, 1)
     constants = (width, end is not None, COLUMNS)

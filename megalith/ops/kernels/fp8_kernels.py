@@ -1,11 +1,11 @@
-"""Casts to FP8: a matrix is read once, and its codes, their transpose and its amax are written by the same program.
+"""Casts to FP8: a matrix is read once, and the same program writes its codes, their transpose and its amax.
 
-A tile is ROWS × COLUMNS of the matrix. Hopper multiplies only what is contiguous along the sum, and the three matmuls
-of a linear sum along different dimensions, so that codes are needed both ways. An amax is a maximum of the bits of |x|
-as whole numbers: the order is that of the numbers, with infinity and then NaN above them all.
+Programs handle tiles of ROWS × COLUMNS. Hopper needs operands contiguous along the summed dimension, and the three
+matmuls of a linear layer sum along different dimensions, so codes are needed in both orders. The amax is a maximum over
+the bits of |x| as integers, which have the same order as the numbers, with infinity and then NaN above them all.
 
-bf16 is turned in shared memory before it becomes codes, and so read once. Of fp32 Triton 3.6 turns the codes instead,
-where they are stored by row too, and gets them wrong: those take two launches.
+bf16 is transposed in shared memory before it is cast, and so read once. For fp32, Triton 3.6 transposes the codes
+instead if they are also stored by row, with wrong results, so this takes two launches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megalith.ops.kernels.kernel_launch import Launcher
 
-ROWS, COLUMNS, WARPS = 64, 128, 4  # of a cast
-SIDE, TRANSPOSE_WARPS = 128, 8  # of a transpose
+ROWS, COLUMNS, WARPS = 64, 128, 4  # tile of a cast
+SIDE, TRANSPOSE_WARPS = 128, 8  # tile of a transpose
 AMAX_ELEMENTS, AMAX_WARPS = 16384, 8
 BLOCK, BLOCK_WARPS = tl.constexpr(128), 8
 _ABSOLUTE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
@@ -56,8 +56,8 @@ def _cast(
 
 @triton.jit
 def _amax(x, seen, count, ELEMENTS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & _ABSOLUTE, 0))
 
 
@@ -75,13 +75,13 @@ def _cast_blocks(
     x, codes, inverses, transposed, inverses_t, rows, columns,
     LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    # A tile is a block of 128 × 128, or 128 blocks each way.
+    # A tile is one block of 128 × 128, or 128 blocks in each direction.
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     value = tl.load(x + row[:, None] * columns + column[None, :]).to(tl.float32)
     bits = value.to(tl.int32, bitcast=True) & _ABSOLUTE
     by_row, by_column = tl.max(bits, 1), tl.max(bits, 0)
-    places_t = transposed + column[:, None] * rows + row[None, :]
+    pointers_t = transposed + column[:, None] * rows + row[None, :]
     if TILES:
         scale, inverse = _power_of_two(tl.max(by_row, 0))
         code = _code(value * scale, LARGEST, codes.dtype.element_ty)
@@ -89,7 +89,7 @@ def _cast_blocks(
             tl.store(codes + row[:, None] * columns + column[None, :], code)
         tl.store(inverses + tl.program_id(0) * (columns // BLOCK) + tl.program_id(1), inverse)
         if BY_COLUMN:
-            tl.store(places_t, tl.trans(code))
+            tl.store(pointers_t, tl.trans(code))
     else:
         if BY_ROW:
             scale, inverse = _power_of_two(by_row)
@@ -99,7 +99,7 @@ def _cast_blocks(
         if BY_COLUMN:
             scale, inverse = _power_of_two(by_column)
             code = _code(value * scale[None, :], LARGEST, codes.dtype.element_ty)
-            tl.store(places_t, tl.trans(code))
+            tl.store(pointers_t, tl.trans(code))
             tl.store(inverses_t + tl.program_id(0) * columns + column, inverse)
 
 
@@ -117,13 +117,14 @@ def _code(scaled, LARGEST: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _power_of_two(amax):
-    """448 / amax rounded down to a power of two, of the bits of amax, and its inverse: fp8.power_of_two."""
+    """Return 448 / amax rounded down to a power of two, from the bits of amax, and its inverse; see
+    fp8.power_of_two."""
     exponent, mantissa = amax >> 23, amax & 0x7FFFFF
     power = 8 - (exponent - 127) - (mantissa > 0x600000).to(tl.int32)  # 448 = 1.75 · 2⁸
     power = tl.where(power > 127, 127, power)
     power = tl.where(amax == 0, 0, power)
     scale = (power + 127) << 23
-    inverse = tl.where(power == 127, 0x400000, (127 - power) << 23)  # 2⁻¹²⁷ has no exponent of its own
+    inverse = tl.where(power == 127, 0x400000, (127 - power) << 23)  # 2⁻¹²⁷ is subnormal
     scale, inverse = scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
     finite = amax < _INFINITY
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
@@ -137,7 +138,8 @@ _launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
 def cast(
     x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """As ops.fp8.codes.cast: codes of x [m, n] and their transpose [n, m], |x|'s maximum added to `seen`."""
+    """See ops.fp8.codes.cast: codes of x [m, n] and their transpose [n, m]; the maximum of |x| is merged into
+    `seen`."""
     if by_column and x.dtype == torch.float32:
         codes, none = cast(x, scale, seen, dtype, True, False)
         return codes if by_row else none, transpose(codes)
@@ -159,17 +161,17 @@ def cast(
 
 
 def amax(x: Tensor) -> Tensor:
-    """The maximum of |x|: float32 scalar, NaN where x has one."""
+    """Return the maximum of |x|, a float32 scalar, NaN if x contains one."""
     x = x.contiguous()
-    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    result = torch.zeros((), dtype=torch.int32, device=x.device)
     if x.numel():
         grid = (-(-x.numel() // AMAX_ELEMENTS), 1, 1)
-        _launch_amax(grid, (x, found), (x.numel(),), (), (AMAX_ELEMENTS,), AMAX_WARPS)
-    return found.view(torch.float32)
+        _launch_amax(grid, (x, result), (x.numel(),), (), (AMAX_ELEMENTS,), AMAX_WARPS)
+    return result.view(torch.float32)
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Codes [m, n] of one byte each → [n, m]."""
+    """Transpose one-byte codes [m, n] to [n, m]."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     if codes.numel():
@@ -187,7 +189,7 @@ def transpose(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ops.fp8.codes.cast_blocks; rows that fill no block are taken where there are codes by row alone."""
+    """See ops.fp8.codes.cast_blocks. Incomplete blocks of rows are supported for codes by row only."""
     dtype, (rows, columns), size = torch.float8_e4m3fn, x.shape, BLOCK.value
     if rows % size:
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % size))
@@ -200,10 +202,10 @@ def cast_blocks(
     codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
     transposed = x.new_empty((columns, rows) if by_column else 0, dtype=dtype)
     if tiles:
-        places = (rows // size, columns // size), 0
+        shapes = (rows // size, columns // size), 0
     else:
-        places = (columns // size, rows) if by_row else 0, (rows // size, columns) if by_column else 0
-    inverses, inverses_t = (x.new_empty(place, dtype=torch.float32) for place in places)
+        shapes = (columns // size, rows) if by_row else 0, (rows // size, columns) if by_column else 0
+    inverses, inverses_t = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     _launch_blocks(
         (rows // size, columns // size, 1),
         (x, codes, inverses, transposed, inverses_t),

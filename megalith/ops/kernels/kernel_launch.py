@@ -1,9 +1,8 @@
-"""Launches of one Triton kernel over and over with the same numbers, which take the host less than Triton's own.
+"""Repeated launches of a Triton kernel with less host time than Triton's own launcher.
 
-At each launch Triton looks at every argument for what it has compiled the kernel for: the type of a tensor and whether
-its address is a multiple of 16, a number's size and divisors, a constant's value. Here a launch with the numbers and
-constants of an earlier one, and tensors of the same types that all begin at such an address, as memory from PyTorch's
-allocator does, takes what was compiled for that one.
+Triton checks every argument of each launch to choose a compiled variant: a tensor's dtype and whether its address is a
+multiple of 16, an integer's size and divisors, a constant's value. Launcher reuses the variant of an earlier launch
+with the same integers, constants and dtypes, if all addresses are multiples of 16, as those of PyTorch's allocator are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ALIGNED = 16  # bytes
 
 
 class Launcher:
-    """A kernel with parameters in this order: tensors, whole numbers, floats, constants."""
+    """Launches a kernel with parameters in this order: tensors, integers, floats, constants."""
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
@@ -31,7 +30,7 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Launches it on the current stream. For the value of a float nothing is compiled."""
+        """Launch on the current stream. Values of floats do not cause compilation."""
         address = 0
         for x in tensors:
             address |= x.data_ptr()

@@ -1,13 +1,13 @@
-"""A norm beside a residual stream, forward and backward: each one pass over memory, and small column sums.
+"""Norms fused with a residual addition, forward and backward: one pass over memory each, and small column sums.
 
-Forward, a program adds y, what a branch has given, to the stream x, and norms the sum. Backward it reads the gradient
-of the normed rows, the rows and the gradient that comes along the stream, and writes the sum of both gradients, which
-is that of x and of y. Where y went through dropout, the mask is made again from its keys, and y's gradient apart.
+Forward, a program adds y, a branch's output, to the stream x and normalizes the sum. Backward, it reads the gradient of
+the normed rows, the rows, and the gradient along the stream, and writes the sum of both gradients, which is that of x
+and y. With dropout of y, the mask is recomputed from its keys, and y's gradient is separate.
 
-What is summed over tokens (the gradients of weight and bias) a program sums over its own rows; the programs' parts are
-summed afterwards, in a fixed order, so that a run can be repeated to the bit.
+Gradients of weight and bias are sums over tokens: each program sums its rows, and the programs' sums are added in a
+fixed order, so that results are bitwise repeatable.
 
-A row is held in registers in two pieces, since a piece has a power of two of elements: 1280 = 1024 + 256.
+Registers hold a row in two pieces, because a piece has a power of two of elements: 1280 = 1024 + 256.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# Programs, of which each takes every so-many-th row: 8 and 4 on each SM of an H200.
+# Number of programs, which divide the rows in strides: 8 and 4 per SM of an H200.
 FORWARD_PROGRAMS, PROGRAMS = 1056, 528
-ELEMENTS = 512  # of the first piece for a warp
-STAGES, STAGED = 3, 2**14  # rows that a program has on their way from memory; up to how many bytes a row
+ELEMENTS = 512  # of the first piece per warp
+STAGES, STAGED = 3, 2**14  # rows in flight from memory per program; maximum bytes of such a row
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    grad, x, stats, beside, weight, rows, columns, out, dropped, parts, tokens, factor,
+    grad, x, stats, stream_grad, weight, rows, columns, out, dropped, parts, tokens, factor,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
     CENTRED: tl.constexpr, ROUNDED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _norm_backward(
         start = tl.cast(row, tl.int64) * WIDTH
         dy_a, dy_b = _row(grad + start, first, WIDTH), _row(grad + start, rest, WIDTH)
         value_a, value_b = _row(x + start, first, WIDTH), _row(x + start, rest, WIDTH)
-        along_a, along_b = _row(beside + start, first, WIDTH), _row(beside + start, rest, WIDTH)
+        stream_a, stream_b = _row(stream_grad + start, first, WIDTH), _row(stream_grad + start, rest, WIDTH)
         scale = tl.load(stats + row)
         level = tl.zeros_like(scale)
         if CENTRED:
@@ -95,8 +95,8 @@ def _norm_backward(
         slope = (tl.sum(dy_a * value_a, 0) + tl.sum(dy_b * value_b, 0)) / WIDTH
         if CENTRED:
             level = (tl.sum(dy_a, 0) + tl.sum(dy_b, 0)) / WIDTH
-        dx_a = (dy_a - level - value_a * slope) * scale + along_a
-        dx_b = (dy_b - level - value_b * slope) * scale + along_b
+        dx_a = (dy_a - level - value_a * slope) * scale + stream_a
+        dx_b = (dy_b - level - value_b * slope) * scale + stream_b
         _keep(out + start, first, rest, dx_a.to(out.dtype.element_ty), dx_b.to(out.dtype.element_ty), WIDTH)
         if DROPS:
             key = tl.load(rows + row)
@@ -128,8 +128,8 @@ def _row(start, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _dropped(value, row, columns, places, factor, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr):
-    h = row ^ tl.load(columns + places, mask=places < WIDTH, other=0)  # and on as ops.dropout.mix
+def _dropped(value, row, columns, offsets, factor, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr):
+    h = row ^ tl.load(columns + offsets, mask=offsets < WIDTH, other=0)  # then as in ops.dropout.mix
     h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789
     h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387
     h = h ^ ((h >> 16) & 0xFFFF)
@@ -162,11 +162,11 @@ def norm_forward(
     epsilon: float,
     rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y [tokens, width], that normed, and float32 statistics of its rows: [2, tokens] of 1 / deviation and mean.
+    """Return x + y [tokens, width], its norm, and float32 statistics of its rows, [2, tokens]: 1 / deviation and mean.
 
-    Without y the first is empty, and x is normed. Without `bias` it is RMSNorm, which has no mean: [1, tokens]. With
-    `rows` int32 [tokens] and `columns` int32 [width] y goes through dropout, as ops.dropout.counter_dropout.
-    `rounded`: weight and bias, float32 [width], are first rounded to x's type.
+    Without y, the first result is empty, and x is normalized. Without `bias` it is RMSNorm, which has no mean: [1,
+    tokens]. With `rows` int32 [tokens] and `columns` int32 [width], y goes through dropout as in
+    ops.dropout.counter_dropout. `rounded`: weight and bias, float32 [width], are first rounded to x's dtype.
     """
     tokens = len(x)
     x, adds, drops, centred = x.contiguous(), y is not None, rows is not None, bias is not None
@@ -187,29 +187,34 @@ def norm_backward(
     grad: Tensor,
     x: Tensor,
     stats: Tensor,
-    beside: Tensor,
+    stream_grad: Tensor,
     weight: Tensor,
     rows: Tensor | None,
     columns: Tensor | None,
     probability: float,
     rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x [tokens, width], in its type; that of what went through dropout before it was added to x, empty
-    without `rows`; and sums over tokens: float32 [count, width].
+    """Return the gradients of x and, with dropout (`rows`), of y, and sums over tokens.
 
-    `grad` and `beside` [tokens, width] are the gradients of the normed x and of x along the stream; `x`, `stats` and
-    the others as norm_forward has given and taken them. The sums: the gradient of weight, and that of bias where there
-    is one.
+    Args:
+        grad: gradient of the normed x, [tokens, width].
+        x: sum from norm_forward; `stats` and the other arguments as there.
+        stream_grad: gradient of x along the stream, [tokens, width].
+
+    Returns:
+        Gradient of x in its dtype; that of y before dropout, or an empty tensor; float32 [count, width]: gradient of
+            weight
+        and, if there is one, of bias.
     """
     tokens, width = x.shape
-    grad, x, beside = grad.contiguous(), x.contiguous(), beside.contiguous()
+    grad, x, stream_grad = grad.contiguous(), x.contiguous(), stream_grad.contiguous()
     drops, centred = rows is not None, len(stats) == 2
     out = torch.empty_like(x)
     dropped = torch.empty_like(x) if drops else x.new_empty(0)
     programs = min(PROGRAMS, tokens)
     parts = x.new_empty(programs, 1 + centred, width, dtype=torch.float32)
     wrap_triton(_norm_backward)[(programs,)](
-        grad, x, stats, beside, weight, rows.contiguous() if drops else x, columns if drops else x,
+        grad, x, stats, stream_grad, weight, rows.contiguous() if drops else x, columns if drops else x,
         out, dropped, parts, tokens, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
         CENTRED=centred, ROUNDED=rounded, DROPS=drops, **_pieces(x),
     )  # fmt: skip
