@@ -24,8 +24,9 @@ from pathlib import Path
 
 import yaml
 
-from megalith.dialects.oumi.oumi_keys import ALL
-from megalith.dialects.oumi.oumi_settings import read_configuration, translate_oumi
+from megalith.dialects.oumi.oumi_file import read_configuration
+from megalith.dialects.oumi.oumi_keys import ALL_KEYS
+from megalith.dialects.oumi.oumi_settings import translate_oumi
 from megalith.errors import ConfigError, MegalithError
 
 KEY = re.compile(r"\b(?:model|data|training|peft|fsdp|deepspeed|grpo|megatron)(?:\.\w+|\[\d+\])+")
@@ -132,7 +133,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
         return
-    print(f"{len(ALL)} keys are known; taken of the files, by trainer_type:")
+    print(f"{len(ALL_KEYS)} keys are known; taken of the files, by trainer_type:")
     for trainer, files in sorted(result["files"].items(), key=lambda item: -item[1]):
         print(f"  {trainer:14} {result['taken'].get(trainer, 0):4} of {files}")
     print(f"  all            {sum(result['taken'].values()):4} of {sum(result['files'].values())}")

@@ -1,6 +1,6 @@
-"""`from megalith.oumi import MegatronParams, OumiMegatronGrpoTrainer, patch`: Oumi's names (docs/from_oumi.md).
+"""Oumi's Python API: `from megalith.oumi import MegatronParams, OumiMegatronGrpoTrainer, patch` (docs/from_oumi.md).
 
-python -m megalith.oumi train -c X.yaml     the installed Oumi's own command line, with our trainer in it
+python -m megalith.oumi train -c X.yaml     run the installed Oumi's command line with Megalith's trainer
 """
 
 import sys
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "OumiMegatronGrpoTrainer":  # whose imports take seconds
+    if name != "OumiMegatronGrpoTrainer":  # imported lazily: it takes seconds
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megalith.dialects.oumi.oumi_trainer import OumiMegatronGrpoTrainer
 

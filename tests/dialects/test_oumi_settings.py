@@ -16,11 +16,22 @@ from oumi_job import QUICK_START
 from benchmarks import oumi_configurations
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.dialects.oumi import oumi_command, oumi_objective, oumi_params, oumi_settings
+from megalith.dialects.oumi import oumi_command, oumi_errors, oumi_file, oumi_grpo, oumi_keys, oumi_params
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
-from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Assigns, Idle, Only, Read
+from megalith.dialects.oumi.oumi_errors import name_oumi_keys
+from megalith.dialects.oumi.oumi_file import read_configuration
+from megalith.dialects.oumi.oumi_keys import (
+    ALL_KEYS,
+    ENGINE_KEYS,
+    KEYS,
+    VERL_PREFIX,
+    Assigns,
+    MustBe,
+    NoEffect,
+    Read,
+)
 from megalith.dialects.oumi.oumi_migration import with_key
-from megalith.dialects.oumi.oumi_settings import read_configuration, said_in_keys, translate_oumi
+from megalith.dialects.oumi.oumi_settings import translate_oumi
 from megalith.errors import ConfigError
 from megalith.planner.rates import rates_of
 from megalith.planner.search import planned
@@ -80,7 +91,7 @@ def test_the_quick_start_is_the_run_that_the_document_describes(written):
         0.0,
         "linear",
     )
-    assert run.rewards == ["gsm8k"] and run.exports and run.model_parallel == 16
+    assert run.rewards == ["gsm8k"] and run.exports_hf and run.model_parallel == 16
     told = "\n".join(run.notes)
     assert "1 prompt × 4 completions = 4 sequences a step" in told
     assert "reward: gsm8k, which the dataset gsm8k implies" in told
@@ -166,7 +177,7 @@ def test_grpo_has_three_places_and_verl_a_fourth(written):
             "actor_rollout_ref.actor.kl_loss_coef": 0.01, "data.max_response_length": 100,
             "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
             "actor_rollout_ref.actor.clip_ratio_high": 0.28}  # fmt: skip
-    words = [f"--{IN_VERL}{key}={value}" for key, value in verl.items()]
+    words = [f"--{VERL_PREFIX}{key}={value}" for key, value in verl.items()]
     rl = (run := asked(written(), "--training.gradient_accumulation_steps=8", *words)).config(SHAPE).rl
     assert (rl.mini_batches, rl.beta, rl.kl_estimator, rl.loss_type) == (4, 0.01, "k3", "grpo")
     assert (rl.max_completion_length, rl.epsilon, rl.epsilon_high) == (100, 0.2, 0.28)
@@ -175,10 +186,10 @@ def test_grpo_has_three_places_and_verl_a_fourth(written):
 
 CHUNKS = "virtual_pipeline_model_parallel_size"
 REFUSED = {  # overrides of the quick start: what is said
-    "--megatron.tensor_modl_parallel_size=2": r"there is no key megatron\.tensor_modl_parallel_size.*did you mean "
+    "--megatron.tensor_modl_parallel_size=2": r"Oumi has no key megatron\.tensor_modl_parallel_size.*did you mean "
     "'tensor_model_parallel_size'",
-    "--megatrn.x=1": "there is no section 'megatrn'.*did you mean 'megatron'",
-    f"--{IN_VERL}actor_rollout_ref.model.external_lib=x": "external_lib in Oumi's configurations; docs/from_oumi",
+    "--megatrn.x=1": "Oumi has no section 'megatrn'.*did you mean 'megatron'",
+    f"--{VERL_PREFIX}actor_rollout_ref.model.external_lib=x": "external_lib; docs/from_oumi",
     "--training.tensor_modl_parallel_size=2": "did you mean megatron.tensor_model_parallel_size",
     "--training.tensor_model_parallel_size=2": "did you mean megatron.tensor_model_parallel_size",
     "--megatron.global_batch_size=8": r"global_batch_size is 8, but micro_batch_size \(1\) × "
@@ -187,37 +198,37 @@ REFUSED = {  # overrides of the quick start: what is said
     "--training.gradient_accumulation_steps=3": r"3 sequences is not divisible by num_generations \(4\)",
     "--megatron.pipeline_model_parallel_size=4": r"world_size \(16\) must be divisible by the product of all model "
     r"parallel sizes \(32\)",
-    "--megatron.virtual_pipeline_model_parallel_size=3": r"is 3, the virtual stages of all ranks together.*\(2\)",
-    "--fsdp.enable_fsdp=True": "fsdp.enable_fsdp is True, which excludes trainer_type MEGATRON_GRPO; set it False",
+    "--megatron.virtual_pipeline_model_parallel_size=3": r"is 3, the virtual stages of all ranks; .*\(2\)",
+    "--fsdp.enable_fsdp=True": "fsdp.enable_fsdp is True, which MEGATRON_GRPO does not support; set it False",
     "--fsdp.enable_fsdp=True --deepspeed.enable_deepspeed=True": "fsdp.enable_fsdp is True.*"
     "deepspeed.enable_deepspeed is True",
     "--deepspeed.enable_deepspeed=True": "deepspeed.enable_deepspeed is True.*set it False",
-    "--megatron.enable_weight_sync=False": "enable_weight_sync is False.*first step's weights",
-    "--megatron.vllm_weight_sync_interval=4": "vllm_weight_sync_interval is 4, which is refused",
-    "--megatron.weight_sync_method=carrier": "there are nccl, gloo, checkpoint",
-    "--megatron.inference_backend=tgi": "there are vllm, sglang, megatron",
+    "--megatron.enable_weight_sync=False": "enable_weight_sync is False.*initial weights",
+    "--megatron.vllm_weight_sync_interval=4": "vllm_weight_sync_interval is 4, which is not supported",
+    "--megatron.weight_sync_method=carrier": "use nccl, gloo, checkpoint or ipc",
+    "--megatron.inference_backend=tgi": "use vllm, sglang or megatron",
     "--megatron.grpo_config.reference_update_interval=5": "reference_update_interval is 5",
     "--megatron.optimizer_config.optimizer_offload_fraction=0.5": "optimizer_cpu_offload is False and",
-    "--megatron.transformer_config.recompute_granularity=some": "there are full, selective, null",
-    "--training.trainer_type=VERL_GRPO": "`megalith oumi migrate` makes it MEGATRON_GRPO",
-    "--training.trainer_type=TRL_KTO": "TRL_KTO, which is not here; there are MEGATRON_GRPO",
-    "--training.max_steps=many": "training.max_steps is 'many'; a whole number is needed",
-    "--training.optimizer=adafactor": "there are adamw",
-    "--training.lr_scheduler_type=cosine_with_restarts": "there are linear, cosine",
+    "--megatron.transformer_config.recompute_granularity=some": "use full, selective or null",
+    "--training.trainer_type=VERL_GRPO": "`megalith oumi migrate` converts it to MEGATRON_GRPO",
+    "--training.trainer_type=TRL_KTO": "TRL_KTO, which is not supported; trainers: MEGATRON_GRPO",
+    "--training.max_steps=many": "training.max_steps is 'many'; it must be a whole number",
+    "--training.optimizer=adafactor": "use one of adamw",
+    "--training.lr_scheduler_type=cosine_with_restarts": "use one of linear, cosine",
     "--training.reward_functions=[count_letters]": "names 'count_letters'.*path.py:function",
     "--training.trainer_kwargs.betta=1": "trainer_kwargs has 'betta'",
     "--data.train.datasets[0].mixture_proportion=0.5": r"datasets\[0\].mixture_proportion is 0.5",
     "--model.load_pretrained_weights=False": "load_pretrained_weights is False",
     "--megatron.sampling_config.top_p=0.8": "megatron.sampling_config.top_p",
     "--model.model_max_length=200": r"max_prompt_length \(1\) \+ max_completion_length \(256\) = 257 tokens",
-    f"--{IN_VERL}actor_rollout_ref.actor.use_kl_loss=True --megatron.grpo_config.kl_beta=0.01": "kl_beta is 0.01, "
+    f"--{VERL_PREFIX}actor_rollout_ref.actor.use_kl_loss=True --megatron.grpo_config.kl_beta=0.01": "kl_beta is 0.01, "
     "but .* 0.001; make them the same",
-    f"--megatron.{CHUNKS}=4 --{IN_VERL}actor_rollout_ref.actor.megatron.{CHUNKS}=4":
-    "is 4, those of a rank: 8 in all",
-    f"--{IN_VERL}data.train_files=[a.parquet]": "give the file as dataset_path",
-    f"--{IN_VERL[:-1]}=x": "training.verl_config_overrides is 'x'; keys with values are needed",
-    "--megatron.weight_sync_timeout=0": "weight_sync_timeout is 0.0, which is refused",
-    "--training.trainer_kwargs={engine: own, engine_url: http://h:1}": "engine is own, but engine_url is 'http://h:1'",
+    f"--megatron.{CHUNKS}=4 --{VERL_PREFIX}actor_rollout_ref.actor.megatron.{CHUNKS}=4":
+    "is 4 per rank, 8 in all",
+    f"--{VERL_PREFIX}data.train_files=[a.parquet]": "name the file as dataset_path",
+    f"--{VERL_PREFIX[:-1]}=x": "training.verl_config_overrides is 'x'; it must be a mapping of keys to values",
+    "--megatron.weight_sync_timeout=0": "weight_sync_timeout is 0.0, which is not supported",
+    "--training.trainer_kwargs={engine: own, engine_url: http://h:1}": "engine is own, but engine_url names a server, 'http://h:1'",
     "--grpo.epsilon=-1": "grpo.epsilon",
     "--training.learning_rate=-1": "training.learning_rate",
 }  # fmt: skip
@@ -233,7 +244,7 @@ def test_what_nothing_reads_is_named(written):
     notes = asked(
         written(), "--training.warmup_steps=3", "--training.warmup_ratio=0.1", "--peft.lora_r=4"
     ).notes
-    assert "training.warmup_ratio, peft.lora_r (nothing reads them with MEGATRON_GRPO" in "".join(notes)
+    assert "training.warmup_ratio, peft.lora_r (not read by MEGATRON_GRPO" in "".join(notes)
 
 
 def test_all_that_is_wrong_is_in_one_error(written):
@@ -247,7 +258,7 @@ def test_experts_print_both_world_sizes(written):
     run = asked(written(), *words, world=16)
     assert run.tree["parallel"]["expert_tensor_parallel_size"] == 2
     told = "\n".join(run.notes)
-    assert "8 replicas of the layers without experts" in told and "counts 2 (world / TP·PP·CP·EP)" in told
+    assert "the dense layers have 8 replicas" in told and "counts 2 (world / TP·PP·CP·EP)" in told
     assert run.tree["train"]["global_batch_size"] == 32  # 1 × 4 × 8 replicas
 
 
@@ -268,7 +279,7 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
     paged = asked(
         written(sft(optimizer="paged_adamw_8bit", eval_strategy=False)), *more[2:3], "--fsdp.cpu_offload=True"
     )
-    assert paged.config(SHAPE).optim.exp_avg_dtype == "fp32" and "moments on the host" in "\n".join(
+    assert paged.config(SHAPE).optim.exp_avg_dtype == "fp32" and "offloaded moments are fp32" in "\n".join(
         paged.notes
     )
     assert asked(written(sft(optimizer="adamw_8bit")), world=1).config(SHAPE).optim.exp_avg_sq_dtype == "fp8"
@@ -277,7 +288,8 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
     towers = ["--training.use_peft=True", "--peft.lora_target_modules=[q_proj]",
               "--peft.lora_exclude_modules=['.*vision_tower.*', q_proj]"]  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"^peft\.lora_exclude_modules has 'q_proj', which leaves out modules of text"
+        ConfigError,
+        match=r"^peft\.lora_exclude_modules has 'q_proj', which excludes modules of the language model",
     ):
         asked(written(sft()), *towers, world=1)
     folder = tmp_path / "oumi" / "datasets" / "chat_templates"
@@ -286,12 +298,10 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
         (folder / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert asked(written(sft()), "--model.chat_template=mine").chat_template == str(folder / "mine.jinja")
-    with pytest.raises(
-        ConfigError, match="'other', a template of Oumi's package, which is not installed here or"
-    ):
+    with pytest.raises(ConfigError, match="'other', a template of Oumi's package, which is not installed or"):
         asked(written(sft()), "--model.chat_template=other")
     codes = asked(written(sft()), "--model.model_kwargs.quantization_config.quant_method=mxfp4")
-    assert "MXFP4 codes are read" in "\n".join(codes.notes)
+    assert "MXFP4 weights are dequantized" in "\n".join(codes.notes)
     zero = ["--deepspeed.enable_deepspeed=True", "--deepspeed.zero_stage=ZERO_3",
             "--deepspeed.offload_optimizer.device=cpu", "--deepspeed.overlap_comm=True"]  # fmt: skip
     staged = asked(written(sft()), *zero, world=4).config(SHAPE)
@@ -303,16 +313,18 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
 
 def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
     fields = {name: whole.annotation.model_fields for name, whole in RunConfig.model_fields.items()}
-    paths = {row.path for row in ALL.values() if isinstance(row, Assigns)} | {*oumi_objective.KEY_OF}
-    paths |= {path for table in oumi_objective.KWARGS.values() for path in table.values() if path}
+    paths = {row.path for row in ALL_KEYS.values() if isinstance(row, Assigns)} | {
+        *oumi_errors.SETTING_TO_KEY
+    }
+    paths |= {path for table in oumi_keys.TRAINER_KWARGS.values() for path in table.values() if path}
     for path in paths:
         section, _, name = path.partition(".")
         assert name in fields[section], path
-    assert all(isinstance(row, Assigns | Read | Idle | Only) for row in ALL.values())
-    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_objective.KNOWN_REWARDS
-    assert said_in_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
+    assert all(isinstance(row, Assigns | Read | NoEffect | MustBe) for row in ALL_KEYS.values())
+    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_grpo.KNOWN_REWARDS
+    assert name_oumi_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
     said = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
-    assert said_in_keys("set rl.engine own, or rl.engine_url") == said
+    assert name_oumi_keys("set rl.engine own, or rl.engine_url") == said
 
 
 BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default is ours where it is left out
@@ -325,7 +337,7 @@ def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written):
     for name in ("engine_url", "vllm_server_base_url"):
         rl = asked(written(), *words, f"--training.trainer_kwargs.{name}=http://h:1").tree["rl"]
         assert rl | wanted | {"engine_url": "http://h:1"} == rl
-    assert "weight_sync_timeout is 30.0, which is refused" in refusal(written(), *words)
+    assert "weight_sync_timeout is 30.0, which is not supported" in refusal(written(), *words)
 
 
 ENGINE, URL = "--training.trainer_kwargs.engine=", "--training.trainer_kwargs.engine_url=http://h:1"
@@ -339,10 +351,10 @@ def test_the_keys_of_engines_say_the_same_or_are_refused(written):
     assert rl["engine"] == "vllm" and rl["weight_sync_method"] == "nccl"  # Oumi's defaults
     run = asked(written(), f"{ENGINE}sglang", f"{BACKEND}sglang", f"{METHOD}checkpoint")
     assert run.tree["rl"]["engine"] == "sglang" and run.tree["rl"]["weight_sync_method"] == "checkpoint"
-    assert "own engine" not in "".join(run.notes)
+    assert "built-in engine" not in "".join(run.notes)
     share = "--training.grpo.vllm_gpu_memory_utilization=0.4"
     assert asked(written(), f"{ENGINE}vllm", share).tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
-    assert "vllm_gpu_memory_utilization 0.4 changes nothing" in "".join(asked(written(), share).notes)
+    assert "vllm_gpu_memory_utilization 0.4 has no effect" in "".join(asked(written(), share).notes)
     for words, said in (
         ((f"{ENGINE}sglang", f"{BACKEND}vllm"), "engine is sglang, but megatron.inference_backend is vllm"),
         (
@@ -351,7 +363,7 @@ def test_the_keys_of_engines_say_the_same_or_are_refused(written):
         ),
         (
             (URL, f"{METHOD}gloo", "--training.trainer_kwargs.weight_sync_method=nccl"),
-            "trainer_kwargs.weight_sync_method is nccl, but megatron.weight_sync_method gives gloo",
+            "trainer_kwargs.weight_sync_method is nccl, but megatron.weight_sync_method is gloo",
         ),
     ):
         assert said in refusal(written(), *words)
@@ -366,13 +378,13 @@ def test_the_backend_that_a_file_names_samples(written, monkeypatch):
     del without["megatron"]["inference_backend"]
     for key in ("grpo.use_vllm", "training.grpo.use_vllm"):
         words = written(yaml.safe_dump(without)), f"--{key}=True"
-        assert "use_vllm is true, but vLLM is not installed here; install it, name" in refusal(*words)
+        assert "use_vllm is true, but vLLM is not installed; install it, set" in refusal(*words)
         assert asked(*words, URL).tree["rl"]["engine"] == "vllm"
     vllm_stand_in.install(monkeypatch)
     assert asked(*words).tree["rl"]["engine"] == "vllm"
     run = asked(written(), "--training.grpo.vllm_gpu_memory_utilization=0.4")
     assert run.tree["rl"]["engine"] == "vllm" and run.tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
-    assert "own engine" not in "".join(run.notes)
+    assert "built-in engine" not in "".join(run.notes)
 
 
 ODD = [0, -1, 2.5, "x", "", [], {}, [{}], None, True, "1e999", "[1"]
@@ -380,12 +392,12 @@ ODD = [0, -1, 2.5, "x", "", [], {}, [{}], None, True, "1e999", "[1"]
 
 def test_no_value_of_any_key_ends_in_anything_but_a_sentence(written):
     tree = read_configuration(written())
-    for key, row in ALL.items():
+    for key, row in ALL_KEYS.items():
         name = key.replace(".*", ".x").replace("[]", "[0]")
         for value in ODD if isinstance(row, Read | Assigns) else ODD[:1]:
             copied = copy.deepcopy(tree)
             try:
-                oumi_settings._place(copied, name, value)
+                oumi_file._set_override(copied, name, value)
                 translate_oumi(copied, 16).config(SHAPE)
             except ConfigError:
                 pass
@@ -419,8 +431,8 @@ def test_python_defaults_are_those_of_the_keys():
             value, key = getattr(params, one.name), f"{prefix}.{one.name}"
             if dataclasses.is_dataclass(value):
                 compare(value, key)
-            elif not isinstance(row := ALL[key], Idle) and key.partition(".")[2] not in BRANCH:
-                assert value == (row.value if isinstance(row, Only) else row.default), key
+            elif not isinstance(row := ALL_KEYS[key], NoEffect) and key.partition(".")[2] not in BRANCH:
+                assert value == (row.value if isinstance(row, MustBe) else row.default), key
 
     compare(oumi_params.MegatronParams(), "megatron")
     compare(oumi_params.GrpoParams(), "grpo")
@@ -435,11 +447,11 @@ def test_params_divide_and_refuse_as_the_document_says(written):
     ):
         params.get_data_parallel_size(16)
     params.validate_distributed_config(64, 80, 64, 8)
-    with pytest.raises(ConfigError, match=r"^world_size is '16' and .*; each is a whole number above 0"):
+    with pytest.raises(ConfigError, match=r"^world_size is '16' and .*; each must be a whole number above 0"):
         params.get_data_parallel_size("16")
     for wrong in (oumi_params.MegatronParams(tensor_model_parallel_size=0), oumi_params.MegatronParams()):
         with pytest.raises(
-            ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each is a whole number above 0"
+            ConfigError, match=r"^world_size is 0 and .*tensor [01], .*; each must be a whole number above 0"
         ):
             wrong.validate_distributed_config(0, 4, 4)
     with pytest.raises(ConfigError) as raised:
@@ -486,7 +498,7 @@ def test_the_examples_are_valid_and_priced(name):
     layout = planned(planned_config(run), gpus, rates_of(device), 8)
     assert layout.fits == fits, layout.bytes / 1e9
     if "405b" in name:
-        assert any("126 layers are no multiple of 32 stages" in note for note in run.notes)
+        assert any("126 layers are not divisible by 32 pipeline stages" in note for note in run.notes)
 
 
 def test_the_plan_says_memory_and_time(capsys):
@@ -525,7 +537,7 @@ def test_torchruns_words_are_taken(monkeypatch):
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 8
     monkeypatch.setattr(oumi_command, "_gpus", lambda: 0)
     assert machines_of({}, {"nproc_per_node": "auto"}, 4).processes == 4
-    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, of which this machine has none"):
+    with pytest.raises(ConfigError, match="--nproc-per-node is gpu, but this machine has none"):
         machines_of({}, {"nproc_per_node": "gpu"}, 4)
 
 
@@ -537,8 +549,8 @@ def test_torchruns_words_are_taken(monkeypatch):
         ({"OUMI_NUM_NODES": "2"}, "OUMI_NUM_NODES is 2"),
         ({"OUMI_TOTAL_NUM_GPUS": "16"}, "OUMI_TOTAL_NUM_GPUS is 16"),
         ({"OUMI_MASTER_ADDR": "other", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "a",
-          "SKYPILOT_NUM_GPUS_PER_NODE": "1"}, "none of the machines a"),
-        ({"MASTER_PORT": "x"}, "they are whole numbers"),
+          "SKYPILOT_NUM_GPUS_PER_NODE": "1"}, "not one of the machines a"),
+        ({"MASTER_PORT": "x"}, "these must be whole numbers"),
     ],
 )  # fmt: skip
 def test_an_environment_that_contradicts_itself_is_refused(environ, said, monkeypatch):
@@ -572,8 +584,8 @@ def test_a_configuration_of_verls_trainer_is_migrated_with_the_difference(tmp_pa
     words = ["oumi", "migrate", str(old), "--output", str(new), "--megatron.tensor_model_parallel_size=8"]
     assert main(words) == 0
     out, told = capsys.readouterr()
-    assert "a job of 8 processes has this batch" in told and "verl's own 256 prompts" in told
-    assert "megatron.optimizer_config.optimizer_cpu_offload: True has it there again" in told
+    assert "8 processes have this batch" in told and "verl's default of 256 prompts" in told
+    assert "megatron.optimizer_config.optimizer_cpu_offload: True to offload it again" in told
     assert (
         '-  trainer_type: "VERL_GRPO"  # on Ray' in out and "+  trainer_type: MEGATRON_GRPO  # on Ray" in out
     )
@@ -588,7 +600,7 @@ def test_a_configuration_of_verls_trainer_is_migrated_with_the_difference(tmp_pa
     assert len(changed) == 3  # the trainer, its batch, FSDP
     translate_oumi(tree, 8)
     assert main(["oumi", "migrate", str(new)]) == 2
-    assert "what can be migrated is VERL_GRPO and TRL_GRPO" in capsys.readouterr().err
+    assert "only VERL_GRPO and TRL_GRPO can be migrated" in capsys.readouterr().err
 
 
 def test_a_key_is_set_in_its_line_or_added_to_its_section():
@@ -608,8 +620,12 @@ def test_a_file_that_cannot_be_changed_in_its_lines_is_not_written(tmp_path, cap
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     for before, after, said in (
         ('"VERL_GRPO"', '&t "VERL_GRPO"\n  run_name: *t', "undefined alias 't'"),
-        (VERL[VERL.index("fsdp:") :], "deepspeed: &off {}\nfsdp: *off\n", "fsdp is an alias"),
-        ("size: 4", "size: four", "training.per_device_train_batch_size is 'four'; a whole number above 0"),
+        (VERL[VERL.index("fsdp:") :], "deepspeed: &off {}\nfsdp: *off\n", "fsdp is a YAML alias"),
+        (
+            "size: 4",
+            "size: four",
+            "training.per_device_train_batch_size is 'four'; it must be a whole number above 0",
+        ),
     ):
         old.write_text(VERL.replace(before, after, 1))
         assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 2
@@ -628,7 +644,7 @@ def test_the_commands_say_what_they_take(capsys):
     assert main(["oumi"]) == 0 and "distributed torchrun" in capsys.readouterr().out
     for words, said in (
         (["trian"], "did you mean 'train'"),
-        (["distributed", "accelerate"], "there is torchrun"),
+        (["distributed", "accelerate"], "use megalith oumi distributed torchrun"),
         (["distributed", "torchrun", "-m", "trl", "-c", "x"], "starts `-m oumi train`"),
         (["train"], "required: -c"),
         (["train", "-c", "absent.yaml"], "absent.yaml cannot be read"),

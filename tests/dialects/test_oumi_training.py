@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from megalith.cli.main import main
 from megalith.dialects.oumi import oumi_patch
+from megalith.dialects.oumi.oumi_file import read_configuration
 from megalith.dialects.oumi.oumi_run import open_run
-from megalith.dialects.oumi.oumi_settings import read_configuration, translate_oumi
+from megalith.dialects.oumi.oumi_settings import translate_oumi
 from megalith.errors import ConfigError, DataError
 from megalith.oumi import OumiMegatronGrpoTrainer, TrainingConfig
 from megalith.parallel.mesh import build_mesh
@@ -58,7 +59,7 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
     words = ["oumi", "train", "-c", str(quick_start(here)), "--format", "bin", *SIZES]
     assert main(words) == 0
     out, run = capsys.readouterr().out, here / "run"
-    assert "1 prompt × 4 completions = 4 sequences a step" in out and "reward: gsm8k" in out
+    assert "1 prompt × 4 completions = 4 sequences per step" in out and "reward: gsm8k" in out
     assert [step["step"] for step in metrics(run)] == [1, 2]
     assert (run / "checkpoints" / "step_00000002").is_dir()
     assert json.loads((run / "megatron_checkpoint" / "source.json").read_text())["model_name"].endswith(
@@ -85,7 +86,7 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
     other.mkdir()
     tiny_llama(other / "llama")
     assert main([*words, f"--model.model_name={other / 'llama'}", "--training.max_steps=4"]) == 2
-    assert "was made of" in capsys.readouterr().err
+    assert "was converted from" in capsys.readouterr().err
 
 
 def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict[str, float]]:
@@ -103,7 +104,7 @@ def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict
     config = opened.config.with_settings({"rl.prompts": "train_dataset", "rl.reward_funcs": ["length"]})
     config, tokenizer, _ = prepare(config, world)
     config = config.with_settings({"rl.eval_prompts": "eval_dataset"})
-    task = PolicyTask(["length"], opened.records, opened.held_out)
+    task = PolicyTask(["length"], opened.records, opened.eval_records)
     mesh = build_mesh(config.parallel, world, "cpu")
     run = Run(config, tokenizer, mesh, torch.device("cpu"), task)
     with run.data.train_loader(0, 0, run.device) as batches:
@@ -170,7 +171,7 @@ def test_a_server_that_the_file_names_samples(here, capsys, servers):
         assert main(["oumi", "train", "-c", str(path), *SIZES]) == 0
         assert all(one.bodies and one.received for one in made)
     out = capsys.readouterr().out
-    assert "own engine" not in out and "4 sequences a step" in out
+    assert "built-in engine" not in out and "4 sequences per step" in out
     assert all(step["drift_canary"] < 1.0001 for step in metrics(here / "run"))
     tensors = load_file(here / "run" / "hf_model" / "model.safetensors")
     assert tensors.keys() == made[0].received.keys()
@@ -221,16 +222,16 @@ def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
     assert figures["eval/reward_max"] >= figures["eval/reward_median"] >= figures["eval/reward_min"]
     assert figures["eval/completion_length"] > 1 and figures["eval/reward_std"] > 0
     assert (here / "run" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
-    with pytest.raises(ConfigError, match="given a processor"):
+    with pytest.raises(ConfigError, match="has a processor"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, None, processor=object())
-    with pytest.raises(ConfigError, match="takes no teacher"):
+    with pytest.raises(ConfigError, match="does not support teacher"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records, teacher=1)
-    with pytest.raises(ConfigError, match="reward_funcs has 3; they are names and functions"):
+    with pytest.raises(ConfigError, match="reward_funcs has 3; use names or functions"):
         OumiMegatronGrpoTrainer(None, config, [shouting, 3], records)
     with pytest.raises(ConfigError, match=r"train_dataset has 'a\.jsonl'; it needs records"):
         OumiMegatronGrpoTrainer(None, config, shouting, "a.jsonl")
     config.training["trainer_type"] = "TRL_SFT"
-    with pytest.raises(ConfigError, match="is TRL_SFT, but OumiMegatronGrpoTrainer trains by GRPO"):
+    with pytest.raises(ConfigError, match="is TRL_SFT, but OumiMegatronGrpoTrainer trains with GRPO"):
         OumiMegatronGrpoTrainer(None, config, [shouting], records)
 
 
@@ -302,7 +303,7 @@ def test_an_installed_oumi_reaches_us_by_its_trainer_type(here, stand_in, monkey
 def test_the_bridge_that_is_not_available_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(
-        ImportError, match=r"^megatron-bridge is not available: .*safetensors is missing.*pip install"
+        ImportError, match=r"^megatron-bridge is not available: .*needs safetensors.*pip install"
     ):
         oumi_patch.check_megatron_bridge_available()
     with pytest.raises(ConfigError, match=r"Oumi cannot be imported.*megalith oumi train"):
@@ -359,7 +360,7 @@ def test_a_dataset_that_is_not_here_is_asked_of_the_hubs_library(here, monkeypat
     run = translate_oumi(read_configuration(quick_start(here), SIZES), 1)
     (here / "gsm8k").unlink()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"'gsm8k' is no file or folder here; give its file as dataset_path"):
+    with pytest.raises(DataError, match=r"'gsm8k' is not a local file or folder; set .*dataset_path"):
         open_run(run, 1)
 
     class Library:

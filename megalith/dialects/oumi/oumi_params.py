@@ -1,8 +1,7 @@
-"""Oumi's parameters in Python: MegatronParams and its sections, GrpoParams, and a TrainingConfig of all.
+"""Oumi's parameters as Python dataclasses: MegatronParams, GrpoParams, TrainingConfig.
 
-What is left at its default is as a key that is not in the YAML, so that a default of one place never contradicts a
-value of another; what a file says counts, though it be the default. The defaults are those of the table of keys; a test
-compares them.
+A field at its default counts as a key that is not set, unless a YAML file sets it. Defaults of one section therefore
+never contradict values of another. The defaults equal those of the key table (tested).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.dialects.oumi.oumi_meanings import LAYOUT, indivisible
-from megalith.dialects.oumi.oumi_settings import read_configuration
+from megalith.dialects.oumi.oumi_file import read_configuration
+from megalith.dialects.oumi.oumi_layout import LAYOUT, indivisible_world_size
 from megalith.errors import ConfigError
 
 
@@ -24,7 +23,7 @@ class OumiSection:
     """A section of a configuration."""
 
     written: frozenset[str] = frozenset()
-    """The keys of it that a file has."""
+    """Fields that a YAML file set."""
 
 
 @dataclass
@@ -49,7 +48,7 @@ class MegatronOptimizerConfig(OumiSection):
 
 @dataclass
 class MegatronTransformerConfig(OumiSection):
-    """megatron.transformer_config: what is recomputed."""
+    """megatron.transformer_config: activation recomputation."""
 
     recompute_granularity: str | None = None
     recompute_method: str | None = None
@@ -68,7 +67,7 @@ class MegatronCheckpointConfig(OumiSection):
 
 @dataclass
 class MegatronSamplingConfig(OumiSection):
-    """megatron.sampling_config. Defaults are the branch's; a value counts where it is another."""
+    """megatron.sampling_config, with the defaults of Oumi's branch."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -91,7 +90,7 @@ class MegatronGRPOConfig(OumiSection):
 
 @dataclass
 class MegatronParams(OumiSection):
-    """The section megatron: how the model is laid out, trained and sampled from."""
+    """megatron: layout, training and sampling."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -117,23 +116,27 @@ class MegatronParams(OumiSection):
 
     @property
     def model_parallel_sizes(self) -> dict[str, int]:
-        """TP, PP and CP by their names."""
+        """TP, PP and CP sizes by axis name."""
         return {axis: getattr(self, key) for axis, key in LAYOUT.items()}
 
     def get_data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the layers without experts on `world_size` processes: world / (TP × PP × CP). Expert parallelism
-        is folded out of these axes and does not divide it. Raises ConfigError where it is not whole."""
+        """Return the number of replicas of the dense layers: world_size / (TP × PP × CP).
+
+        Expert parallelism uses the ranks of the other axes and does not divide it. Raises ConfigError if the sizes do
+        not divide world_size.
+        """
         product = self._model_parallel_size(world_size)
         if world_size % product:
-            raise ConfigError(indivisible(world_size, self.model_parallel_sizes))
+            raise ConfigError(indivisible_world_size(world_size, self.model_parallel_sizes))
         return world_size // product
 
     def _model_parallel_size(self, world_size: int) -> int:
         sizes = self.model_parallel_sizes
         if not all(isinstance(size, int) and size > 0 for size in (world_size, *sizes.values())):
-            told = ", ".join(f"{axis} {size!r}" for axis, size in sizes.items())
+            values = ", ".join(f"{axis} {size!r}" for axis, size in sizes.items())
             raise ConfigError(
-                f"world_size is {world_size!r} and model parallel sizes are {told}; each is a whole number above 0"
+                f"world_size is {world_size!r} and model parallel sizes are {values}; each must be a whole number "
+                "above 0"
             )
         return math.prod(sizes.values())
 
@@ -144,10 +147,14 @@ class MegatronParams(OumiSection):
         num_attention_heads: int,
         num_key_value_heads: int | None = None,
     ) -> None:
-        """Raises ConfigError, with all that is wrong, for a job or a model that the layout does not divide."""
+        """Check that the layout divides the world size, the layers and the heads.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
         problems = []
         if world_size % self._model_parallel_size(world_size):
-            problems.append(indivisible(world_size, self.model_parallel_sizes))
+            problems.append(indivisible_world_size(world_size, self.model_parallel_sizes))
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for name, heads in (
             ("num_attention_heads", num_attention_heads),
@@ -158,8 +165,8 @@ class MegatronParams(OumiSection):
         total = self.virtual_pipeline_model_parallel_size
         if total is not None and (pp == 1 or total % pp):
             problems.append(
-                f"virtual_pipeline_model_parallel_size ({total}), the stages of all ranks together, must be divisible "
-                f"by pipeline_model_parallel_size ({pp}), which is above 1 then"
+                f"virtual_pipeline_model_parallel_size ({total}), the stages of all ranks, must be divisible by "
+                f"pipeline_model_parallel_size ({pp}), which must be above 1"
             )
         stages = total or pp
         if num_layers % stages and (num_layers + 1) % stages and (num_layers + 2) % stages:
@@ -180,7 +187,7 @@ class MegatronParams(OumiSection):
 
 @dataclass
 class GrpoParams(OumiSection):
-    """The section grpo, or training.grpo: groups, sampling and the clip."""
+    """grpo, or training.grpo: groups, sampling and clipping."""
 
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_length: int | None = None
@@ -199,7 +206,7 @@ class GrpoParams(OumiSection):
 
 @dataclass
 class TrainingConfig(OumiSection):
-    """A whole configuration. `model`, `data`, `training`, `peft`, `fsdp` and `deepspeed` are dicts of Oumi's keys."""
+    """A training configuration. All sections except `megatron` and `grpo` are dicts of Oumi's keys."""
 
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -212,25 +219,25 @@ class TrainingConfig(OumiSection):
 
     @classmethod
     def from_yaml(cls, path: str | Path, arguments: Sequence[str] = ()) -> TrainingConfig:
-        """Of a file, with overrides such as `--training.max_steps=2`. Raises ConfigError."""
+        """Read a file, with overrides such as `--training.max_steps=2`. Raises ConfigError."""
         tree = read_configuration(path, arguments)
-        names = {one.name for one in fields(cls)}
+        names = {field.name for field in fields(cls)}
         if unknown := [name for name in tree if name not in names]:
             raise ConfigError(f"{path} has the section {unknown[0]!r}; sections: {', '.join(sorted(names))}")
-        made = {name: value or {} for name, value in tree.items()}
-        for name, kind in (("megatron", MegatronParams), ("grpo", GrpoParams)):
-            if name in made:
-                made[name] = _built(kind, made[name], name)
-        config = cls(**made)
-        config.written = frozenset(made)
+        sections = {name: value or {} for name, value in tree.items()}
+        for name, section_type in (("megatron", MegatronParams), ("grpo", GrpoParams)):
+            if name in sections:
+                sections[name] = _build_section(section_type, sections[name], name)
+        config = cls(**sections)
+        config.written = frozenset(sections)
         return config
 
     def to_tree(self) -> dict[str, Any]:
-        """What is not left at its default, or stands in the file, as sections."""
+        """Return the sections, with the fields that differ from their defaults or were set in the file."""
         return tree_of(self)
 
 
-KINDS = {  # sections inside of MegatronParams
+MEGATRON_SECTIONS = {  # nested sections of MegatronParams
     "ddp_config": MegatronDDPConfig,
     "optimizer_config": MegatronOptimizerConfig,
     "transformer_config": MegatronTransformerConfig,
@@ -240,36 +247,42 @@ KINDS = {  # sections inside of MegatronParams
 }
 
 
-def _built(kind: type, values: Any, where: str) -> Any:
+def _build_section(section_type: type, values: Any, path: str) -> Any:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} is {values!r:.60}; keys with values are needed")
-    names = {one.name for one in fields(kind)}
+        raise ConfigError(f"{path} is {values!r:.60}; it must be a mapping of keys to values")
+    names = {field.name for field in fields(section_type)}
     if unknown := [name for name in values if name not in names]:
-        raise ConfigError(f"there is no key {where}.{unknown[0]}; there are {', '.join(sorted(names))}")
-    inner = {
-        name: _built(KINDS[name], value or {}, f"{where}.{name}") if name in KINDS else value
+        raise ConfigError(f"there is no key {path}.{unknown[0]}; keys: {', '.join(sorted(names))}")
+    arguments = {
+        name: _build_section(MEGATRON_SECTIONS[name], value or {}, f"{path}.{name}")
+        if name in MEGATRON_SECTIONS
+        else value
         for name, value in values.items()
     }
-    section = kind(**inner)
-    section.written = frozenset(inner)
+    section = section_type(**arguments)
+    section.written = frozenset(arguments)
     return section
 
 
 def tree_of(config: Any) -> dict[str, Any]:
-    """The sections of a configuration: a dict, ours, or Oumi's own TrainingConfig, whose defaults are left out."""
+    """Return the sections of a configuration as dicts, without fields at their defaults.
+
+    Args:
+        config: a dict of sections, or Megalith's or Oumi's TrainingConfig.
+    """
     if isinstance(config, Mapping):
         return {name: _plain(value) for name, value in config.items()}
     if not is_dataclass(config):
         raise ConfigError(
-            f"config is a {type(config).__name__}; give a TrainingConfig, or a dict of its sections"
+            f"config is a {type(config).__name__}; use a TrainingConfig, or a dict of its sections"
         )
-    found = {}
-    for one in fields(config):
-        value = getattr(config, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if value != default or one.name in getattr(config, "written", ()):
-            found[one.name] = _plain(value)
-    return {name: value for name, value in found.items() if value not in ({}, None)}
+    tree = {}
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        default = spec.default_factory() if spec.default_factory is not MISSING else spec.default
+        if value != default or spec.name in getattr(config, "written", ()):
+            tree[spec.name] = _plain(value)
+    return {name: value for name, value in tree.items() if value not in ({}, None)}
 
 
 def _plain(value: Any) -> Any:
@@ -278,7 +291,7 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tree_of(value)
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return str(value) if isinstance(value, Path) else value

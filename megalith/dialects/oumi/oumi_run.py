@@ -1,10 +1,10 @@
-"""A run of Oumi's: its model and data opened, trained by our own programs, its results where Oumi's readers look.
+"""Open the model and the data of an Oumi configuration, train, and write the results where Oumi does.
 
-    OUTPUT/checkpoints/           steps, to go on from
-    OUTPUT/megatron_checkpoint/   the weights that the run began from, converted once: the next start takes them again
-    OUTPUT/hf_model/              at the end: weights, config.json and the tokenizer, which is in tokenizer/ too
+    OUTPUT/checkpoints/           checkpoints to resume from
+    OUTPUT/megatron_checkpoint/   the initial weights, converted once and reused by later starts
+    OUTPUT/hf_model/              at the end: weights, config.json and tokenizer (also in tokenizer/)
 
-Every rank opens the data; the first one converts the weights, and the others wait for the file that it writes last.
+Every rank opens the data. Rank 0 converts the weights; the others wait for the file that it writes last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.chat.chat_files import chat_files, read_records
 from megalith.data.chat.chat_template import template_of
-from megalith.dialects.oumi.oumi_settings import DatasetAsked, OumiRun, in_keys
+from megalith.dialects.oumi.oumi_errors import oumi_key_errors
+from megalith.dialects.oumi.oumi_settings import OumiRun
+from megalith.dialects.oumi.oumi_values import OumiDataset
 from megalith.errors import CheckpointError, ConfigError, DataError, install_line
 from megalith.io import atomic_file, write_file
 from megalith.launch.launcher import Process, this_process
@@ -38,98 +40,105 @@ from megalith.training.build import build_run_tokenizer
 from megalith.training.trainer import TrainingResult, train
 
 HF_MODEL, CONVERTED, BIN = "hf_model", "megatron_checkpoint", "pytorch_model.bin"
-SOURCE = "source.json"  # in CONVERTED, written last
+SOURCE = "source.json"  # in CONVERTED; written last
 INSTRUCTION = 'Think step by step, and give the final answer behind "####".'
 COUNTDOWN = (
     "Make {target} of the numbers {nums} with + - * /, each number once. Reason first; the last line is the formula "
     "between <answer> and </answer>."
 )
-SUBSETS = {"gsm8k": "main"}  # of datasets that have no default
+SUBSETS = {"gsm8k": "main"}  # for datasets without a default subset
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run whose model and data are found."""
+    """A run whose model and data have been located."""
 
-    asked: OumiRun
+    run: OumiRun
     config: RunConfig
     records: list[dict[str, Any]] | None
-    """GRPO's prompts."""
-    held_out: list[dict[str, Any]]
-    """And those that it is evaluated by."""
+    """GRPO's prompts; None for SFT and DPO."""
+    eval_records: list[dict[str, Any]]
+    """GRPO's evaluation prompts."""
     notes: list[str]
 
 
 def open_run(
-    asked: OumiRun,
+    run: OumiRun,
     processes: int,
     records: Iterable[Mapping[str, Any]] | None = None,
-    held_out: Iterable[Mapping[str, Any]] | None = None,
+    eval_records: Iterable[Mapping[str, Any]] | None = None,
 ) -> OpenedRun:
-    """Finds the model and the data of a configuration. `records`: prompts in the place of data.train.datasets,
-    `held_out`: in that of data.validation.datasets.
+    """Locate the model and the data of a run.
 
-    Raises ConfigError, DataError or CheckpointError, in Oumi's words.
+    Args:
+        run: the translated configuration.
+        processes: world size.
+        records: prompts that replace data.train.datasets.
+        eval_records: prompts that replace data.validation.datasets.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: name Oumi's keys.
     """
-    with in_keys():
+    with oumi_key_errors():
         folder = (
-            resolve_folder(asked.model_name)
-            if is_foreign_weights(asked.model_name)
-            else Path(asked.model_name)
+            resolve_folder(run.model_name) if is_foreign_weights(run.model_name) else Path(run.model_name)
         )
-        shape, notes = model_of(str(folder)), [*asked.notes]
-        config = asked.config({"init_from": str(folder)})
-        found: dict[str, Any] = pipeline_split(config, shape, notes)
-        if asked.finds_precision:
-            found["train.precision"] = _precision_of(folder)
-        words = folder if asked.tokenizer_name is None else resolve_folder(asked.tokenizer_name)
-        if asked.tokenizer_name is not None or (words / "tokenizer.json").is_file():
-            found |= {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(words)}
-        if asked.exports and config.lora.rank is None:
-            found["checkpoint.export_hf"] = True
-        if asked.trainer == "grpo":
-            config = config.with_settings(found)
-            made = list(records) if records is not None else _prompts(asked, asked.train, config)
-            judged = list(held_out) if held_out is not None else _prompts(asked, asked.validation, config)
-            if asked.epochs is not None:
-                config = config.with_settings({"train.train_iters": _steps(asked.epochs, len(made), config)})
-            config = _evaluated(asked, len(made), config, bool(judged), notes)
-            return OpenedRun(asked, config, made, judged, notes)
-        if asked.chat_template not in (None, "auto"):
-            found[f"{asked.trainer}.chat_template_path"] = asked.chat_template
+        shape, notes = model_of(str(folder)), [*run.notes]
+        config = run.config({"init_from": str(folder)})
+        settings: dict[str, Any] = pipeline_split(config, shape, notes)
+        if run.infers_precision:
+            settings["train.precision"] = _precision_of(folder)
+        tokenizer = folder if run.tokenizer_name is None else resolve_folder(run.tokenizer_name)
+        if run.tokenizer_name is not None or (tokenizer / "tokenizer.json").is_file():
+            settings |= {
+                "data.tokenizer_type": "HuggingFaceTokenizer",
+                "data.tokenizer_model": str(tokenizer),
+            }
+        if run.exports_hf and config.lora.rank is None:
+            settings["checkpoint.export_hf"] = True
+        if run.trainer == "grpo":
+            config = config.with_settings(settings)
+            train = list(records) if records is not None else _prompts(run, run.train, config)
+            evals = list(eval_records) if eval_records is not None else _prompts(run, run.validation, config)
+            if run.epochs is not None:
+                config = config.with_settings({"train.train_iters": _steps(run.epochs, len(train), config)})
+            config = _with_eval_interval(run, len(train), config, bool(evals), notes)
+            return OpenedRun(run, config, train, evals, notes)
+        if run.chat_template not in (None, "auto"):
+            settings[f"{run.trainer}.chat_template_path"] = run.chat_template
         out = Path(config.train.output_dir)
-        train_files = [str(path) for one in asked.train for path in _files(one, out)]
-        valid_files = [str(path) for one in asked.validation for path in _files(one, out)]
+        train_files = [str(path) for dataset in run.train for path in _files(dataset, out)]
+        valid_files = [str(path) for dataset in run.validation for path in _files(dataset, out)]
         if valid_files:
-            found |= {"data.train_data_path": train_files, "data.valid_data_path": valid_files}
+            settings |= {"data.train_data_path": train_files, "data.valid_data_path": valid_files}
         else:
-            found |= {"data.data_path": train_files, "data.split": "100,0,0"}
-        return OpenedRun(asked, config.with_settings(found), None, [], notes)
+            settings |= {"data.data_path": train_files, "data.split": "100,0,0"}
+        return OpenedRun(run, config.with_settings(settings), None, [], notes)
 
 
-def _evaluated(
-    asked: OumiRun, prompts: int, config: RunConfig, is_judged: bool, notes: list[str]
+def _with_eval_interval(
+    run: OumiRun, prompts: int, config: RunConfig, has_eval_prompts: bool, notes: list[str]
 ) -> RunConfig:
-    """With the steps between the evaluations of GRPO."""
-    if not is_judged:
-        if asked.evaluates != "no":
+    """Return the configuration with GRPO's evaluation interval set from eval_strategy."""
+    if not has_eval_prompts:
+        if run.eval_strategy != "no":
             notes.append(
-                f"training.eval_strategy is {asked.evaluates}, but there are no prompts to evaluate by: name some as "
+                f"training.eval_strategy is {run.eval_strategy}, but there are no evaluation prompts: name some in "
                 "data.validation.datasets"
             )
         return config
-    if asked.evaluates == "steps":
+    if run.eval_strategy == "steps":
         return config
-    if asked.evaluates == "epoch":
+    if run.eval_strategy == "epoch":
         return config.with_settings({"train.eval_interval": _steps(1, prompts, config)})
     notes.append(
-        "training.eval_strategy is no: data.validation's prompts are judged once, after the last step"
+        "training.eval_strategy is no: the prompts of data.validation are evaluated once, after the last step"
     )
     return config.with_settings({"train.eval_interval": config.train.train_iters})
 
 
 def pipeline_split(config: RunConfig, shape: ModelConfig, notes: list[str]) -> dict[str, Any]:
-    """Counts embedding or head as a layer of the first or last stage where the layers alone cannot be split evenly."""
+    """Return settings that count the embedding, and the head, as a layer if the layers do not split evenly."""
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     layers = shape.num_layers
@@ -140,14 +149,14 @@ def pipeline_split(config: RunConfig, shape: ModelConfig, notes: list[str]) -> d
         "account_for_loss_in_pipeline_split": (layers + 2) % stages == 0,
     }
     if not any(counted.values()):
-        return {}  # the trainer's rules have the sentence
-    told = (
-        "embedding and head count as a layer each"
+        return {}  # the trainer's own validation reports it
+    adjustment = (
+        "embedding and head count as one layer each"
         if all(counted.values())
         else "the embedding counts as a layer"
     )
     notes.append(
-        f"{layers} layers are no multiple of {stages} stages: {told}, so that each stage has the same work"
+        f"{layers} layers are not divisible by {stages} pipeline stages: {adjustment}, to balance the stages"
     )
     return {f"parallel.{name}": value for name, value in counted.items()}
 
@@ -155,8 +164,8 @@ def pipeline_split(config: RunConfig, shape: ModelConfig, notes: list[str]) -> d
 def _precision_of(folder: Path) -> str:
     if not (folder / CONFIG).is_file():
         return "fp32"
-    kept = read_config_json(folder)
-    name = str(kept.get("dtype") or kept.get("torch_dtype") or "float32").removeprefix("torch.")
+    hf_config = read_config_json(folder)
+    name = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
     return PRECISIONS.get(DTYPE_NAMES.get(name), "fp32")
 
 
@@ -165,50 +174,50 @@ def _steps(epochs: float, prompts: int, config: RunConfig) -> int:
     return max(1, math.ceil(epochs * sequences / config.train.global_batch_size)) * config.rl.num_iterations
 
 
-def _files(one: DatasetAsked, out: Path) -> list[Any]:
-    """The files of a dataset: a path, or a name of the hub by the `datasets` library, kept in OUTPUT/datasets."""
-    split, _, cut = one.split.partition("[")
-    given = one.path or (one.name if one.name and Path(one.name).exists() else None)
-    if given is not None:
-        if cut:
+def _files(dataset: OumiDataset, out: Path) -> list[Any]:
+    """Return a dataset's files: a path, or a Hub dataset downloaded by `datasets` into OUTPUT/datasets."""
+    split, _, row_range = dataset.split.partition("[")
+    local = dataset.path or (dataset.name if dataset.name and Path(dataset.name).exists() else None)
+    if local is not None:
+        if row_range:
             raise ConfigError(
-                f"data.train.datasets has split {one.split!r}, but files are taken whole; cut them before"
+                f"data.train.datasets has split {dataset.split!r}, but complete files are read; cut them beforehand"
             )
-        folder = Path(given)
+        folder = Path(local)
         if not folder.is_dir() or (folder / "dataset_info.json").is_file():
-            return chat_files([given])
-        found = [path for path in sorted(folder.rglob(f"{split}*")) if path.is_file()]
-        if (folder / split).is_dir() and not found:
+            return chat_files([local])
+        files = [path for path in sorted(folder.rglob(f"{split}*")) if path.is_file()]
+        if (folder / split).is_dir() and not files:
             return [folder / split]
-        if not found:
+        if not files:
             raise DataError(f"{folder} has no file {split}*; name the file as dataset_path")
-        return found
-    name = one.kwargs.get("hf_dataset_path") or one.name
+        return files
+    name = dataset.kwargs.get("hf_dataset_path") or dataset.name
     if not name:
         raise ConfigError(
-            "an entry of data.train.datasets has neither dataset_name nor dataset_path; give one"
+            "an entry of data.train.datasets has neither dataset_name nor dataset_path; set one"
         )
-    return [_fetched(str(name), one, out / "datasets")]
+    return [_download(str(name), dataset, out / "datasets")]
 
 
-def _fetched(name: str, one: DatasetAsked, folder: Path) -> Path:
-    last = name.rpartition("/")[2]
-    path = folder / f"{last}-{one.split.replace('[', '-').replace(':', '-').rstrip(']')}.jsonl"
+def _download(name: str, dataset: OumiDataset, folder: Path) -> Path:
+    last, split = name.rpartition("/")[2], dataset.split
+    path = folder / f"{last}-{split.replace('[', '-').replace(':', '-').rstrip(']')}.jsonl"
     if path.exists():
         return path
     try:
         import datasets
     except ImportError:
         raise DataError(
-            f"the dataset {name!r} is no file or folder here; give its file as dataset_path (data.train.datasets[0]."
-            f"dataset_path=…), or let the hub's library find it: {install_line('hf')}"
+            f"the dataset {name!r} is not a local file or folder; set data.train.datasets[0].dataset_path=…, or "
+            f"install the Hub's library to download it: {install_line('hf')}"
         ) from None
     try:
-        rows = datasets.load_dataset(name, one.subset or SUBSETS.get(last), split=one.split)
+        rows = datasets.load_dataset(name, dataset.subset or SUBSETS.get(last), split=split)
     except (OSError, ValueError) as error:  # not found, offline, no such split
         raise DataError(
-            f"the dataset {name!r} with split {one.split!r} could not be had ({str(error).splitlines()[0]}); give its "
-            "file as dataset_path"
+            f"the dataset {name!r} with split {split!r} could not be downloaded ({str(error).splitlines()[0]}); set "
+            "dataset_path to a local file"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
@@ -217,113 +226,122 @@ def _fetched(name: str, one: DatasetAsked, folder: Path) -> Path:
     return path
 
 
-def _records(one: DatasetAsked, out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, record) of a dataset."""
-    for path in _files(one, out):
-        for where, record in read_records(Path(path) if isinstance(path, str) else path):
-            yield f"{path}, {where}", record
+def _records(dataset: OumiDataset, out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file, line", record)."""
+    for path in _files(dataset, out):
+        for line, record in read_records(Path(path) if isinstance(path, str) else path):
+            yield f"{path}, {line}", record
 
 
-def _prompts(asked: OumiRun, datasets: Sequence[DatasetAsked], config: RunConfig) -> list[dict[str, Any]]:
-    """GRPO's records: of gsm8k a question with the instruction that its reward needs, as a user's message where the
-    tokenizer has a chat template."""
+def _prompts(run: OumiRun, datasets: Sequence[OumiDataset], config: RunConfig) -> list[dict[str, Any]]:
+    """Return GRPO's prompt records.
+
+    A question becomes a user message if the tokenizer has a chat template. The gsm8k reward's instruction is appended.
+    """
     tokenizer = build_run_tokenizer(config)
-    chats = tokenizer is not None and template_of(tokenizer) is not None
-    if asked.chat_template not in (None, "auto"):
+    uses_chat = tokenizer is not None and template_of(tokenizer) is not None
+    if run.chat_template not in (None, "auto"):
         raise ConfigError(
-            "model.chat_template is read for TRL_SFT and TRL_DPO; for prompts put it beside the tokenizer"
+            "model.chat_template is only read for TRL_SFT and TRL_DPO; for GRPO put it next to the tokenizer"
         )
-    made = []
-    for one in datasets:
-        for where, record in islice(_records(one, Path(config.train.output_dir)), one.sample_count):
+    records = []
+    for dataset in datasets:
+        for position, record in islice(
+            _records(dataset, Path(config.train.output_dir)), dataset.sample_count
+        ):
             if "prompt" in record:
-                made.append(dict(record))
+                records.append(dict(record))
             elif "question" in record or {"target", "nums"} <= {*record}:
                 text = str(record["question"]) if "question" in record else COUNTDOWN.format_map(record)
-                text = f"{text} {INSTRUCTION}" if asked.rewards == ["gsm8k"] else text
-                prompt = [{"role": "user", "content": text}] if chats else text + "\n"
-                made.append({**record, "prompt": prompt})
+                text = f"{text} {INSTRUCTION}" if run.rewards == ["gsm8k"] else text
+                prompt = [{"role": "user", "content": text}] if uses_chat else text + "\n"
+                records.append({**record, "prompt": prompt})
             else:
-                raise DataError(f"{where} has neither 'prompt' nor 'question', only {', '.join(record)}")
-    return made
+                raise DataError(f"{position} has neither 'prompt' nor 'question', only {', '.join(record)}")
+    return records
 
 
 def train_run(
     opened: OpenedRun,
     reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
-    begins_from: str | None = None,
+    init_from: str | None = None,
 ) -> TrainingResult:
-    """Trains to the end; every rank calls it. `reward_funcs`: functions in the place of those that are named,
-    `begins_from`: a run of ours or another folder in the place of OUTPUT/megatron_checkpoint."""
-    process, asked, config = this_process(), opened.asked, opened.config
-    with in_keys():
-        if asked.trainer == "grpo":
+    """Train to the end. Every rank calls it.
+
+    Args:
+        opened: the run.
+        reward_funcs: reward functions that replace the configured ones.
+        init_from: a Megalith run or a folder of weights that replaces OUTPUT/megatron_checkpoint.
+    """
+    process, run, config = this_process(), opened.run, opened.config
+    with oumi_key_errors():
+        if run.trainer == "grpo":
             from megalith.rl.grpo import train_grpo
 
-            adapters = config.lora.rank is not None  # whose base is named in what they are written as
-            own = config.model.init_from if adapters else converted(opened, process)
-            start = begins_from or str(own)
-            config = config.with_settings({"model.init_from": start})
-            held_out = opened.held_out or None
-            result = train_grpo(config, reward_funcs or asked.rewards, opened.records, held_out)
-        elif asked.trainer == "dpo":
+            # Exported adapters name their base model, so LoRA keeps the original path.
+            uses_lora = config.lora.rank is not None
+            initial = config.model.init_from if uses_lora else convert_weights(opened, process)
+            config = config.with_settings({"model.init_from": init_from or str(initial)})
+            eval_records = opened.eval_records or None
+            result = train_grpo(config, reward_funcs or run.rewards, opened.records, eval_records)
+        elif run.trainer == "dpo":
             from megalith.rl.dpo import train_dpo
 
             result = train_dpo(config)
         else:
             result = train(config)
-        if process.is_first and result.ended == "train_iters" and asked.exports:
-            finish_hf_model(config, result.checkpoint, asked)
+        if process.is_first and result.ended == "train_iters" and run.exports_hf:
+            finish_hf_model(config, result.checkpoint, run)
     return result
 
 
-def converted(opened: OpenedRun, process: Process) -> Path:
-    """OUTPUT/megatron_checkpoint, made by the first rank where it is not there."""
+def convert_weights(opened: OpenedRun, process: Process) -> Path:
+    """Return OUTPUT/megatron_checkpoint, which rank 0 converts unless it exists."""
     config = opened.config
     path, source = Path(config.train.output_dir) / CONVERTED, str(config.model.init_from)
     mark = path / SOURCE
     if process.is_first and not mark.exists():
-        shutil.rmtree(path, ignore_errors=True)  # what an import that was killed has left
+        shutil.rmtree(path, ignore_errors=True)  # left by an interrupted import
         if is_foreign_weights(source):
             import_hf(source, path, show_progress=False)
         else:
             path.mkdir(parents=True, exist_ok=True)
         write_file(mark, json.dumps({"model_name": source}) + "\n")
-    patience = time.monotonic() + 60 * config.runtime.distributed_timeout_minutes
+    deadline = time.monotonic() + 60 * config.runtime.distributed_timeout_minutes
     while not mark.exists():
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{mark} has not appeared in {config.runtime.distributed_timeout_minutes:g} minutes: the first rank "
-                "converts the weights there; is training.output_dir on a disk that all machines share?"
+                f"{mark} has not appeared in {config.runtime.distributed_timeout_minutes:g} minutes: rank 0 converts "
+                "the weights there; put training.output_dir on a disk that all machines share"
             )
         time.sleep(0.05)
-    found = json.loads(read_small_file(mark, path))["model_name"]
-    if found != source:
+    converted_from = json.loads(read_small_file(mark, path))["model_name"]
+    if converted_from != source:
         raise ConfigError(
-            f"{path} was made of {found}, but model.model_name is {source}; remove it, or choose another "
-            "training.output_dir"
+            f"{path} was converted from {converted_from}, but model.model_name is {source}; remove it, or choose "
+            "another training.output_dir"
         )
     return path if is_foreign_weights(source) else Path(source)
 
 
-def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
-    """OUTPUT/hf_model, written unless the run has, with tokenizer/ in it and, if asked for, pytorch_model.bin.
+def finish_hf_model(config: RunConfig, checkpoint: Any, run: OumiRun) -> Path:
+    """Write OUTPUT/hf_model unless the run already has, then add tokenizer/ and, if configured, pytorch_model.bin.
 
-    Of a run of adapters it is these in PEFT's format with the tokenizer, or, if asked for, a whole model with them.
+    A LoRA run exports its adapters in PEFT's format with the tokenizer, or the merged model.
     """
     folder, base = Path(config.train.output_dir) / HF_MODEL, Path(str(config.model.init_from))
-    if config.lora.rank is not None and not asked.merges:
+    if config.lora.rank is not None and not run.merges_adapters:
         shutil.rmtree(folder, ignore_errors=True)
         export_adapters(checkpoint, folder, show_progress=False)
-        words = Path(config.data.tokenizer_model or base)
+        tokenizer = Path(config.data.tokenizer_model or base)
         for name in TOKENIZER_FILES:
-            if (words / name).is_file():
-                shutil.copyfile(words / name, folder / name)
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
     elif config.lora.rank is not None:
-        with tempfile.TemporaryDirectory(dir=folder.parent) as between:
-            checkpoint = merge(checkpoint, Path(between) / "merged", show_progress=False)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            checkpoint = merge(checkpoint, Path(temporary) / "merged", show_progress=False)
             export_hf(checkpoint, folder, replace=True, show_progress=False)
-            if asked.writes_bin:
+            if run.writes_bin:
                 merge_hf(open_existing(checkpoint), folder / BIN)
     elif not (folder / CONFIG).exists():
         export_hf(checkpoint, folder, replace=True, show_progress=False)
@@ -331,11 +349,11 @@ def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
         (folder / "tokenizer").mkdir(exist_ok=True)
         for name in names:
             shutil.copyfile(folder / name, folder / "tokenizer" / name)
-    if asked.writes_bin and config.lora.rank is None:
+    if run.writes_bin and config.lora.rank is None:
         merge_hf(open_existing(checkpoint), folder / BIN)
     return folder
 
 
 def with_bin(opened: OpenedRun) -> OpenedRun:
-    """The run whose hf_model has pytorch_model.bin too."""
-    return replace(opened, asked=replace(opened.asked, writes_bin=True))
+    """Return the run with pytorch_model.bin in hf_model."""
+    return replace(opened, run=replace(opened.run, writes_bin=True))

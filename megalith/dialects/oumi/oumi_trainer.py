@@ -1,10 +1,10 @@
-"""OumiMegatronGrpoTrainer: GRPO behind the four methods that Oumi asks of a trainer.
+"""OumiMegatronGrpoTrainer: GRPO with the trainer interface of Oumi.
 
     trainer = OumiMegatronGrpoTrainer(tokenizer, config, [reward], train_dataset)
     trainer.train(); trainer.save_model(config)
 
-Every rank makes one; there is no Ray. The configuration's model is opened in `train`, in the layout of its section
-megatron. Steps are saved while it trains, and hf_model/ when it is through.
+Every rank constructs one; Ray is not used. `train` opens the model in the layout of the megatron section, saves
+checkpoints during training and hf_model/ at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from megalith.errors import ConfigError, printable
 from megalith.launch.launcher import this_process
 from megalith.training.trainer import TrainingResult
 
-REWARDS = "rewards_"  # in the names of our figures; Oumi's have one reward
+REWARDS = "rewards_"  # prefix of Megalith's metrics; Oumi's is reward_
 
 
 class OumiMegatronGrpoTrainer:
-    """Trains the policy of a configuration on `train_dataset`, or on its data.train.datasets where that is None, and
-    judges it by `eval_dataset`, or its data.validation.datasets."""
+    """Trains a policy with GRPO.
+
+    Prompts come from `train_dataset`, or from data.train.datasets if it is None; evaluation prompts come from
+    `eval_dataset`, or from data.validation.datasets.
+    """
 
     def __init__(
         self,
@@ -38,14 +41,23 @@ class OumiMegatronGrpoTrainer:
         megatron_checkpoint_path: str | Path | None = None,
         **kwargs: Any,
     ):
-        """`config`: a TrainingConfig, ours or Oumi's, or a dict of its sections. `processing_class`: the tokenizer; its
-        folder is that of model.tokenizer_name, or of the weights. `reward_funcs`: names, or functions with TRL's or
-        verl's signature, in the place of training.reward_functions. `megatron_checkpoint_path`: weights to begin from,
-        in the place of OUTPUT/megatron_checkpoint. Raises ConfigError in Oumi's words.
+        """Translate and validate the configuration.
+
+        Args:
+            processing_class: the tokenizer. Its files are read from model.tokenizer_name, or from the weights' folder.
+            config: Megalith's or Oumi's TrainingConfig, or a dict of its sections.
+            reward_funcs: names, or functions with TRL's or verl's signature; replaces training.reward_functions.
+            train_dataset: prompt records; replaces data.train.datasets.
+            eval_dataset: prompt records; replaces data.validation.datasets.
+            processor: must be None; only language models are trained.
+            megatron_checkpoint_path: initial weights; replaces OUTPUT/megatron_checkpoint.
+
+        Raises:
+            ConfigError: names Oumi's keys.
         """
         if processor is not None:
             raise ConfigError(
-                "OumiMegatronGrpoTrainer was given a processor; models of text alone are trained"
+                "OumiMegatronGrpoTrainer has a processor, but only language models are supported; leave it out"
             )
         harmless = {
             "model",
@@ -56,71 +68,78 @@ class OumiMegatronGrpoTrainer:
             "collator",
             "data_collator",
         }
-        if other := [name for name, value in kwargs.items() if value is not None and name not in harmless]:
-            raise ConfigError(f"OumiMegatronGrpoTrainer takes no {', '.join(other)}; leave it out")
+        if unsupported := [
+            name for name, value in kwargs.items() if value is not None and name not in harmless
+        ]:
+            raise ConfigError(
+                f"OumiMegatronGrpoTrainer does not support {', '.join(unsupported)}; leave it out"
+            )
         self.processing_class = processing_class
         self._tree = tree_of(config)
-        named = self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
-        if str(named).upper() != "MEGATRON_GRPO":
+        trainer_type = self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
+        if str(trainer_type).upper() != "MEGATRON_GRPO":
             raise ConfigError(
-                f"training.trainer_type is {named}, but OumiMegatronGrpoTrainer trains by GRPO; set MEGATRON_GRPO, or "
-                "train it with `megalith oumi train`"
+                f"training.trainer_type is {trainer_type}, but OumiMegatronGrpoTrainer trains with GRPO; set "
+                "MEGATRON_GRPO, or run `megalith oumi train`"
             )
-        alone = isinstance(reward_funcs, str) or callable(reward_funcs)
-        self._given = [reward_funcs] if alone else [*(reward_funcs or ())]
-        if wrong := [one for one in self._given if not isinstance(one, str) and not callable(one)]:
-            raise ConfigError(f"reward_funcs has {wrong[0]!r:.60}; they are names and functions")
-        if self._given:  # judged by these; the names are for the log
-            names = [
-                one if isinstance(one, str) else f"own:{getattr(one, '__name__', 'reward')}"
-                for one in self._given
+        is_single = isinstance(reward_funcs, str) or callable(reward_funcs)
+        self._reward_funcs = [reward_funcs] if is_single else [*(reward_funcs or ())]
+        if wrong := [
+            reward for reward in self._reward_funcs if not isinstance(reward, str) and not callable(reward)
+        ]:
+            raise ConfigError(f"reward_funcs has {wrong[0]!r:.60}; use names or functions")
+        if self._reward_funcs:  # the names are only for the log
+            self._tree["training"]["reward_functions"] = [
+                reward if isinstance(reward, str) else f"own:{getattr(reward, '__name__', 'reward')}"
+                for reward in self._reward_funcs
             ]
-            self._tree["training"]["reward_functions"] = names
         self._records = _records("train_dataset", train_dataset)
-        self._held_out = _records("eval_dataset", eval_dataset)
-        self._begins_from = None if megatron_checkpoint_path is None else str(megatron_checkpoint_path)
-        translate_oumi(self._tree, this_process().world_size)  # refused here rather than in train
+        self._eval_records = _records("eval_dataset", eval_dataset)
+        self._init_from = None if megatron_checkpoint_path is None else str(megatron_checkpoint_path)
+        translate_oumi(self._tree, this_process().world_size)  # fail before train()
         self._opened: OpenedRun | None = None
         self.result: TrainingResult | None = None
 
     def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """Trains to the end, from a step of `resume_from_checkpoint` where one is given. Every rank calls it."""
+        """Train to the end, resuming from `resume_from_checkpoint` if it is set. Every rank calls it."""
         process = this_process()
         tree = self._tree | {"training": dict(self._tree["training"])}
         if resume_from_checkpoint is not None:
             tree["training"]["resume_from_checkpoint"] = str(resume_from_checkpoint)
-        asked = translate_oumi(tree, process.world_size)
-        self._opened = open_run(asked, process.world_size, self._records, self._held_out)
+        run = translate_oumi(tree, process.world_size)
+        self._opened = open_run(run, process.world_size, self._records, self._eval_records)
         if process.is_first:
             for note in self._opened.notes:
                 print(f"note: {printable(note)}", flush=True)
-        self.result = train_run(self._opened, self._given or None, self._begins_from)
+        self.result = train_run(self._opened, self._reward_funcs or None, self._init_from)
 
     def save_state(self) -> None:
-        """Nothing is left to save: the last step is in OUTPUT/checkpoints when `train` has returned."""
+        """Do nothing: `train` has saved the last step in OUTPUT/checkpoints."""
 
     def save_model(self, config: Any = None, final: bool = True) -> None:
-        """OUTPUT/hf_model of the last step, unless `train` has written it. Raises ConfigError before `train`."""
+        """Write OUTPUT/hf_model from the last step unless `train` has. Raises ConfigError before `train`."""
         if self.result is None or self._opened is None or self.result.checkpoint is None:
             raise ConfigError("there is no model to save yet; call train() first")
         if this_process().is_first and final:
-            finish_hf_model(self._opened.config, self.result.checkpoint, self._opened.asked)
+            finish_hf_model(self._opened.config, self.result.checkpoint, self._opened.run)
 
     def get_last_eval_metrics(self) -> dict[str, Any]:
-        """Of the last evaluation, after the last step where the run came so far: eval/reward_mean, _std, _min, _max and
-        _median, eval/accuracy, lengths and more. Empty before `train`, and without held-out prompts."""
-        found = (self.result and self.result.validation_figures) or {}
-        return {f"eval/{name.replace(REWARDS, 'reward_')}": value for name, value in found.items()}
+        """Return the metrics of the last evaluation: eval/reward_mean, _std, _min, _max, _median, eval/accuracy, …
+
+        Empty before `train` and without evaluation prompts.
+        """
+        metrics = (self.result and self.result.validation_figures) or {}
+        return {f"eval/{name.replace(REWARDS, 'reward_')}": value for name, value in metrics.items()}
 
 
-def _records(name: str, given: Any) -> list[dict[str, Any]] | None:
-    """Prompts with their columns. Raises ConfigError."""
-    if given is None:
+def _records(name: str, dataset: Any) -> list[dict[str, Any]] | None:
+    """Return a dataset's prompt records. Raises ConfigError if an entry is not a mapping."""
+    if dataset is None:
         return None
-    records = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
-    if wrong := [one for one in records if not isinstance(one, Mapping)]:
+    records = [dataset] if isinstance(dataset, str) or not isinstance(dataset, Iterable) else [*dataset]
+    if wrong := [record for record in records if not isinstance(record, Mapping)]:
         raise ConfigError(
-            f"{name} has {wrong[0]!r:.60}; it needs records with a prompt, as {{'prompt': 'What is 2+2?'}}; files are "
-            "named as data.train.datasets"
+            f"{name} has {wrong[0]!r:.60}; it needs records with a prompt, such as {{'prompt': 'What is 2+2?'}}; name "
+            "files in data.train.datasets"
         )
     return [dict(record) for record in records]
