@@ -1,6 +1,6 @@
-"""`from megalith.accelerate import Accelerator, MegatronLMPlugin`: Accelerate's own loops (docs/accelerate.md).
+"""Accelerate's API: `from megalith.accelerate import Accelerator, MegatronLMPlugin` (docs/accelerate.md).
 
-python -m megalith.accelerate SCRIPT.py ARGUMENTS     a script that imports from accelerate itself
+python -m megalith.accelerate SCRIPT.py ARGUMENTS     run a script that imports from accelerate itself
 """
 
 import sys
@@ -19,7 +19,7 @@ __all__ = [*OURS, "patch"]
 
 
 def __getattr__(name: str) -> object:
-    if name != "MegalithTrainer":  # whose imports take seconds
+    if name != "MegalithTrainer":  # imported lazily: it takes seconds
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megalith.dialects.accelerate.hugging_face_trainer import MegalithTrainer
 

@@ -24,7 +24,7 @@ from megalith.accelerate import MegatronLMPlugin
 from megalith.cli.main import main
 from megalith.dialects.accelerate import launch_door
 from megalith.dialects.accelerate.plugin import FIELDS, environment_of
-from megalith.dialects.accelerate.plugin_settings import ENCODERS, IDLE, run_config
+from megalith.dialects.accelerate.plugin_settings import ENCODER_FIELDS, NO_EFFECT, run_config
 from megalith.dialects.accelerate.published_weights import family_of_module
 from megalith.errors import ConfigError
 
@@ -204,10 +204,10 @@ def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monk
 
 @pytest.mark.parametrize("answers, told", [
     (["This machine", "TPU"], "one of Multi-GPU"),
-    (["", "", "", "yes"], "`accelerate config` asks for that"),
-    ([*TWO_MACHINES, "2"], "'2' is no answer to .*rank of this machine.*from 0 to 1 is needed, for there are 2"),
-    ([*TWO_MACHINES, "-1"], "'-1' is no answer to .*rank of this machine"),
-    ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes are not tensor 2 × pipeline 2 × data 2 = 8"),
+    (["", "", "", "yes"], "use `accelerate config` for that"),
+    ([*TWO_MACHINES, "2"], "'2' is not a valid answer to .*rank of this machine.*from 0 to 1, because there are 2"),
+    ([*TWO_MACHINES, "-1"], "'-1' is not a valid answer to .*rank of this machine"),
+    ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes do not equal tensor 2 × pipeline 2 × data 2 = 8"),
 ])  # fmt: skip
 def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told):
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
@@ -225,7 +225,7 @@ def test_the_wizards_answer_without_gpus_says_what_it_does(tmp_path, monkeypatch
         launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
     made = yaml.safe_load((tmp_path / "file").read_text())
     assert (made["machine_rank"], made["num_machines"], made["use_cpu"]) == (1, 2, False)
-    assert "hide them from the script by CUDA_VISIBLE_DEVICES=" in capsys.readouterr().out
+    assert "hide them from the script with CUDA_VISIBLE_DEVICES=" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag, left", [
@@ -316,10 +316,10 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
         monkeypatch.setenv(name, value)
     plugin = MegatronLMPlugin()
     assert (plugin.tp_degree, plugin.lr_decay_iters, plugin.legacy_bin) == (2, 320000, True)
-    assert plugin.context_parallel_size == 1 and plugin.has("tp_degree") and not plugin.has("pp_degree")
+    assert plugin.context_parallel_size == 1 and plugin.is_set("tp_degree") and not plugin.is_set("pp_degree")
     with pytest.raises(ConfigError, match="did you mean 'megatron_lm_tp_degree'"):
         environment_of({"megatron_lm_tp_degre": 2})
-    with pytest.raises(ConfigError, match="give other_megatron_args to MegatronLMPlugin in the script"):
+    with pytest.raises(ConfigError, match="pass other_megatron_args to MegatronLMPlugin in the script"):
         environment_of({"megatron_lm_other_megatron_args": {"bf16": True}})
     for name, text, value in (
         ("LR_DECAY_STYLE", "cosine", "cosine"),
@@ -335,7 +335,7 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(f"MEGATRON_LM_{name}", text)
             if text in ("many", "perhaps", ""):
-                with pytest.raises(ConfigError, match=f"MEGATRON_LM_{name} is '{text}'; give it {value}"):
+                with pytest.raises(ConfigError, match=f"MEGATRON_LM_{name} is '{text}'; set it to {value}"):
                     MegatronLMPlugin()
             else:
                 assert getattr(MegatronLMPlugin(), name.lower()) == value
@@ -351,9 +351,9 @@ def test_what_the_script_gives_goes_before_the_environment_though_it_be_the_defa
     )
     assert (plugin.tp_degree, plugin.lr_decay_style, plugin.eval_iters) == (1, "linear", 100)
     assert plugin.is_train_batch_min and plugin.pp_degree == 2  # None is no value
-    assert plugin.has("lr_decay_style") and not plugin.has("hidden_dropout")
+    assert plugin.is_set("lr_decay_style") and not plugin.is_set("hidden_dropout")
     again = copy.deepcopy(plugin)
-    assert again == plugin and again.given == plugin.given
+    assert again == plugin and again.set_fields == plugin.set_fields
     assert MegatronLMPlugin().lr_decay_style == "cosine"
 
 
@@ -362,9 +362,9 @@ def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
     table = {row.strip("| ").rpartition(" | ")[2]: row for row in told if row.startswith("| `")}
     assert [name for name in FIELDS if not any(f"`{name}`" in row for row in table.values())] == []
     idle = set(re.findall(r"`(\w+)`", table["no effect; a note at the start says so"]))
-    assert idle == {*IDLE, *ENCODERS}
+    assert idle == {*NO_EFFECT, *ENCODER_FIELDS}
     (note,) = [note for note in settings(train_samples=7)[1] if "train_samples" in note]
-    assert "has no effect here: schedules are counted in steps" in note
+    assert "has no effect here: schedules count steps" in note
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():
@@ -378,7 +378,7 @@ def test_other_arguments_go_through_the_table_of_megatrons_flags():
     assert any("--no-rope-fusion" in note for note in notes)
     with pytest.raises(ConfigError, match="did you mean"):
         settings(other_megatron_args={"sequence_paralel": True})
-    with pytest.raises(ConfigError, match="the Hugging Face model's config decides"):
+    with pytest.raises(ConfigError, match="the Hugging Face model's config sets"):
         settings(kind="gpt2", other_megatron_args={"position_embedding_type": "rope"})
 
 
@@ -401,7 +401,8 @@ def test_a_process_that_fails_gives_its_exit_code_and_what_cannot_start_is_said(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert main(["accelerate", "launch", "--num_processes", "2", "script.py"]) == 3
     assert (
-        "starts one process, whatever --num_processes says; for 2 give --multi_gpu" in capsys.readouterr().err
+        "starts one process and ignores --num_processes; for 2 processes also set --multi_gpu"
+        in capsys.readouterr().err
     )
     assert main(["accelerate", "launch", "--num_processes", "2", "--multi_gpu", "script.py"]) == 3
     assert main(["accelerate", "launch", "script.py"]) == 3
@@ -423,7 +424,9 @@ def test_a_process_that_fails_gives_its_exit_code_and_what_cannot_start_is_said(
 
 def test_processes_that_do_not_divide_are_refused(monkeypatch):
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "2")
-    with pytest.raises(ConfigError, match=r"; pp_degree stands in the configuration file or in MEGATRON_LM_"):
+    with pytest.raises(
+        ConfigError, match=r"; pp_degree comes from the configuration file or from MEGATRON_LM_"
+    ):
         fresh_accelerator(tp_degree=2)
     monkeypatch.delenv("MEGATRON_LM_PP_DEGREE")
     with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):

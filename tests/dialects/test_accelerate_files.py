@@ -30,7 +30,7 @@ SAME = {
     "TP2, experts too": (dict(tp_degree=2, expert_tensor_parallel_size=2), [EXPERTS]),
     "PP2": (dict(pp_degree=2, num_micro_batches=2), [{**EXPERTS, **FSDP}]),
 }  # fmt: skip
-MORE = {"TP2": [ZERO, FSDP, EXPERTS, ALL_EXPERTS], "TP2, experts too": [ZERO], "PP2": [ZERO]}
+GUIDE_FIELDS = {"TP2": [ZERO, FSDP, EXPERTS, ALL_EXPERTS], "TP2, experts too": [ZERO], "PP2": [ZERO]}
 
 
 def bins(folder):
@@ -50,7 +50,7 @@ def written(folder, more):
     accelerator.wait_for_everyone()
     for name, (layout, others) in SAME.items():
         wanted = None
-        for number, other in enumerate([{}, *(MORE[name] if more else others)]):
+        for number, other in enumerate([{}, *(GUIDE_FIELDS[name] if more else others)]):
             accelerator = fresh_accelerator(**layout, **other, legacy_bin=True)
             prepared(accelerator, "mixtral", data)
             accelerator.load_state(state)

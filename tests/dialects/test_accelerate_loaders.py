@@ -16,7 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import BatchEncoding
 
 from megalith.accelerate import skip_first_batches
-from megalith.dialects.accelerate.replica_loader import ReplicaBatches, Share, host_copy, prepare_loader
+from megalith.dialects.accelerate.replica_loader import (
+    ReplicaBatches,
+    ReplicaSharding,
+    host_copy,
+    prepare_loader,
+)
 from megalith.errors import ConfigError
 
 
@@ -53,7 +58,7 @@ def test_the_filler_of_every_replica_is_what_follows_the_last_sample(micro_batch
     for total in range(1, 26):
         seen = []
         for replica in range(replicas):
-            share = Share(micro_batches, replicas, replica, torch.device("cpu"))
+            share = ReplicaSharding(micro_batches, replicas, replica, torch.device("cpu"))
             batches = ReplicaBatches(BatchSampler(range(total), 2, drop_last=False), share, drop_last=False)
             turns = list(batches)
             filler = [batches.padding(total, is_last=turn is turns[-1]) for turn in turns]
@@ -62,7 +67,7 @@ def test_the_filler_of_every_replica_is_what_follows_the_last_sample(micro_batch
 
 
 def test_what_the_model_reads_on_the_host_is_not_copied_back_from_the_device_unless_it_was_changed():
-    share = Share(micro_batches=1, replicas=1, replica=0, device=torch.device("meta"))
+    share = ReplicaSharding(micro_batches=1, replicas=1, replica=0, device=torch.device("meta"))
     rows = samples(2)
     loader = prepare_loader(DataLoader(rows, batch_size=2), share)
     (batch,) = loader
@@ -129,7 +134,7 @@ def replicas(folder):
     with torch.no_grad():
         close(torch.stack([model(**batch).loss for batch in rest]), torch.stack(wanted[1:]))
     other = Stream(rows[accelerator.process_index :])
-    with pytest.raises(ConfigError, match="gives rank 1 other samples than rank 0"):
+    with pytest.raises(ConfigError, match="yields other samples on rank 1 than on rank 0"):
         next(iter(accelerator.prepare(DataLoader(other, batch_size=4))))
     for turns in (loader, stream):
         seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in turns]

@@ -55,7 +55,7 @@ def exchanged(accelerator):
             reduced = accelerator.reduce({"n": torch.tensor([replica], dtype=dtype)}, kind, scale=2.0)["n"]
             assert reduced.tolist() == [wanted]
             assert reduced.dtype == (torch.float32 if kind == "mean" else dtype)
-    with pytest.raises(ConfigError, match="'avg'; there are sum, mean"):
+    with pytest.raises(ConfigError, match="'avg'; use sum, mean"):
         accelerator.reduce(rank, "avg")
     ragged = {"ids": torch.ones(2, 3 + accelerator.process_index, dtype=torch.int64)}
     padded = accelerator.pad_across_processes(ragged, dim=1, pad_index=-100)["ids"]
@@ -206,14 +206,14 @@ def test_processes_exchange_numbers_before_a_model_is_prepared():
     ([torch.ones(1), "a"], "a Tensor"), ([{1: "a"}], "a dictionary with the key 1"), ([(b"a",)], "a bytes"),
 ])  # fmt: skip
 def test_objects_that_json_would_not_give_back_are_refused(given, told):
-    with pytest.raises(ConfigError, match=f"gather_for_metrics was given {told}, but"):
+    with pytest.raises(ConfigError, match=f"gather_for_metrics has {told}, but"):
         fresh_accelerator().gather_for_metrics(given, use_gather_object=True)
 
 
 def test_what_the_script_says_of_the_loss_scale_and_the_processes_holds(monkeypatch):
-    asked, join = [], process_state.join_processes
+    asked, join = [], process_state.init_process_groups
     monkeypatch.setattr(
-        process_state, "join_processes", lambda cpu, timeout: asked.append(timeout) or join(cpu, timeout)
+        process_state, "init_process_groups", lambda cpu, timeout: asked.append(timeout) or join(cpu, timeout)
     )
     scaler = GradScalerKwargs(init_scale=1024.0, growth_interval=7)
     group = InitProcessGroupKwargs(timeout=timedelta(hours=2))
@@ -281,7 +281,7 @@ def test_adapters_in_a_model_and_a_model_that_merging_has_left_frozen_are_refuse
     model = model_of("llama")
     model.model.layers[1].self_attn.q_proj = Adapted(model.model.layers[1].self_attn.q_proj)
     with pytest.raises(
-        ConfigError, match=r"LlamaForCausalLM has adapters in it.*merge_and_unload.*lora\.rank"
+        ConfigError, match=r"LlamaForCausalLM contains adapters.*merge_and_unload.*lora\.rank"
     ):
         fresh_accelerator().prepare(model, adamw(model))
     model = model_of("llama").requires_grad_(False)

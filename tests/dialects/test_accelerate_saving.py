@@ -128,7 +128,7 @@ def test_weights_from_before_a_step_are_not_saved_as_those_of_now(tmp_path):
     for save in (lambda: module.save_pretrained(tmp_path / "after"), module.state_dict,
                  lambda: accelerator.save_model(module, tmp_path / "after")):  # fmt: skip
         with pytest.raises(
-            ConfigError, match=r"before the last optimizer step.*unwrap_model\(model\) again, on every"
+            ConfigError, match=r"older than the last optimizer step.*unwrap_model\(model\) again, on every"
         ):
             save()
     check(([], before.state_dict()), ([], kept))  # a copy stays what it is

@@ -100,7 +100,7 @@ def test_a_train_step_of_the_scripts_own_with_its_batch_and_mask():
         gradient_clipping=0.0, custom_train_step_class=OwnStep, custom_train_step_kwargs={"factor": 3.0}
     )
     model, own, loader, _ = prepared(accelerator, "llama", samples(BATCH), "sgd")
-    assert model.custom._handler.heads == 4
+    assert model.train_step._handler.heads == 4
     model.train()
     found = gradient_of(accelerator, model, own, next(iter(loader)))
     tokens, plain = stacked(samples(BATCH))["input_ids"], model_of("llama")
@@ -124,7 +124,7 @@ def test_a_batch_function_of_the_scripts_own_and_masks_that_are_not_had():
 
     accelerator = fresh_accelerator(custom_get_batch_function=sees_all)
     model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
-    with pytest.raises(ConfigError, match="neither causal nor one of documents"):
+    with pytest.raises(ConfigError, match="neither causal nor causal within"):
         model(**next(iter(loader)))
 
 
@@ -198,7 +198,7 @@ def test_what_an_encoders_step_does_not_have_is_refused():
     assert all(issubclass(step, AbstractTrainStep) for step in steps)
     accelerator = fresh_accelerator(custom_loss_function=local_loss)
     with pytest.raises(
-        ConfigError, match="custom_loss_function is set, but an encoder is trained by BertTrainStep"
+        ConfigError, match="custom_loss_function is set, but an encoder is always trained with BertTrainStep"
     ):
         prepared(accelerator, "bert", masked_samples())
     model, _, loader, _ = prepared(fresh_accelerator(), "llama", masked_samples())

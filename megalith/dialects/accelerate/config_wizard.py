@@ -1,5 +1,7 @@
-"""`megalith accelerate config`: the questions of Accelerate's guide to Megatron-LM, in its order and words, and the
-configuration file that they make. An empty line takes the default; from a pipe the answers are lines."""
+"""`megalith accelerate config`: ask the questions of Accelerate's Megatron-LM guide and write a configuration file.
+
+The questions have the guide's order and wording. An empty line takes the default; from a pipe each line is an answer.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ import yaml
 from megalith.errors import ConfigError
 
 YES = {"yes": True, "y": True, "true": True, "1": True, "no": False, "n": False, "false": False, "0": False}
-OTHER = "`accelerate config` asks for that; `megalith accelerate config` makes files for Megatron-LM's plugin"
+OTHER = (
+    "use `accelerate config` for that; `megalith accelerate config` writes files for the Megatron-LM plugin"
+)
 
 
 def run_wizard(words: list[str]) -> int:
-    """Asks, and writes the file. Raises ConfigError for an answer that cannot be, where nobody can be asked again."""
+    """Ask the questions and write the file. Raises ConfigError for an invalid answer from a pipe."""
     parser = argparse.ArgumentParser(prog="megalith accelerate config", description=__doc__)
     parser.add_argument("--config_file", type=Path, default=default_file(), help="the file to write")
     file = parser.parse_args(words).config_file
@@ -31,14 +35,14 @@ def run_wizard(words: list[str]) -> int:
 
 
 def default_file() -> Path:
-    """Where Accelerate's launcher looks: below HF_HOME, else XDG_CACHE_HOME, else ~/.cache."""
+    """Return the file that Accelerate's launcher reads: below HF_HOME, else XDG_CACHE_HOME, else ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", f"{cache}/huggingface")
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def ask_all() -> dict[str, Any]:
-    """The content of the file: the guide's eleven questions, then what Accelerate asks besides."""
+    """Ask the guide's eleven questions and Accelerate's further ones; return the content of the file."""
     ask("In which compute environment are you running?", "This machine", one_of("This machine"))
     kind = ask("Which type of machine are you using?", "Multi-GPU", one_of("Multi-GPU", "multi-CPU"))
     machines = ask("How many different machines will you use?", 1, count)
@@ -48,10 +52,14 @@ def ask_all() -> dict[str, Any]:
     sequence = ask("Do you want to enable Sequence Parallelism?", "No", truth)
     pp = ask("What is the Pipeline Parallelism degree? [1-8]", 2, count)
     dp = ask("What is the Data Parallelism degree? [1-8]", 2, count)
-    where = ("SELECTIVE", "FULL", "NONE")
-    recompute = ask(f"Where to perform activation checkpointing? {list(where)}", "SELECTIVE", one_of(*where))
-    where = ("SEQUENTIAL", "UNIFORM")
-    partition = ask(f"Where to perform activation partitioning? {list(where)}", "SEQUENTIAL", one_of(*where))
+    choices = ("SELECTIVE", "FULL", "NONE")
+    recompute = ask(
+        f"Where to perform activation checkpointing? {list(choices)}", "SELECTIVE", one_of(*choices)
+    )
+    choices = ("SEQUENTIAL", "UNIFORM")
+    partition = ask(
+        f"Where to perform activation partitioning? {list(choices)}", "SEQUENTIAL", one_of(*choices)
+    )
     micro_batches = ask("What is the number of micro-batches?", 1, count) if pp > 1 else 1
     sharded = ask("Do you want to use distributed optimizer which shards optimizer state and gradients across "
                   "data parallel ranks?", "No", truth)  # fmt: skip
@@ -59,7 +67,7 @@ def ask_all() -> dict[str, Any]:
     processes = ask("How many processes (GPUs) should be used for distributed training?", tp * pp * dp, count)
     if processes != tp * pp * dp:
         raise ConfigError(
-            f"{processes} processes are not tensor {tp} × pipeline {pp} × data {dp} = {tp * pp * dp}; change one"
+            f"{processes} processes do not equal tensor {tp} × pipeline {pp} × data {dp} = {tp * pp * dp}; change one"
         )
     precision = ask(
         "Do you wish to use mixed precision? [no/fp16/bf16]", "bf16", one_of("no", "fp16", "bf16")
@@ -101,14 +109,14 @@ def ask_all() -> dict[str, Any]:
         content["main_process_port"] = ask(port, 29500, count)
     if kind == "multi-CPU":
         print(
-            "its processes exchange by gloo where there are no GPUs; on a machine with some, hide them from the "
-            "script by CUDA_VISIBLE_DEVICES= (use_cpu stays false: with it Accelerate starts one process)"
+            "without GPUs the processes communicate with gloo; on a machine with GPUs, hide them from the script with "
+            "CUDA_VISIBLE_DEVICES= (use_cpu stays false, because Accelerate would start only one process)"
         )
     return content
 
 
 def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
-    """The answer as `read` understands it; on a terminal it is asked again until it does."""
+    """Return the answer converted by `read`; on a terminal, repeat the question until it is valid."""
     while True:
         print(f"{question}\n> ", end="", flush=True)
         answer = sys.stdin.readline()
@@ -117,45 +125,45 @@ def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
         try:
             return read(answer.strip() or str(default))
         except ValueError as error:
-            told = f"{answer.strip()!r} is no answer to {question!r}: {error}"
+            message = f"{answer.strip()!r} is not a valid answer to {question!r}: {error}"
             if not sys.stdin.isatty():
-                raise ConfigError(told) from None
-            print(told)
+                raise ConfigError(message) from None
+            print(message)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Reads one of these, in any case."""
+    """Return a reader of one of the choices, case-insensitive."""
 
     def read(answer: str) -> str:
-        found = next((choice for choice in choices if choice.lower() == answer.lower()), None)
-        if found is None:
-            raise ValueError(f"one of {', '.join(choices)} is needed ({OTHER})")
-        return found
+        match = next((choice for choice in choices if choice.lower() == answer.lower()), None)
+        if match is None:
+            raise ValueError(f"answer one of {', '.join(choices)} ({OTHER})")
+        return match
 
     return read
 
 
 def truth(answer: str) -> bool:
-    """Reads yes or no."""
+    """Parse yes or no."""
     if answer.lower() not in YES:
-        raise ValueError("yes or no is needed")
+        raise ValueError("answer yes or no")
     return YES[answer.lower()]
 
 
 def count(answer: str) -> int:
-    """Reads a whole number from 1."""
+    """Parse a whole number from 1."""
     if not answer.isdecimal() or int(answer) < 1:
-        raise ValueError("a whole number from 1 is needed")
+        raise ValueError("answer a whole number from 1")
     return int(answer)
 
 
 def below(bound: int) -> Callable[[str], int]:
-    """Reads a whole number from 0 to bound - 1."""
+    """Return a reader of a whole number from 0 to bound - 1."""
 
     def read(answer: str) -> int:
         if not answer.isdecimal() or int(answer) >= bound:
             raise ValueError(
-                f"a whole number from 0 to {bound - 1} is needed, for there are {bound} machines"
+                f"answer a whole number from 0 to {bound - 1}, because there are {bound} machines"
             )
         return int(answer)
 
@@ -163,6 +171,6 @@ def below(bound: int) -> Callable[[str], int]:
 
 
 def refuse(answer: bool, unwanted: bool) -> None:
-    """Raises ConfigError where the answer leads away from Megatron."""
+    """Raise ConfigError if the answer is `unwanted`: it selects something other than Megatron-LM."""
     if answer is unwanted:
         raise ConfigError(OTHER)

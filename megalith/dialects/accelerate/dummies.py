@@ -1,4 +1,4 @@
-"""Stand-ins that a script gives to `prepare`: a schedule by its length, and data in Megatron's indexed form."""
+"""Placeholders that a script passes to `prepare`: a schedule, and Megatron's indexed datasets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megalith.config import RunConfig
 from megalith.data.order import SingleOrder, sample_order
-from megalith.dialects.accelerate.replica_loader import Copied, copied_to
+from megalith.dialects.accelerate.replica_loader import HostCopies, copy_to_device
 from megalith.errors import ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.training.build import open_datasets
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class MegatronLMDummyScheduler:
-    """A schedule of `total_num_steps` steps of the script's optimizer, the first `warmup_num_steps` of them a linear
-    warm-up; the plugin's lr_decay_style and min_lr say the rest."""
+    """Placeholder for a schedule of `total_num_steps` optimizer steps with a linear warmup of `warmup_num_steps`.
+
+    The plugin's lr_decay_style and min_lr set the decay.
+    """
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
@@ -35,19 +37,19 @@ class MegatronLMDummyScheduler:
         )
         self.kwargs = kwargs
 
-    def real(self, optimizer: torch.optim.Optimizer, plugin: MegatronLMPlugin) -> LambdaLR:
-        """A scheduler of torch over the prepared optimizer: Megatron's curve, of each group's own highest rate."""
+    def build(self, optimizer: torch.optim.Optimizer, plugin: MegatronLMPlugin) -> LambdaLR:
+        """Return a torch scheduler of the prepared optimizer with Megatron's curve, scaled to each group's rate."""
         steps = plugin.train_iters or self.total_num_steps
         if steps is None:
             raise ConfigError(
-                "MegatronLMDummyScheduler has no total_num_steps and the plugin no train_iters; give one"
+                "MegatronLMDummyScheduler has no total_num_steps and the plugin no train_iters; set one"
             )
-        highest = optimizer.param_groups[0]["lr"]
+        max_lr = optimizer.param_groups[0]["lr"]
         lengths = {"lr_decay_iters": plugin.lr_decay_iters, "lr_warmup_fraction": plugin.lr_warmup_fraction}
         settings = {
             "train.train_iters": steps,
             "train.global_batch_size": 1,
-            "optim.lr": highest,
+            "optim.lr": max_lr,
             "optim.min_lr": plugin.min_lr,
             "optim.lr_decay_style": plugin.lr_decay_style,
             **{f"optim.{name}": value for name, value in lengths.items() if value is not None},
@@ -58,28 +60,31 @@ class MegatronLMDummyScheduler:
         schedule = build_schedule(config.optim, config.train)
 
         def factor(step: int) -> float:
-            return schedule.learning_rate(step, step) / highest if highest else 1.0
+            return schedule.learning_rate(step, step) / max_lr if max_lr else 1.0
 
         return LambdaLR(optimizer, factor)
 
 
 class MegatronLMDummyDataLoader:
-    """Indexed datasets, as `megalith preprocess` and Megatron write them: `data_path`, `split`, `seq_length`,
-    `micro_batch_size`. Given to `prepare` three times, it is the training, the validation and the test data."""
+    """Placeholder for indexed datasets in the format of Megatron and `megalith preprocess`.
+
+    Arguments: `data_path`, `split`, `seq_length`, `micro_batch_size`, … Pass it to `prepare` three times for the
+    training, the validation and the test data.
+    """
 
     def __init__(self, **dataset_kwargs: Any):
-        known = ("data_path", "split", "seq_length", "micro_batch_size", "train_data_path", "valid_data_path",
+        supported = ("data_path", "split", "seq_length", "micro_batch_size", "train_data_path", "valid_data_path",
                  "test_data_path", "seed", "splits_string", "eod_mask_loss")  # fmt: skip
         self.dataset_args = {"split": "969,30,1", **dataset_kwargs, "megatron_dataset_flag": True}
-        if unknown := [name for name in dataset_kwargs if name not in known]:
+        if unknown := [name for name in dataset_kwargs if name not in supported]:
             raise ConfigError(
-                f"MegatronLMDummyDataLoader has no {', '.join(unknown)}; it takes {', '.join(known)}"
+                f"MegatronLMDummyDataLoader has no argument {', '.join(unknown)}; use {', '.join(supported)}"
             )
         self._splits: list[Any] | None = None
         self._next = 0
 
     def next_split(self, engine: MegatronEngine, plugin: MegatronLMPlugin, device: torch.device) -> Any:
-        """The iterator of the next of the three splits; None where it is empty."""
+        """Return an iterator over the next of the three splits, or None if it is empty."""
         if self._splits is None:
             self._splits = self._open(engine, plugin)
         split, self._next = self._splits[self._next % 3], self._next + 1
@@ -118,8 +123,10 @@ class MegatronLMDummyDataLoader:
 
 
 class IndexedBatches:
-    """An iterator of this replica's share of each global batch: `input_ids` [batch, seq] and `shift_labels`, the token
-    after each."""
+    """Iterator over this replica's part of each global batch: `input_ids` and `shift_labels`, int64 [batch, seq].
+
+    `shift_labels` holds the next token of each token.
+    """
 
     def __init__(
         self,
@@ -130,8 +137,9 @@ class IndexedBatches:
         consumed: int,
         device: torch.device,
     ):
-        self.dataset, self.engine, self.device, self._at = dataset, engine, device, consumed
-        self.copied: Copied = []
+        self.dataset, self.engine, self.device = dataset, engine, device
+        self._next_sample = consumed
+        self.host_copies: HostCopies = []
         engine.sources.append(self)
         self._order = (
             SingleOrder(len(dataset), wrap=True)
@@ -144,11 +152,11 @@ class IndexedBatches:
 
     def __next__(self) -> dict[str, Tensor]:
         plugin, dp = self.engine.plugin, self.engine.mesh.dp
-        own = plugin.micro_batch_size * plugin.num_micro_batches
-        first = self._at + dp.rank * own
-        self._at += own * dp.size
-        rows = [torch.as_tensor(self.dataset[self._order(n)]) for n in range(first, first + own)]
-        tokens = torch.stack([row.to(torch.int64) for row in rows])  # [own, seq + 1]
+        local_batch = plugin.micro_batch_size * plugin.num_micro_batches
+        first = self._next_sample + dp.rank * local_batch
+        self._next_sample += local_batch * dp.size
+        rows = [torch.as_tensor(self.dataset[self._order(n)]) for n in range(first, first + local_batch)]
+        tokens = torch.stack([row.to(torch.int64) for row in rows])  # [local_batch, seq + 1]
         batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
-        batch, self.copied = copied_to(self.device, batch)
+        batch, self.host_copies = copy_to_device(self.device, batch)
         return batch

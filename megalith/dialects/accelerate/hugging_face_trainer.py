@@ -1,8 +1,8 @@
-"""MegalithTrainer: transformers' Trainer with Megalith behind it, in every layout without pipeline stages.
+"""MegalithTrainer: transformers' Trainer on Megalith, in every layout without pipeline parallelism.
 
-The Trainer makes its own Accelerator, calls the model once a micro-batch with the number of tokens of the whole step,
-and saves from its first process. What differs here are the Accelerator, that number's meaning (the tokens of all
-replicas, whose losses are one loss here and not averaged), and that every rank takes part in saving.
+transformers' Trainer creates its own Accelerator, calls the model once per micro-batch with the number of tokens of the
+step, and saves on rank 0. This subclass replaces the Accelerator, counts the tokens of all replicas (their losses form
+one loss and are not averaged), and makes every rank take part in saving.
 """
 
 from __future__ import annotations
@@ -24,56 +24,59 @@ from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 
 SCHEDULER = "scheduler.pt"
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    # Arguments that the Trainer would apply to its own model and processes: the values that have no effect, and why.
-    "neftune_noise_alpha": ((None, 0), "a hook adds its noise to an embedding that Megalith does not call"),
+SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    # TrainingArguments that act on the Trainer's own model and processes: the supported values, and the reason.
+    "neftune_noise_alpha": ((None, 0), "its hook is on an embedding that Megalith does not call"),
     "average_tokens_across_devices": ((True,), "the loss is the mean over the tokens of all replicas"),
-    "fsdp": ((None, False, "", []), "MegatronLMPlugin says the layout"),
-    "deepspeed": ((None,), "MegatronLMPlugin says the layout"),
-    "parallelism_config": ((None,), "MegatronLMPlugin says the layout"),
-    "bf16_full_eval": ((False,), "an evaluation has the training's precision"),
-    "fp16_full_eval": ((False,), "an evaluation has the training's precision"),
+    "fsdp": ((None, False, "", []), "MegatronLMPlugin sets the layout"),
+    "deepspeed": ((None,), "MegatronLMPlugin sets the layout"),
+    "parallelism_config": ((None,), "MegatronLMPlugin sets the layout"),
+    "bf16_full_eval": ((False,), "evaluation uses the training precision"),
+    "fp16_full_eval": ((False,), "evaluation uses the training precision"),
 }
 
 
 class MegalithTrainer(Trainer):
-    """transformers' Trainer. `megatron_lm_plugin` says the layout; its `num_micro_batches` stays 1, for
-    gradient_accumulation_steps of the TrainingArguments is what it would be."""
+    """transformers' Trainer on Megalith.
+
+    `megatron_lm_plugin` sets the layout. Keep its `num_micro_batches` at 1 and use gradient_accumulation_steps of the
+    TrainingArguments.
+    """
 
     def __init__(self, *args: Any, megatron_lm_plugin: MegatronLMPlugin | None = None, **options: Any):
-        """Raises ConfigError for pipeline stages, losses made from logits, and a best model without its checkpoint."""
+        """Check the arguments. Raises ConfigError for pipeline parallelism and losses computed from logits."""
         self._plugin = megatron_lm_plugin or MegatronLMPlugin()
         if self._plugin.pp_degree > 1:
             raise ConfigError(
-                f"pp_degree is {self._plugin.pp_degree}, but the Trainer gives the model its micro-batches one by one, "
-                "and with one at a time all stages of a pipeline but one are idle; use tp_degree, "
-                "context_parallel_size and data parallelism, or a loop of your own"
+                f"pp_degree is {self._plugin.pp_degree}, but the Trainer passes micro-batches to the model one at a "
+                "time, which leaves all pipeline stages but one idle; use tp_degree, context_parallel_size and data "
+                "parallelism, or write the training loop yourself"
             )
         super().__init__(*args, **options)
-        self._refuse_arguments()
-        self._refuse_losses_from_logits()
+        self._check_arguments()
+        self._reject_losses_from_logits()
         if self.args.load_best_model_at_end and self.args.save_only_model:
             raise ConfigError(
-                "load_best_model_at_end and save_only_model are both true, but the best model is read from the whole "
-                "checkpoint of its step, in any layout; leave save_only_model out"
+                "load_best_model_at_end and save_only_model are both true, but the best model is loaded from the full "
+                "checkpoint of its step; leave save_only_model out"
             )
         self.args.average_tokens_across_devices = True
 
-    def _refuse_arguments(self) -> None:
-        for name, (values, reason) in ONLY.items():
-            given = getattr(self.args, name, values[0])
-            if given not in values:
-                raise ConfigError(f"{name} is {given!r:.80}, which is refused: {reason}; leave it out")
+    def _check_arguments(self) -> None:
+        for name, (values, reason) in SUPPORTED_VALUES.items():
+            value = getattr(self.args, name, values[0])
+            if value not in values:
+                raise ConfigError(f"{name} is {value!r:.80}, which is not supported: {reason}; leave it out")
 
-    def _refuse_losses_from_logits(self) -> None:
+    def _reject_losses_from_logits(self) -> None:
         smoothing = self.args.label_smoothing_factor
-        given = [f"label_smoothing_factor is {smoothing:g}"] * (smoothing != 0)
-        given += ["compute_loss_func is given"] * (self.compute_loss_func is not None)
-        if given:
+        unsupported = [f"label_smoothing_factor is {smoothing:g}"] * (smoothing != 0)
+        unsupported += ["compute_loss_func is set"] * (self.compute_loss_func is not None)
+        if unsupported:
             raise ConfigError(
-                f"{' and '.join(given)}, which makes the loss from the model's logits, and no gradient comes back "
-                "through these; leave it out, or give MegatronLMPlugin a custom_loss_function(loss_mask, losses), "
-                "which gets the loss of each token"
+                f"{' and '.join(unsupported)}, which computes the loss from the model's logits, but these have no "
+                "gradient; leave it out, or set MegatronLMPlugin's custom_loss_function(loss_mask, losses), which gets "
+                "the loss of each token"
             )
 
     @property
@@ -81,14 +84,15 @@ class MegalithTrainer(Trainer):
         return self.model_wrapped if isinstance(self.model_wrapped, MegatronEngine) else None
 
     def create_accelerator_and_postprocess(self) -> None:
-        made, stock.Accelerator = stock.Accelerator, partial(Accelerator, megatron_lm_plugin=self._plugin)
+        original = stock.Accelerator
+        stock.Accelerator = partial(Accelerator, megatron_lm_plugin=self._plugin)
         try:
             super().create_accelerator_and_postprocess()
         finally:
-            stock.Accelerator = made
+            stock.Accelerator = original
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step: those of the replicas, for the ranks that share a model have the same ones."""
+        """Return the samples per step. Ranks of the same replica train on the same samples."""
         shared = self._plugin.tp_degree * self._plugin.context_parallel_size
         return self._train_batch_size * args.gradient_accumulation_steps * (args.world_size // shared)
 
@@ -96,7 +100,7 @@ class MegalithTrainer(Trainer):
         return self._engine or model
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """As the Trainer's, without its factor for the average over processes."""
+        """Compute the loss without the Trainer's factor for averaging over processes."""
         self.args.average_tokens_across_devices = False
         try:
             return super().compute_loss(model, inputs, *args, **options)
@@ -104,14 +108,14 @@ class MegalithTrainer(Trainer):
             self.args.average_tokens_across_devices = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank calls it, as the Trainer does, and goes on when the folder is there."""
-        with self._whole_model():
+        """Write the model. Every rank calls it, as the Trainer does, and waits for the folder."""
+        with self._gathered_weights():
             super().save_model(output_dir, _internal_call)
         self.accelerator.wait_for_everyone()
 
     @contextmanager
-    def _whole_model(self) -> Iterator[None]:
-        """In it `model` has the weights of now."""
+    def _gathered_weights(self) -> Iterator[None]:
+        """Fill `self.model` with the current weights inside the block."""
         if self._engine is None:
             yield
             return
@@ -124,12 +128,12 @@ class MegalithTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """As the Trainer's; logits are made where something reads them."""
-        asked, self._plugin.return_logits = self._plugin.return_logits, not prediction_loss_only
+        """Run a prediction step; compute logits only if something reads them."""
+        return_logits, self._plugin.return_logits = self._plugin.return_logits, not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:
-            self._plugin.return_logits = asked
+            self._plugin.return_logits = return_logits
 
     def _load_best_model(self) -> None:
         self._engine.load_checkpoint(self.state.best_model_checkpoint)

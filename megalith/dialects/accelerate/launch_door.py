@@ -1,12 +1,12 @@
-"""`megalith accelerate launch|config|enable|disable`: Accelerate's own commands with Megalith behind its plugin.
+"""`megalith accelerate launch|config|enable|disable`: Accelerate's commands on Megalith.
 
-    launch ARGS script.py …    Accelerate's own parser; as `accelerate launch ARGS -m megalith.accelerate script.py …`
-    config [--config_file F]   the questions of Accelerate's guide, from a terminal or a pipe, and the file they make
-    enable | disable           for plain `accelerate launch script.py`: a file beside the installed packages, which acts
-                               in that launcher and in the processes that it starts, where they import accelerate
+    launch ARGS script.py …    same as `accelerate launch ARGS -m megalith.accelerate script.py …`
+    config [--config_file F]   ask the questions of Accelerate's guide and write a configuration file
+    enable | disable           make plain `accelerate launch script.py` use Megalith, or undo that: a .pth file next to
+                               the installed packages acts in the launcher and in the processes that it starts
 
-A configuration file's or `--use_megatron_lm`'s choice of Megatron goes before `--multi_gpu`, which in Accelerate hides
-it. PyTorch is imported when it is needed.
+Megatron-LM, selected by a configuration file or by `--use_megatron_lm`, takes precedence over `--multi_gpu`; in
+Accelerate it does not. PyTorch is imported only when needed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ try:
 except Exception as error:
     print(f'megalith accelerate enable has no effect: {error}', file=sys.stderr)
 """
-_CONCERNED = (
+_IS_ACCELERATE = (
     "'ACCELERATE_USE_MEGATRON_LM' in os.environ or 'ACCELERATE_MIXED_PRECISION' in os.environ or "
     "any('accelerate' in word for word in sys.orig_argv[:6])"
 )
-LINE = f"import os, sys; ({_CONCERNED}) and exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"  # a .pth has single lines
+# A .pth file executes single lines.
+LINE = f"import os, sys; ({_IS_ACCELERATE}) and exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"
 MODULE = "megalith.accelerate"
 
 
 def run_command(words: Sequence[str]) -> int:
-    """The exit code of a command and its words. Raises MegalithError."""
+    """Run a command line and return its exit code. Raises MegalithError."""
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -68,14 +69,14 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Starts a script by Accelerate's launcher, with our classes in the place of Accelerate's in its processes."""
-    from accelerate.commands import launch as theirs
+    """Start a script with Accelerate's launcher and Megalith's classes in its processes."""
+    from accelerate.commands import launch as accelerate_launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    args = theirs.launch_command_parser().parse_args(words)
+    args = accelerate_launch.launch_command_parser().parse_args(words)
     if args.no_python:
         raise ConfigError(
-            "--no_python starts a program that is no Python script; megalith accelerate launch needs one"
+            "--no_python starts a program that is not a Python script; megalith accelerate launch needs a script"
         )
     if not args.module and not Path(args.training_script).exists():
         raise ConfigError(f"there is no script {args.training_script}; give the path of a Python script")
@@ -89,20 +90,20 @@ def launch(words: list[str]) -> int:
     if note := _one_process_note(args):
         print(note, file=sys.stderr)
     try:
-        theirs.launch_command(args)
-    except subprocess.CalledProcessError as error:  # of a single process, which has said why
+        accelerate_launch.launch_command(args)
+    except subprocess.CalledProcessError as error:  # one process, which has printed its error
         return error.returncode
-    except ChildFailedError as error:  # of several, each named in it
+    except ChildFailedError as error:  # several processes, named in the error
         print(error, file=sys.stderr)
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
-    except ValueError as error:  # of its check of the options
+    except ValueError as error:  # Accelerate's check of its options
         raise ConfigError(f"Accelerate's launcher: {error}") from None
     return 0
 
 
 def _one_process_note(args: Any) -> str:
-    """What `--num_processes` above 1 needs where Accelerate's launcher passes over it: no GPUs, and no type named."""
+    """Return a note if Accelerate's launcher ignores --num_processes: no GPUs and no distributed type."""
     import torch
 
     types = (args.multi_gpu, args.use_megatron_lm, args.use_deepspeed, args.use_fsdp, args.tpu, args.cpu)
@@ -110,19 +111,19 @@ def _one_process_note(args: Any) -> str:
     if count < 2 or any(types) or torch.accelerator.is_available() or "distributed_type" in _file_of(args):
         return ""
     return (
-        f"note: without GPUs Accelerate's launcher starts one process, whatever --num_processes says; for {count} "
-        "give --multi_gpu or --use_megatron_lm too"
+        f"note: without GPUs Accelerate's launcher starts one process and ignores --num_processes; for {count} "
+        "processes also set --multi_gpu or --use_megatron_lm"
     )
 
 
 def act_in_launcher() -> None:
-    """Corrects what Accelerate's launcher, which this process is about to run, reads of its command line."""
-    theirs = argparse.ArgumentParser.parse_args
+    """Patch argparse so that Accelerate's launcher, about to run in this process, selects Megatron-LM as configured."""
+    accelerate_launch = argparse.ArgumentParser.parse_args
 
     def parse_args(parser: argparse.ArgumentParser, *words: Any, **options: Any) -> Any:
-        args = theirs(parser, *words, **options)
+        args = accelerate_launch(parser, *words, **options)
         if hasattr(args, "use_megatron_lm") and hasattr(args, "training_script"):
-            argparse.ArgumentParser.parse_args = theirs  # type: ignore[method-assign]
+            argparse.ArgumentParser.parse_args = accelerate_launch  # type: ignore[method-assign]
             try:
                 choose_megatron(args)
             except MegalithError as error:
@@ -133,7 +134,7 @@ def act_in_launcher() -> None:
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds accelerate once, and patches it when it has been imported."""
+    """Import hook that patches accelerate after its first import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "accelerate":
@@ -146,7 +147,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            from megalith.dialects.accelerate.patch import patch  # which imports accelerate
+            from megalith.dialects.accelerate.patch import patch  # imports accelerate
 
             patch()
 
@@ -155,27 +156,33 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def patch_on_import() -> None:
-    """Put our classes in the place of Accelerate's where this process imports them: a script's own plugin is enough to
-    train by Megalith, and a process that never imports accelerate loads nothing."""
+    """Patch accelerate when this process imports it.
+
+    A script that creates a MegatronLMPlugin then trains with Megalith; a process that never imports accelerate loads
+    nothing.
+    """
     sys.meta_path.insert(0, _PatchingFinder())
 
 
 def choose_megatron(args: Any) -> None:
-    """Lets a configuration file's MEGATRON_LM go before `--multi_gpu`, and hands on the plugin's fields of the file.
+    """Select Megatron-LM if the configuration file does, and export the plugin's fields as environment variables.
 
-    `args` is what Accelerate's parser made; a type that it names besides `--multi_gpu` stays. Raises ConfigError.
+    The file takes precedence over `--multi_gpu`; other distributed types on the command line stay. Raises ConfigError.
+
+    Args:
+        args: namespace from Accelerate's parser; changed in place.
     """
-    asked = _file_of(args)
-    if asked.get("distributed_type") == "MEGATRON_LM" and not (
+    file_config = _file_of(args)
+    if file_config.get("distributed_type") == "MEGATRON_LM" and not (
         args.use_deepspeed or args.use_fsdp or args.tpu or args.cpu
     ):
         args.use_megatron_lm, args.multi_gpu = True, False
     if args.use_megatron_lm:
-        os.environ.update({k: v for k, v in _environment(asked).items() if k not in os.environ})
+        os.environ.update({k: v for k, v in _environment(file_config).items() if k not in os.environ})
 
 
 def _file_of(args: Any) -> dict[str, Any]:
-    """The configuration file that the launcher will read; empty where there is none."""
+    """Return the content of the configuration file that the launcher reads; empty if there is none."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 
@@ -189,21 +196,20 @@ def _file_of(args: Any) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(
-            f"Accelerate's configuration file {file} cannot be read: {reason}; write it anew with `accelerate config`"
+            f"Accelerate's configuration file {file} cannot be read: {reason}; rewrite it with `accelerate config`"
         ) from None
     return content if isinstance(content, dict) else {}
 
 
-def _environment(asked: dict[str, Any]) -> dict[str, str]:
-    """What the file says of the plugin: Accelerate's launcher hands on a part of its fields."""
+def _environment(file_config: dict[str, Any]) -> dict[str, str]:
+    """Return the file's plugin fields as environment variables; Accelerate's launcher exports only some of them."""
     from megalith.dialects.accelerate.plugin import environment_of
 
-    section = asked.get("megatron_lm_config") or {}
-    return environment_of(section)
+    return environment_of(file_config.get("megatron_lm_config") or {})
 
 
 def run_script(words: Sequence[str]) -> int:
-    """Runs a script, or `-m` a module, of this process with our classes in the place of Accelerate's."""
+    """Run a script, or `-m` a module, in this process with Megalith's classes."""
     if not words or words == ["-m"]:
         raise ConfigError(
             "python -m megalith.accelerate needs a script: python -m megalith.accelerate SCRIPT.py …"
@@ -222,7 +228,7 @@ def run_script(words: Sequence[str]) -> int:
 
 
 def enable(words: list[str]) -> int:
-    """Lets plain `accelerate launch script.py` use Megalith wherever it asks for Megatron."""
+    """Make plain `accelerate launch script.py` use Megalith for Megatron-LM."""
     file = _hook(words)
     file.write_text(LINE, encoding="utf-8")
     print(f"wrote {file}; `megalith accelerate disable` removes it")
@@ -230,21 +236,23 @@ def enable(words: list[str]) -> int:
 
 
 def disable(words: list[str]) -> int:
-    """Undoes `enable`."""
+    """Undo `enable`."""
     file = _hook(words)
-    print(f"removed {file}" if file.exists() else f"{file} is not there")
+    print(f"removed {file}" if file.exists() else f"{file} does not exist")
     file.unlink(missing_ok=True)
     return 0
 
 
 def _hook(words: list[str]) -> Path:
     if words:
-        raise ConfigError(f"megalith accelerate enable and disable take no {' '.join(words)!r}")
+        raise ConfigError(
+            f"megalith accelerate enable and disable have no arguments, but got {' '.join(words)!r}; leave them out"
+        )
     return Path(sysconfig.get_path("purelib")) / HOOK
 
 
 def config(words: list[str]) -> int:
-    """Asks the questions and writes the file."""
+    """Ask the questions and write the file."""
     from megalith.dialects.accelerate.config_wizard import run_wizard
 
     return run_wizard(words)

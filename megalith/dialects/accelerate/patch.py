@@ -1,4 +1,4 @@
-"""Accelerate's own names, ours: for scripts that say `from accelerate import Accelerator`."""
+"""Replace Accelerate's classes with Megalith's, for scripts that run `from accelerate import Accelerator`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ OURS = {
 }
 HOMES = ("accelerate", "accelerate.accelerator", "accelerate.data_loader", "accelerate.utils",
          "accelerate.utils.dataclasses", "accelerate.utils.megatron_lm")  # fmt: skip
-IMPORTERS = ("transformers.trainer",)  # that have taken a name over before
+IMPORTERS = ("transformers.trainer",)  # modules that import these names themselves
 
 
 def patch() -> None:
-    """Puts our classes in the place of Accelerate's, in this process. Call it before anything imports them by name.
+    """Replace Accelerate's classes in this process. Call it before other modules import them by name.
 
-    A script without a MegatronLMPlugin runs as before. Twice is as once.
+    A script without a MegatronLMPlugin runs as before. Idempotent.
     """
     for module in [importlib.import_module(home) for home in HOMES] + [
         sys.modules[name] for name in IMPORTERS if name in sys.modules

@@ -1,6 +1,6 @@
-"""The plugin, a Hugging Face model's config and the batch → the configuration of a run.
+"""Build a run's configuration from a MegatronLMPlugin, a Hugging Face config and the batch size.
 
-The model's own config decides what the model is; the plugin decides how it is spread and recomputed.
+The Hugging Face config defines the model; the plugin defines its layout and recomputation.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-SMALLEST_SCALE = 2.0**-126  # of fp32's normal numbers
-ENCODERS = ("pipeline_model_parallel_split_rank", "encoder_seq_length")
-IDLE = {
-    "attention_backend": "attention's kernel is chosen by the device",
-    "attention_softmax_in_fp32": "softmax is computed in fp32",
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number
+ENCODER_FIELDS = ("pipeline_model_parallel_split_rank", "encoder_seq_length")
+NO_EFFECT = {
+    "attention_backend": "the device decides the attention kernel",
+    "attention_softmax_in_fp32": "softmax is always computed in fp32",
     "use_precision_aware_optimizer": "optimizer state is fp32",
-    "use_rotary_position_embeddings": "the model's own config says which positions it has",
+    "use_rotary_position_embeddings": "the model's config sets the position embedding",
     **dict.fromkeys(
         ("no_wd_decay_cond", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-        "each parameter keeps the weight decay of its group of the script's optimizer",
+        "parameters use the weight decay of their group in the script's optimizer",
     ),
     **dict.fromkeys(
         ("scale_lr_cond", "lr_mult"),
-        "each parameter keeps the rate of its group of the script's optimizer",
+        "parameters use the learning rate of their group in the script's optimizer",
     ),
     **dict.fromkeys(
         ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
-        "schedules are counted in steps: lr_decay_iters, lr_warmup_iters, or a MegatronLMDummyScheduler's",
+        "schedules count steps: use lr_decay_iters, lr_warmup_iters or MegatronLMDummyScheduler",
     ),
     **dict.fromkeys(
         ("tensorboard_dir", "set_all_logging_options"),
-        "Accelerate's own trackers log: Accelerator(log_with=…)",
+        "use Accelerate's trackers: Accelerator(log_with=…)",
     ),
 }
 
@@ -54,33 +54,45 @@ IDLE = {
 def run_config(
     plugin: MegatronLMPlugin,
     family: Family,
-    theirs: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     precision: str,
     processes: int,
     device: str,
     checkpoints: bool = False,
     scaler: GradScalerKwargs | None = None,
 ) -> tuple[RunConfig, list[str]]:
-    """The run of a model whose config.json is `theirs` on so many processes, and what its user should know.
-    `checkpoints`: whether transformers' gradient checkpointing is on in it; `scaler`: what the script says of fp16's
-    loss scale.
+    """Build the configuration of a run.
 
-    `plugin.set_training_args` has been called. Raises ConfigError where the run is not possible.
+    Args:
+        plugin: layout and recomputation; `set_training_args` has been called.
+        family: family of the model.
+        hf_config: content of the model's config.json.
+        precision: fp32, bf16 or fp16.
+        processes: world size.
+        device: device type.
+        checkpoints: gradient checkpointing is enabled in the transformers model.
+        scaler: the script's settings of the fp16 loss scale.
+
+    Returns:
+        The configuration and notes for the user.
+
+    Raises:
+        ConfigError: the run is not possible.
     """
-    model = family.read_config(theirs)
+    model = family.read_config(hf_config)
     check_model(model)
     config, notes = RunConfig(model=model), []
     length = plugin.seq_length or plugin.decoder_seq_length or model.max_position_embeddings or 2048
-    whole = token_multiple(plugin)
+    multiple = token_multiple(plugin)
     settings = {
-        "data.mock": True,  # the script has the data
-        "data.seq_length": max(whole, length // whole * whole),
+        "data.mock": True,  # the script provides the data
+        "data.seq_length": max(multiple, length // multiple * multiple),
         "train.train_iters": plugin.train_iters or 1,
         "train.micro_batch_size": plugin.micro_batch_size,
         "train.global_batch_size": plugin.global_batch_size,
         "train.precision": precision,
         "train.calculate_per_token_loss": plugin.calculate_per_token_loss,
-        "optim.lr": 0.0,  # the script's optimizer has it
+        "optim.lr": 0.0,  # the script's optimizer sets it
         "optim.clip_grad": plugin.gradient_clipping,
         "optim.optimizer_cpu_offload": plugin.optimizer_cpu_offload or None,
         "optim.overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d or None,
@@ -92,51 +104,57 @@ def run_config(
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
-    left_off = (
-        () if plugin.use_precision_aware_optimizer else ("use_precision_aware_optimizer",)
-    )  # by the launcher
+    # Accelerate's launcher always sets this one, usually to False.
+    unset = () if plugin.use_precision_aware_optimizer else ("use_precision_aware_optimizer",)
     notes += [
-        f"{name} has no effect here: {IDLE[name]}"
-        for name in IDLE
-        if plugin.has(name) and name not in left_off
+        f"{name} has no effect here: {reason}"
+        for name, reason in NO_EFFECT.items()
+        if plugin.is_set(name) and name not in unset
     ]
-    notes += [f"{name} is for encoders, and has no effect here" for name in ENCODERS if plugin.has(name)]
-    if theirs.get("output_router_logits"):
+    notes += [
+        f"{name} is for encoders, and has no effect here" for name in ENCODER_FIELDS if plugin.is_set(name)
+    ]
+    if hf_config.get("output_router_logits"):
         notes.append(
-            "output_router_logits: a balancing loss is each layer's own, with other_megatron_args' moe_aux_loss_coeff, "
-            "and none without it; transformers' is one of all layers together"
+            "output_router_logits: set moe_aux_loss_coeff in other_megatron_args for a load-balancing loss, which is "
+            "computed per layer here; transformers computes one over all layers"
         )
     check_layout(config, processes)
     return config, [*notes, *idle_notes(config)]
 
 
 def token_multiple(plugin: MegatronLMPlugin) -> int:
-    """What the length of a sequence has to be a multiple of, for its tokens to be sharded."""
+    """Return the number that sequence lengths must be a multiple of, for SP and CP to shard them."""
     tokens = plugin.tp_degree if plugin.sequence_parallelism and plugin.tp_degree > 1 else 1
     return tokens * (2 * plugin.context_parallel_size if plugin.context_parallel_size > 1 else 1)
 
 
-def require_dense_masks(config: RunConfig, padding: Tensor) -> None:
-    """Raise ConfigError where attention cannot leave out single tokens: padding, bool [batch, seq]."""
+def reject_inner_padding(config: RunConfig, padding: Tensor) -> None:
+    """Raise ConfigError if the layout or the model does not support padding between tokens.
+
+    Args:
+        config: the run.
+        padding: bool [batch, seq], True for padding.
+    """
     model, size = config.model, config.parallel.context_parallel_size
-    runs = (pad((~padding).int(), (1, 0)).diff(dim=1) > 0).sum(1)  # of tokens in each sample
+    runs = (pad((~padding).int(), (1, 0)).diff(dim=1) > 0).sum(1)  # contiguous runs of tokens per sample
     reason = None
     if size > 1:
-        reason = f"context_parallel_size is {size}, which cuts sequences into parts without such masks"
+        reason = f"context_parallel_size is {size}, and context parallelism does not support such masks"
     elif model.linear_attention_layers:
-        reason = "the model has linear attention, which goes through all tokens before"
+        reason = "the model has linear attention, whose state includes all earlier tokens"
     elif model.position_embedding_type == "alibi" and bool((runs > 1).any()):
-        reason = "the model has ALiBi, which counts the tokens between two others"
+        reason = "the model uses ALiBi, whose bias counts the tokens in between"
     if reason is not None:
         raise ConfigError(
-            "attention_mask has zeros between the tokens of a sample, or labels other than −100 on the padding at its "
-            f"end, and {reason}; pad at the beginning or the end, with labels of −100"
+            "attention_mask has zeros between the tokens of a sample, or the padding at its end has labels other than "
+            f"−100, but {reason}; pad at the beginning or the end, with labels of −100"
         )
 
 
 def _dropout(plugin: MegatronLMPlugin) -> dict[str, float]:
-    """The model's own, unless the plugin has another."""
-    names = [name for name in ("attention_dropout", "hidden_dropout") if plugin.has(name)]
+    """Return the dropout settings that the plugin overrides."""
+    names = [name for name in ("attention_dropout", "hidden_dropout") if plugin.is_set(name)]
     return {f"model.{name}": getattr(plugin, name) for name in names}
 
 
@@ -175,76 +193,84 @@ def _parallel(plugin: MegatronLMPlugin, model: ModelConfig, notes: list[str]) ->
 
 
 def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) -> dict[str, Any]:
-    """`recompute_activations` alone is selective, of attention's core; with a field of whole layers, it is theirs.
-    `checkpoints`: gradient_checkpointing_enable() of the model, which is of whole layers where no field is given."""
-    granularity = plugin.recompute_granularity if plugin.has("recompute_granularity") else None
+    """Return the recomputation settings.
+
+    `recompute_activations` alone means selective recomputation of core attention; with a field about layers it means
+    full recomputation, as does gradient_checkpointing_enable() (`checkpoints`) if no field is set.
+    """
+    granularity = plugin.recompute_granularity if plugin.is_set("recompute_granularity") else None
     if (
         plugin.checkpoint_num_layers is not None
-        or plugin.has("recompute_method")
-        or plugin.has("recompute_num_layers")
+        or plugin.is_set("recompute_method")
+        or plugin.is_set("recompute_num_layers")
     ):
         granularity = granularity or "full"
     elif plugin.recompute_activations:
         granularity = granularity or "selective"
     elif checkpoints:
         granularity = granularity or "full"
-    found: dict[str, Any] = {"parallel.recompute_granularity": granularity}
+    settings: dict[str, Any] = {"parallel.recompute_granularity": granularity}
     if granularity == "full":
-        found["parallel.recompute_method"] = plugin.recompute_method
-        found["parallel.recompute_num_layers"] = plugin.checkpoint_num_layers or plugin.recompute_num_layers
+        settings["parallel.recompute_method"] = plugin.recompute_method
+        settings["parallel.recompute_num_layers"] = (
+            plugin.checkpoint_num_layers or plugin.recompute_num_layers
+        )
     if plugin.distribute_checkpointed_activations or plugin.partition_activations:
-        can = granularity == "full" and plugin.tp_degree > 1 and not plugin.sequence_parallelism
-        if can:
-            found["parallel.distribute_saved_activations"] = True
+        if granularity == "full" and plugin.tp_degree > 1 and not plugin.sequence_parallelism:
+            settings["parallel.distribute_saved_activations"] = True
         else:
             notes.append(
                 "distribute_checkpointed_activations and partition_activations have no effect: they shard the saved "
-                "inputs of recomputed layers over tensor parallelism, which takes full recomputation and tp_degree "
+                "inputs of recomputed layers over tensor parallelism, which needs full recomputation and tp_degree "
                 f"above 1 without sequence_parallelism (here {granularity or 'no'} recomputation, {plugin.tp_degree})"
             )
-    return found
+    return settings
 
 
-def _loss_scale(given: GradScalerKwargs) -> dict[str, Any]:
-    """Return the settings of torch's GradScaler: it halves at each overflow, and has no least scale."""
-    if (given.growth_factor, given.backoff_factor) != (2.0, 0.5):
+def _loss_scale(scaler: GradScalerKwargs) -> dict[str, Any]:
+    """Return the loss-scale settings that match torch's GradScaler: halve at each overflow, no minimum."""
+    if (scaler.growth_factor, scaler.backoff_factor) != (2.0, 0.5):
         raise ConfigError(
-            f"GradScalerKwargs has growth_factor {given.growth_factor:g} and backoff_factor {given.backoff_factor:g}, "
-            "but the loss scale doubles and halves; leave them at 2 and 0.5"
+            f"GradScalerKwargs has growth_factor {scaler.growth_factor:g} and backoff_factor "
+            f"{scaler.backoff_factor:g}, but the loss scale doubles and halves; leave them at 2 and 0.5"
         )
-    if not given.enabled:
+    if not scaler.enabled:
         return {"optim.loss_scale": 1.0}
     return {
-        "optim.initial_loss_scale": given.init_scale,
-        "optim.loss_scale_window": given.growth_interval,
+        "optim.initial_loss_scale": scaler.init_scale,
+        "optim.loss_scale_window": scaler.growth_interval,
         "optim.hysteresis": 1,
         "optim.min_loss_scale": SMALLEST_SCALE,
     }
 
 
 def _with_other_arguments(
-    config: RunConfig, given: Mapping[str, Any], processes: int, notes: list[str]
+    config: RunConfig, arguments: Mapping[str, Any], processes: int, notes: list[str]
 ) -> RunConfig:
-    """With what Megatron's own arguments change, by the table of its flags: as a command line with them differs from
-    one without. Raises ConfigError for one that is refused, and where the model would be another."""
-    if not given:
+    """Apply other_megatron_args through the table of Megatron's flags.
+
+    The settings that change are those in which a command line with the arguments differs from one without. Raises
+    ConfigError for unsupported arguments, and for one that changes the model.
+    """
+    if not arguments:
         return config
-    plain = _command_line(config)
-    with_them = translate([*plain, *_words(given)], processes)
-    before, changed = translate(plain, processes).tree, {}
-    named = {FLAGS[word].path for word in _words(given) if isinstance(FLAGS.get(word), Sets)}
-    for section, values in with_them.tree.items():
+    base = _command_line(config)
+    words = _words(arguments)
+    translated = translate([*base, *words], processes)
+    before, changed = translate(base, processes).tree, {}
+    set_directly = {FLAGS[word].path for word in words if isinstance(FLAGS.get(word), Sets)}
+    for section, values in translated.tree.items():
         for name, value in values.items():
-            if before.get(section, {}).get(name, values) != value or f"{section}.{name}" in named:
+            if before.get(section, {}).get(name, values) != value or f"{section}.{name}" in set_directly:
                 changed[f"{section}.{name}"] = value
     for name in ModelConfig.deciding(Decides.FUNCTION):
         path = f"model.{name}"
         if path in changed and changed.pop(path) != getattr(config.model, name):
             raise ConfigError(
-                f"other_megatron_args changes {path}, which the Hugging Face model's config decides; leave it out, and "
+                f"other_megatron_args changes {path}, which the Hugging Face model's config sets; leave it out, and "
                 "set it there"
             )
-    notes += [f"other_megatron_args: {note}" for note in with_them.notes]
+    notes += [f"other_megatron_args: {note}" for note in translated.notes]
     return config.with_settings(changed)
 
 
@@ -272,10 +298,10 @@ def _command_line(config: RunConfig) -> list[str]:
     return [*words, *experts, *precision, "--mock-data"]
 
 
-def _words(given: Mapping[str, Any]) -> list[str]:
-    """`{"overlap_grad_reduce": True, "masked_softmax_fusion": False}` as words of a command line."""
+def _words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments, such as `{"overlap_grad_reduce": True, "masked_softmax_fusion": False}`, as flags."""
     words = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         flag = next(
             (f for f in FLAGS if f.removeprefix("--").replace("-", "_") == name),
             f"--{name.replace('_', '-')}",

@@ -1,8 +1,8 @@
-"""The script's dataloaders: every data-parallel replica gets its own samples, in the script's order.
+"""Split the batches of the script's dataloaders over the data-parallel replicas, in the script's order.
 
-The script's batch is the micro-batch. A turn of the loop yields `num_micro_batches` of them to each replica: of every
-global batch, the micro-batches in the sampler's order, the first replica takes the first ones. All ranks of a replica
-get the same. The last global batch is filled up with samples that do not count: their labels are −100.
+The script's batch is the micro-batch. Each iteration yields `num_micro_batches` of them to each replica; the first
+replica gets the first micro-batches of the global batch. All ranks of a replica get the same samples. The last global
+batch is padded with samples whose labels are −100.
 """
 
 from __future__ import annotations
@@ -30,245 +30,262 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
 
-IGNORED = -100  # the label of what does not count
-MADE_ANEW = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+IGNORED = -100  # label of tokens that do not count
+REPLACED_ARGUMENTS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which samples of a dataset's are this rank's, and where they go."""
+class ReplicaSharding:
+    """The samples of a dataset that this rank reads, and the device that it copies them to."""
 
     micro_batches: int
     replicas: int
     replica: int
     device: torch.device
     rng_types: tuple[str, ...] = ()
-    """Which random states the ranks share at the beginning of an epoch."""
+    """Random states that are synchronized over the ranks at the beginning of an epoch."""
     seed: int | None = None
-    """Of a random order that begins anew in each epoch, as DataLoaderConfiguration(use_seedable_sampler=True) has it;
-    None: the sampler's own."""
+    """Seed of the shuffle, for DataLoaderConfiguration(use_seedable_sampler=True); None keeps the sampler."""
     skip: int = 0
-    """Turns that are left out at the beginning."""
+    """Iterations to skip at the beginning."""
     epoch: int = 0
 
 
 class ReplicaBatches(BatchSampler):
-    """The samples of this replica, a turn of the loop at a time.
+    """Batch sampler that yields this replica's samples of each iteration."""
 
-    `padding` is how many of the turn that was yielded last only fill it up; they stand at its end.
-    """
-
-    def __init__(self, batches: BatchSampler, share: Share, drop_last: bool):
-        self.batch_sampler, self.drop_last, self.skip = batches, drop_last, share.skip
-        self.micro_batches, self.replicas, self.replica = share.micro_batches, share.replicas, share.replica
+    def __init__(self, batches: BatchSampler, sharding: ReplicaSharding, drop_last: bool):
+        self.batch_sampler, self.drop_last, self.skip = batches, drop_last, sharding.skip
+        self.micro_batches, self.replicas, self.replica = (
+            sharding.micro_batches,
+            sharding.replicas,
+            sharding.replica,
+        )
         self.micro_batch_size = batches.batch_size
-        # As Accelerate's own shards of a sampler say it, for the length of the last turn:
-        self.batch_size, self.num_processes = share.micro_batches * batches.batch_size, share.replicas
+        # Accelerate reads these names to compute the length of the last batch.
+        self.batch_size, self.num_processes = sharding.micro_batches * batches.batch_size, sharding.replicas
         self.sampler = getattr(batches, "sampler", None)
 
     def __len__(self) -> int:
-        turn = self.micro_batches * self.replicas
-        turns = len(self.batch_sampler) // turn if self.drop_last else -(-len(self.batch_sampler) // turn)
-        return max(turns - self.skip, 0)
+        per_step = self.micro_batches * self.replicas
+        batches = len(self.batch_sampler)
+        steps = batches // per_step if self.drop_last else -(-batches // per_step)
+        return max(steps - self.skip, 0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        source, whole = iter(self.batch_sampler), self.batch_size * self.replicas
+        source, global_batch = iter(self.batch_sampler), self.batch_size * self.replicas
         first: list[int] = []
-        turn = 0
-        while taken := list(islice(source, self.micro_batches * self.replicas)):
-            if any(len(batch) > self.micro_batch_size for batch in taken):
+        step = 0
+        while batches := list(islice(source, self.micro_batches * self.replicas)):
+            if any(len(batch) > self.micro_batch_size for batch in batches):
                 raise ConfigError(
-                    f"the dataloader's batch sampler gave a batch of {max(map(len, taken))} samples, but its "
-                    f"batch_size is {self.micro_batch_size}; give batches of one size"
+                    f"the dataloader's batch sampler yielded a batch of {max(map(len, batches))} samples, but its "
+                    f"batch_size is {self.micro_batch_size}; yield batches of one size"
                 )
-            samples = [sample for batch in taken for sample in batch]
+            samples = [sample for batch in batches for sample in batch]
             first = first or samples
-            if len(samples) < whole:
+            if len(samples) < global_batch:
                 if self.drop_last:
                     return
-                samples += (first * (whole // len(first) + 1))[: whole - len(samples)]
-            turn += 1
-            if turn > self.skip:
+                samples += (first * (global_batch // len(first) + 1))[: global_batch - len(samples)]
+            step += 1
+            if step > self.skip:
                 yield samples[self.replica * self.batch_size : (self.replica + 1) * self.batch_size]
 
     def padding(self, total: int, is_last: bool) -> int:
-        """Of this replica's turn, the last of a dataset of `total` samples or not, the samples that fill it up."""
-        left = total % (self.batch_size * self.replicas)
-        if not is_last or self.drop_last or not left:
+        """Return the number of padding samples at the end of this replica's batch.
+
+        Args:
+            total: samples in the dataset.
+            is_last: the batch is the last one of the epoch.
+        """
+        remainder = total % (self.batch_size * self.replicas)
+        if not is_last or self.drop_last or not remainder:
             return 0
-        return self.batch_size - min(max(left - self.replica * self.batch_size, 0), self.batch_size)
+        return self.batch_size - min(max(remainder - self.replica * self.batch_size, 0), self.batch_size)
 
 
-def filled_up_rows(loader: Any, rows: int) -> int:
-    """Of so many samples that a loader has yielded last, how many at the end only fill them up; 0 where they are not
-    this loader's, or it is none of ours. One of Accelerate's own that leaves out turns of ours is."""
-    turns = getattr(loader, "batch_sampler", None)
-    turns = turns.batch_sampler if isinstance(turns, SkipBatchSampler) else turns
-    if not isinstance(turns, ReplicaBatches) or rows != turns.batch_size:
+def num_padding_rows(loader: Any, rows: int) -> int:
+    """Return the number of padding samples at the end of the batch that a loader yielded last.
+
+    Args:
+        loader: any dataloader; 0 is returned unless it iterates over ReplicaBatches, directly or through Accelerate's
+            SkipBatchSampler.
+        rows: samples in the batch; 0 is returned if they do not match the loader's batch size.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    batches = batches.batch_sampler if isinstance(batches, SkipBatchSampler) else batches
+    if not isinstance(batches, ReplicaBatches) or rows != batches.batch_size:
         return 0
-    total = len(turns.sampler if turns.sampler is not None else loader.dataset)
-    return turns.padding(total, loader.end_of_dataloader)
+    total = len(batches.sampler if batches.sampler is not None else loader.dataset)
+    return batches.padding(total, loader.end_of_dataloader)
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-    """Accelerate's own; a loader of ours leaves out so many turns, without reading them where it has a sampler."""
-    again = getattr(dataloader, "without_first", None)
-    return skip_by_accelerate(dataloader, num_batches) if again is None else again(num_batches)
+    """Return a loader that skips the first iterations, without reading them if the loader has a sampler."""
+    skipping = getattr(dataloader, "skipping", None)
+    return skip_by_accelerate(dataloader, num_batches) if skipping is None else skipping(num_batches)
 
 
-Copied = list[tuple[Tensor, int, Tensor]]
-"""Of a batch each tensor on the device, its version, and the one on the host that it is a copy of."""
+HostCopies = list[tuple[Tensor, int, Tensor]]
+"""For each tensor of a batch: the tensor on the device, its version, and the tensor on the host it was copied from."""
 
 
-def copied_to(device: torch.device, batch: Any) -> tuple[Any, Copied]:
-    """A batch on the device, and where its tensors came from: the model reads on the host what of a batch decides its
-    passes, and to copy that back would wait for all that the device has still to do."""
-    copied: Copied = []
+def copy_to_device(device: torch.device, batch: Any) -> tuple[Any, HostCopies]:
+    """Copy a batch to the device; returns it and the host tensors.
 
-    def copy(own: Tensor) -> Tensor:
-        there = to_device(own, device)
-        copied.append((there, there._version, own))
-        return there
+    The model reads masks and labels on the host to plan its passes. Keeping the host tensors avoids copying them back,
+    which would wait for the device.
+    """
+    host_copies: HostCopies = []
 
-    return send_to_device(recursively_apply(copy, batch), device), copied
+    def copy(host_tensor: Tensor) -> Tensor:
+        tensor = to_device(host_tensor, device)
+        host_copies.append((tensor, tensor._version, host_tensor))
+        return tensor
+
+    return send_to_device(recursively_apply(copy, batch), device), host_copies
 
 
 def host_copy(tensor: Tensor, *sources: Any) -> Tensor:
-    """The tensor on the host; of one that a source has yielded last, and that nobody has changed, what it was."""
-    for there, version, own in (one for source in sources for one in getattr(source, "copied", ())):
-        if there is tensor and there._version == version:
-            return own
+    """Return the tensor on the host: the tensor it was copied from, if unchanged and still kept by a source."""
+    for source in sources:
+        for copy, version, host_tensor in getattr(source, "host_copies", ()):
+            if copy is tensor and copy._version == version:
+                return host_tensor
     return tensor.cpu()
 
 
-class OnDevice(DataLoaderShard):
-    """Yields what `on_host` makes, on the rank's device."""
+class DeviceLoader(DataLoaderShard):
+    """Loader that copies the batches of `host_batches` to the rank's device."""
 
-    place: torch.device
-    without_first: Callable[[int], DataLoader]
-    """A loader that leaves so many turns out at its beginning."""
-    copied: Copied = []
-    """Of the batch that was yielded last."""
+    target_device: torch.device
+    skipping: Callable[[int], DataLoader]
+    """Function that returns a loader without this many iterations at the beginning."""
+    host_copies: HostCopies = []
+    """Host tensors of the batch yielded last."""
 
-    def on_host(self) -> Iterator[Any]:
-        """The batches of this replica."""
+    def host_batches(self) -> Iterator[Any]:
+        """Yield this replica's batches on the host."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.on_host():
-            batch, self.copied = copied_to(self.place, batch)
+        for batch in self.host_batches():
+            batch, self.host_copies = copy_to_device(self.target_device, batch)
             yield batch
 
 
-class ReplicaLoader(OnDevice):
-    """Accelerate's own loader over ReplicaBatches, with the labels of what only fills up masked."""
+class ReplicaLoader(DeviceLoader):
+    """Accelerate's loader over ReplicaBatches, with the labels of padding samples masked."""
 
-    def on_host(self) -> Iterator[Any]:
+    def host_batches(self) -> Iterator[Any]:
         for batch in DataLoaderShard.__iter__(self):
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
-            if isinstance(labels, Tensor) and (filler := filled_up_rows(self, len(labels))):
+            if isinstance(labels, Tensor) and (padding := num_padding_rows(self, len(labels))):
                 batch["labels"] = labels.clone()
-                batch["labels"][-filler:] = IGNORED
+                batch["labels"][-padding:] = IGNORED
             yield batch
 
 
-class StreamLoader(OnDevice):
-    """Over a stream, a turn of all replicas a batch: this replica's rows, with what only fills it up masked."""
+class StreamLoader(DeviceLoader):
+    """Loader of an iterable dataset: reads global batches and yields this replica's rows, with padding masked."""
 
-    share: Share
+    sharding: ReplicaSharding
 
-    def on_host(self) -> Iterator[Any]:
-        replicas, replica = self.share.replicas, self.share.replica
-        share, is_first = self.batch_size // replicas, True
+    def host_batches(self) -> Iterator[Any]:
+        replicas, replica = self.sharding.replicas, self.sharding.replica
+        local_rows, is_first = self.batch_size // replicas, True
         for batch in DataLoaderShard.__iter__(self):
             if is_first:
-                require_the_same_everywhere(batch)
+                check_same_on_all_ranks(batch)
                 is_first = False
             rows = find_batch_size(batch)
-            self.remainder = rows % self.batch_size  # known only now: a stream has no length
-            mine = torch.arange(replica * share, (replica + 1) * share)
-            batch = recursively_apply(torch.Tensor.__getitem__, batch, mine % rows)
+            self.remainder = rows % self.batch_size  # a stream has no length, so it is known only now
+            indices = torch.arange(replica * local_rows, (replica + 1) * local_rows)
+            batch = recursively_apply(torch.Tensor.__getitem__, batch, indices % rows)
             if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
-                batch["labels"][mine >= rows] = IGNORED  # a copy, by the indexing
+                batch["labels"][indices >= rows] = IGNORED  # the indexing has made a copy
             yield batch
 
 
-def require_the_same_everywhere(batch: Any) -> None:
-    """Every rank reads a stream whole, and takes its share. Raises ConfigError where they have read others."""
+def check_same_on_all_ranks(batch: Any) -> None:
+    """Raise ConfigError if the ranks have read different batches from an iterable dataset."""
     sums: list[str] = []
     recursively_apply(lambda tensor: sums.append(str(tensor.double().sum().item())), batch)
-    every = gather_json(sums, Axis(PartialState().num_processes, group=dist.group.WORLD))
-    if any(one != every[0] for one in every):
-        ranks = [rank for rank, one in enumerate(every) if one != every[0]]
+    sums_of_ranks = gather_json(sums, Axis(PartialState().num_processes, group=dist.group.WORLD))
+    if different := [rank for rank, other in enumerate(sums_of_ranks) if other != sums_of_ranks[0]]:
         raise ConfigError(
-            f"the dataset gives rank {ranks[0]} other samples than rank 0, but every rank reads a stream whole and "
-            "takes its share of each batch; let it give all ranks the same, in one order, such as by a shuffle's seed"
+            f"the dataset yields other samples on rank {different[0]} than on rank 0, but every rank reads the full "
+            "stream and takes its part of each batch; yield the same samples in the same order on all ranks, for "
+            "example with a fixed shuffle seed"
         )
 
 
-def prepare_loader(loader: DataLoader, share: Share) -> DataLoader:
-    """The script's loader, for one of the replicas. Every rank calls it alike.
+def prepare_loader(loader: DataLoader, sharding: ReplicaSharding) -> DataLoader:
+    """Return the script's loader restricted to one replica. Every rank calls it.
 
-    Raises ConfigError for a loader without batches.
+    Raises ConfigError for a loader without a batch size.
     """
-    streams = isinstance(loader.dataset, IterableDataset)
-    prepared = _stream(loader, share) if streams else _indexed(loader, share)
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    prepared = _stream_loader(loader, sharding) if is_stream else _replica_loader(loader, sharding)
+    prepared.target_device = sharding.device
 
-    prepared.place = share.device
+    def skipping(steps: int) -> DataLoader:
+        return prepare_loader(loader, replace(sharding, seed=None, skip=steps, epoch=prepared.iteration))
 
-    def without_first(turns: int) -> DataLoader:
-        return prepare_loader(loader, replace(share, seed=None, skip=turns, epoch=prepared.iteration))
-
-    prepared.without_first = without_first
+    prepared.skipping = skipping
     return prepared
 
 
-def _indexed(loader: DataLoader, share: Share) -> ReplicaLoader:
+def _replica_loader(loader: DataLoader, sharding: ReplicaSharding) -> ReplicaLoader:
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     if getattr(batches, "batch_size", None) is None:
         raise ConfigError(
-            "a dataloader without a batch size has no micro-batches; give it batch_size, or a batch sampler with one"
+            "a dataloader needs a batch size, which is the micro-batch; set batch_size, or use a batch sampler with one"
         )
     sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, RandomSampler) and share.seed is not None:
+    if isinstance(sampler, RandomSampler) and sharding.seed is not None:
         batches.sampler = sampler = SeedableRandomSampler(
             sampler.data_source,
             sampler.replacement,
             sampler._num_samples,
             sampler.generator,
-            data_seed=share.seed,
+            data_seed=sharding.seed,
         )
         sampler.generator = torch.Generator()
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        # The ranks draw the same order from it: rng_types has "generator".
+        # rng_types contains "generator", so all ranks draw the same order from it.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     generator = getattr(sampler, "generator", None)
-    turns = ReplicaBatches(batches, share, loader.drop_last)
-    return ReplicaLoader(**_options(loader, share, generator), batch_sampler=turns)
+    replica_batches = ReplicaBatches(batches, sharding, loader.drop_last)
+    return ReplicaLoader(**_options(loader, sharding, generator), batch_sampler=replica_batches)
 
 
-def _stream(loader: DataLoader, share: Share) -> StreamLoader:
-    """A loader over a stream, which every rank reads whole: where it ends is known only to who reads it."""
+def _stream_loader(loader: DataLoader, sharding: ReplicaSharding) -> StreamLoader:
+    """Return a loader of an iterable dataset, which every rank reads in full because its length is unknown."""
     prepared = StreamLoader(
-        **_options(loader, share, getattr(loader.dataset, "generator", None)),
-        batch_size=loader.batch_size * share.micro_batches * share.replicas,
+        **_options(loader, sharding, getattr(loader.dataset, "generator", None)),
+        batch_size=loader.batch_size * sharding.micro_batches * sharding.replicas,
         drop_last=loader.drop_last,
-        skip_batches=share.skip,
+        skip_batches=sharding.skip,
     )
-    prepared.share = share
+    prepared.sharding = sharding
     return prepared
 
 
-def _options(loader: DataLoader, share: Share, generator: Any) -> dict[str, Any]:
-    """What a loader of Accelerate's takes over from the script's."""
-    names = {name: default for name, default in _PYTORCH_DATALOADER_KWARGS.items() if name not in MADE_ANEW}
-    kept = {name: getattr(loader, name, default) for name, default in names.items()}
-    return kept | {
+def _options(loader: DataLoader, sharding: ReplicaSharding, generator: Any) -> dict[str, Any]:
+    """Return the arguments of Accelerate's loader that come from the script's loader."""
+    options = {
+        name: getattr(loader, name, default)
+        for name, default in _PYTORCH_DATALOADER_KWARGS.items()
+        if name not in REPLACED_ARGUMENTS
+    }
+    return options | {
         "dataset": loader.dataset,
         "device": None,
-        "rng_types": [kind for kind in share.rng_types if kind != "generator" or generator is not None],
+        "rng_types": [kind for kind in sharding.rng_types if kind != "generator" or generator is not None],
         "synchronized_generator": generator,
-        "iteration": share.epoch,
+        "iteration": sharding.epoch,
         "_drop_last": loader.drop_last,
     }

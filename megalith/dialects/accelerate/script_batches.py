@@ -1,4 +1,4 @@
-"""A batch as transformers' models take it, and as ours: what counts, what is kept apart, and its micro-batches."""
+"""Convert batches of transformers models to Megalith's: labels, loss masks, documents, padding, micro-batches."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ from megalith.data.token_ids import TokenIds
 from megalith.dialects.accelerate.replica_loader import IGNORED
 from megalith.errors import ConfigError
 
-LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
-TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
-OF_ENCODERS = ("token_type_ids", "next_sentence_label", "decoder_input_ids")
-TYPES_IGNORED = (
-    "the batch has token_type_ids, all 0, which this model does not have: they are ignored; model_input_names of the "
-    "tokenizer leaves them out"
+LABELS = ("labels", "shift_labels")  # labels aligned with the tokens, and with the next tokens
+SUPPORTED_INPUTS = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
+ENCODER_INPUTS = ("token_type_ids", "next_sentence_label", "decoder_input_ids")
+TOKEN_TYPES_IGNORED = (
+    "the batch has token_type_ids, all 0, which this model ignores; set model_input_names of the tokenizer to leave "
+    "them out"
 )
-WITHOUT_EFFECT = ("use_cache", "return_dict")
+NO_EFFECT_INPUTS = ("use_cache", "return_dict")
 WRONG_IDS = (
-    "use the tokenizer of the model, or give the model its new tokens before prepare: "
+    "use the model's tokenizer, or add its new tokens to the model before prepare: "
     "model.resize_token_embeddings(len(tokenizer))"
 )
-MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a call's arguments is read; None where it was not given. Raises ConfigError for what is not had."""
-    known = (*TAKEN, *OF_ENCODERS, *WITHOUT_EFFECT, *MORE_OUTPUTS)
-    others = [name for name, value in batch.items() if name not in known and value is not None]
-    require_loss_and_logits_alone(batch)
-    if others:
-        raise ConfigError(_not_taken(others))
+def check_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the supported arguments of a call, None for absent ones. Raises ConfigError for unsupported ones."""
+    accepted = (*SUPPORTED_INPUTS, *ENCODER_INPUTS, *NO_EFFECT_INPUTS, *EXTRA_OUTPUTS)
+    unsupported = [name for name, value in batch.items() if name not in accepted and value is not None]
+    reject_extra_outputs(batch)
+    if unsupported:
+        raise ConfigError(_unsupported_inputs(unsupported))
     if batch.get("input_ids") is None or batch["input_ids"].dim() != 2:
-        raise ConfigError(
-            "the model is called with input_ids [batch, seq]; give the batch by name: model(**batch)"
-        )
+        raise ConfigError("the model needs input_ids [batch, seq]; pass the batch by keyword: model(**batch)")
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape != batch["input_ids"].shape:
         raise ConfigError(
             f"attention_mask has the shape {list(mask.shape)}, not that of input_ids {list(batch['input_ids'].shape)}; "
-            "give one number a token, or tell packed samples apart by position_ids"
+            "use one value per token, or separate packed samples with position_ids"
         )
-    given = {name: batch[name] for name in OF_ENCODERS if batch.get(name) is not None}
-    return {name: batch.get(name) for name in TAKEN} | given
+    encoder_inputs = {name: batch[name] for name in ENCODER_INPUTS if batch.get(name) is not None}
+    return {name: batch.get(name) for name in SUPPORTED_INPUTS} | encoder_inputs
 
 
 def check_ids(ids: TokenIds, batch: Mapping[str, Any], *, causal: bool) -> None:
     """Raise DataError for token ids and labels outside the vocabulary, as plain PyTorch does.
 
-    `causal`: the first label of a sample, which no token predicts, is not looked at.
+    With `causal` the first label of a sample, which no token predicts, is not checked.
     """
     for name in ("input_ids", "decoder_input_ids", *LABELS):
         tensor = batch.get(name)
@@ -66,50 +64,51 @@ def check_ids(ids: TokenIds, batch: Mapping[str, Any], *, causal: bool) -> None:
         ids.check(tensor, name, "the batch", counted=counted)
 
 
-def _not_taken(names: Sequence[str]) -> str:
+def _unsupported_inputs(names: Sequence[str]) -> str:
     return (
-        f"the model was called with {', '.join(names)}, which decoder-only models here do not take; they take "
-        f"{', '.join(TAKEN)}: leave it out of the batch"
+        f"the model was called with {', '.join(names)}, which decoder-only models do not support; they support "
+        f"{', '.join(SUPPORTED_INPUTS)}: leave it out of the batch"
     )
 
 
-def require_no_token_types(types: Tensor, module: nn.Module) -> None:
-    """Raise ConfigError for token_type_ids, on the host, that change what a decoder-only model computes in transformers
-    or would if it had them."""
+def reject_token_types(types: Tensor, module: nn.Module) -> None:
+    """Raise ConfigError for token_type_ids that would change a decoder-only model's result.
+
+    Args:
+        types: token_type_ids on the host.
+        module: the script's model.
+    """
     name = type(module).__name__
-    way = (
-        'give the tokenizer model_input_names=["input_ids", "attention_mask"], or leave them out of the batch'
-    )
+    advice = 'set model_input_names=["input_ids", "attention_mask"] of the tokenizer, or leave them out of the batch'
     if "token_type_ids" in inspect.signature(type(module).forward).parameters:
         raise ConfigError(
             f"the model was called with token_type_ids, for which transformers' {name} adds embeddings; they are "
-            f"not supported: {way}"
+            f"not supported: {advice}"
         )
     if bool(types.any()):
         raise ConfigError(
-            f"the model was called with token_type_ids that are not all 0, but {name} has no segments; {way}"
+            f"the model was called with token_type_ids that are not all 0, but {name} has no segments; {advice}"
         )
 
 
-def require_loss_and_logits_alone(asked: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a call's arguments, or a model's config, ask for further outputs."""
-    for name in MORE_OUTPUTS:
-        if asked.get(name):
+def reject_extra_outputs(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a call's arguments, or a model's config, request more outputs than loss and logits."""
+    for name in EXTRA_OUTPUTS:
+        if options.get(name):
             raise ConfigError(
-                f"{name} is true, but a prepared model gives loss and logits alone, for no rank has the whole of what "
-                "stands between; leave it out, or ask accelerator.unwrap_model(model), on every rank"
+                f"{name} is true, but a prepared model returns only loss and logits, because no rank has the full "
+                "intermediate results; leave it out, or call accelerator.unwrap_model(model), on every rank"
             )
 
 
-def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
-    """Return a batch of transformers as one of ours: each token predicts the next one's label.
+def next_token_batch(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
+    """Convert a transformers batch to a Batch, in which each token predicts the next token's label.
 
-    Labels of −100 and the last `masked_rows` samples do not count. No token sees padding (attention_mask 0); a label
-    that padding predicts counts, as in transformers. Samples that position_ids tell apart where there is no mask are
-    documents of their own.
+    Labels of −100 and the last `masked_rows` samples do not count. Tokens do not attend to padding (attention_mask 0);
+    a label predicted by padding counts, as in transformers. Without a mask, restarting position_ids begin a document.
     """
-    if others := [name for name in OF_ENCODERS if name in batch]:
-        raise ConfigError(_not_taken(others))
+    if unsupported := [name for name in ENCODER_INPUTS if name in batch]:
+        raise ConfigError(_unsupported_inputs(unsupported))
     tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     labels = torch.full_like(tokens, IGNORED)
     if batch.get("shift_labels") is not None:
@@ -117,9 +116,8 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
     elif batch.get("labels") is not None:
         labels[:, :-1] = batch["labels"][:, 1:]
     documents = padding = None
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if positions is None:
-        positions = places
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     else:
         positions = positions.expand_as(tokens)
         if mask is None and bool((positions.diff(dim=1) != 1).any()):
@@ -132,23 +130,30 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
         labels = labels.masked_fill(torch.isin(tokens, torch.as_tensor(eod, device=tokens.device)), IGNORED)
     counts = labels != IGNORED
     if mask is not None and not bool(mask.all()):
-        documents, padding = _hidden(mask == 0, counts)
+        documents, padding = _split_padding(mask == 0, counts)
     return Batch(
         input_ids=tokens,
         labels=labels.masked_fill(~counts, 0),
         loss_mask=counts.float(),
         position_ids=positions.contiguous(),
-        document_ends=None if documents is None else ends_of(documents),
+        document_ends=None if documents is None else document_ends_of(documents),
         sample_numbers=torch.arange(len(tokens)),
         padding=padding,
     )
 
 
-def _hidden(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the documents, int [batch, seq], and the padding as a Batch has it, of bool [batch, seq]: where attention
-    does not look, and which tokens predict a label that counts.
+def _split_padding(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return document ids and padding for a Batch.
 
-    Padding is a document of its own, unless tokens stand before it and it predicts or tokens stand behind it.
+    Padding becomes a separate document if it is at the beginning, or at the end without counted labels. Otherwise the
+    mask itself is needed.
+
+    Args:
+        padding: bool [batch, seq], tokens that attention ignores.
+        counts: bool [batch, seq], tokens that predict a counted label.
+
+    Returns:
+        Document ids, int32 [batch, seq], or None; padding, bool [batch, seq], or None.
     """
     leading = padding.cumprod(1).bool()
     trailing = padding.flip(1).cumprod(1).flip(1).bool()
@@ -158,32 +163,36 @@ def _hidden(padding: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor | No
     return (~padding).to(torch.int32), padding if bool((counts & padding).any()) else None
 
 
-def ends_of(documents: Tensor) -> Tensor | None:
-    """The documents' ends, as a Batch has them, from int [batch, seq], another number where another begins."""
+def document_ends_of(documents: Tensor) -> Tensor | None:
+    """Return a Batch's document ends from document ids, int [batch, seq], which change where a document begins."""
     return document_ends(nn.functional.pad(documents.diff(dim=1) != 0, (1, 0)).cpu().numpy())
 
 
-def filled_up(batch: Batch, multiple: int) -> Batch:
-    """With tokens at the end that do not count, so that the length is a multiple; they join the last document."""
+def pad_sequences(batch: Batch, multiple: int) -> Batch:
+    """Pad the sequences to a multiple with uncounted tokens, which join the last document."""
     seq = batch.input_ids.shape[1]
-    more = -seq % multiple
-    if not more:
+    extra = -seq % multiple
+    if not extra:
         return batch
     ends = batch.document_ends
-    longer = batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
-    return replace(longer, document_ends=None if ends is None else torch.where(ends == seq, seq + more, ends))
+    padded = batch._each(
+        lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, extra))
+    )
+    return replace(
+        padded, document_ends=None if ends is None else torch.where(ends == seq, seq + extra, ends)
+    )
 
 
-def split_rows(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
-    """So many batches of one size, a multiple, with samples at the end that do not count where they do not divide."""
+def split_micro_batches(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
+    """Split a batch into `count` micro-batches of equal size, a multiple; uncounted samples pad the end."""
     size = -(-len(batch.input_ids) // (count * multiple)) * multiple
-    more = size * count - len(batch.input_ids)
-    if more:
-        batch = batch._each(lambda tensor: torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]))
-        batch.loss_mask[-more:] = 0
+    extra = size * count - len(batch.input_ids)
+    if extra:
+        batch = batch._each(lambda tensor: torch.cat([tensor, tensor[:1].expand(extra, *tensor.shape[1:])]))
+        batch.loss_mask[-extra:] = 0
     return [batch._each(lambda tensor, n=n: tensor[n * size : (n + 1) * size]) for n in range(count)]
 
 
 def is_right_padded(mask: Tensor | None) -> bool:
-    """Whether there is a mask, of sequences that are filled up at their ends alone."""
+    """Return whether there is a mask and it has padding only at the ends of sequences."""
     return mask is not None and bool((mask.diff(dim=1) <= 0).all())

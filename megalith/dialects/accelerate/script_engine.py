@@ -1,11 +1,11 @@
-"""The engine behind a prepared model: a call runs the whole schedule, and its loss has a gradient that is real.
+"""MegatronEngine: a prepared model whose forward call runs the complete pipeline schedule.
 
-Pipelines make forward and backward passes together. So a call in training makes all of them at once, for the factor 1,
-and keeps the gradients; the loss that it returns is the output of an autograd function whose backward pass gets
-d(the script's loss)/d(this loss), and adds so many times those gradients to the step's. What a script makes of the loss
-(`loss * 0.5`, a sum of two calls' losses, the division by the steps of accumulation) is exact in every layout.
+Pipelines interleave forward and backward passes, so a training call runs all of them and keeps the gradients of the
+loss. The returned loss is the output of an autograd function: its backward pass receives d(script's loss)/d(loss) and
+adds that multiple of the kept gradients to those of the step. `loss * 0.5`, sums of several calls' losses and division
+by the accumulation steps are therefore exact in every layout.
 
-The loss is the mean over the valid tokens of the global batch, that of one process with all of its samples.
+The loss is the mean over the counted tokens of the global batch, as in one process that has all samples.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from megalith.data.token_ids import TokenIds
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import (
     PRECISIONS,
-    require_dense_masks,
+    reject_inner_padding,
     run_config,
     token_multiple,
 )
-from megalith.dialects.accelerate.process_state import let_main_process_save, on_every_rank
+from megalith.dialects.accelerate.process_state import collective_call, patch_save_pretrained
 from megalith.dialects.accelerate.published_weights import (
     GatheredParameter,
     family_of_module,
     fill_module,
     gather_state,
     load_module,
-    origins,
     shard_parameters,
+    source_parameters,
 )
-from megalith.dialects.accelerate.replica_loader import filled_up_rows, host_copy
+from megalith.dialects.accelerate.replica_loader import host_copy, num_padding_rows
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
-    TYPES_IGNORED,
+    TOKEN_TYPES_IGNORED,
     WRONG_IDS,
+    check_batch,
     check_ids,
-    checked_batch,
-    filled_up,
     is_right_padded,
-    next_tokens,
-    require_loss_and_logits_alone,
-    require_no_token_types,
-    split_rows,
+    next_token_batch,
+    pad_sequences,
+    reject_extra_outputs,
+    reject_token_types,
+    split_micro_batches,
 )
-from megalith.dialects.accelerate.script_optimizer import EngineOptimizer, Pass, PassLoss
+from megalith.dialects.accelerate.script_optimizer import CallGradients, CallLoss, EngineOptimizer
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
@@ -68,32 +68,32 @@ from megalith.planner.layout import with_auto
 from megalith.training.build import build_model, resolve_config, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
 
-STATE = "megalith"  # the folder of our checkpoint in that of save_state
+STATE = "megalith"  # folder of Megalith's checkpoint inside save_state's folder
 GROUPS = "optimizer_groups.json"
-FROM_LOGITS = (
-    "a loss computed from the model's logits has no gradient here: a pipeline makes its backward passes in the call, "
-    "and no rank holds whole logits in them; give the model labels and use outputs.loss, or give MegatronLMPlugin a "
+NO_LOGITS_GRADIENT = (
+    "a loss computed from the model's logits has no gradient, because the backward passes run inside the model's call "
+    "and no rank has the full logits; pass labels to the model and use outputs.loss, or set MegatronLMPlugin's "
     "custom_loss_function"
 )
 
 
-class NotPrepared(ConfigError, AttributeError):
-    """A prepared model was asked for what only the script's own one has."""
+class PreparedModelError(ConfigError, AttributeError):
+    """An attribute or method of the script's model that a prepared model does not have."""
 
 
-def _refused(name: str, way: str) -> Any:
+def _unsupported_method(name: str, advice: str) -> Any:
     def method(self: MegatronEngine, *args: Any, **options: Any) -> Any:
-        raise NotPrepared(
-            f"the prepared model's {name} would reach no weights, which are sharded over the ranks; {way}"
+        raise PreparedModelError(
+            f"{name} is not available for the prepared model, whose weights are sharded over the ranks; {advice}"
         )
 
     return method
 
 
 class MegatronEngine(nn.Module):
-    """A prepared model. `engine(**batch)` takes this replica's samples and gives what the Hugging Face model would.
+    """A prepared model. `engine(**batch)` takes this replica's samples and returns the Hugging Face model's outputs.
 
-    Every rank calls it alike; the ranks of a replica with the same samples.
+    Every rank calls it; the ranks of one replica pass the same samples.
     """
 
     def __init__(
@@ -105,70 +105,70 @@ class MegatronEngine(nn.Module):
         device: torch.device,
         scaler: GradScalerKwargs | None = None,
     ):
-        """`module` is emptied: its weights go to the ranks. Raises ConfigError where it cannot be trained so."""
+        """Shard a transformers model over the ranks; `module` loses its weights. Raises ConfigError if unsupported."""
         super().__init__()
         processes = dist.get_world_size() if dist.is_initialized() else 1
         self.plugin, self.device = plugin, device
-        family, theirs = family_of_module(module)
-        require_loss_and_logits_alone({**theirs, "output_router_logits": False})  # of which there is a note
+        family, hf_config = family_of_module(module)
+        reject_extra_outputs({**hf_config, "output_router_logits": False})  # run_config adds a note on it
         self._dtype = next(module.parameters()).dtype
         precision = PRECISIONS[mixed_precision]
         if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
             precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
-        checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
-        given, self.notes = run_config(
-            plugin, family, theirs, precision, processes, device.type, checkpoints, scaler
+        checkpoints = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
+        config, self.notes = run_config(
+            plugin, family, hf_config, precision, processes, device.type, checkpoints, scaler
         )
-        given = resolve_config(given, None)
-        prepare_process(given, device.index or 0)
-        machine = detect_machine(given, device)
-        given = given.with_settings(
-            {"parallel.moe_static_dispatch": False}
-        )  # a script's batches differ in size
-        self.run, chosen = with_auto(given, processes, machine)
-        self.notes += chosen
+        config = resolve_config(config, None)
+        prepare_process(config, device.index or 0)
+        machine = detect_machine(config, device)
+        # A script's batches differ in size.
+        config = config.with_settings({"parallel.moe_static_dispatch": False})
+        self.run, auto_notes = with_auto(config, processes, machine)
+        self.notes += auto_notes
         self.mesh = self._mesh(self.run, processes)
         self.model = build_model(self.run, self.mesh, device)
-        let_main_process_save()
+        patch_save_pretrained()
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         reshard_parameters(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
-        self._origins = origins(module, self.groups)
+        self._source_parameters = source_parameters(module, self.groups)
         if optimizer is not None:
             self.set_optimizer(optimizer)
         sharded = shard_parameters(module, device)
-        self._origins = {name: [sharded[id(p)] for p in found] for name, found in self._origins.items()}
+        self._source_parameters = {
+            name: [sharded[id(p)] for p in sources] for name, sources in self._source_parameters.items()
+        }
         if self.optimizer is not None:
-            self.optimizer.trained = {id(sharded[own]) for own in self.optimizer.trained}
+            self.optimizer.trained = {id(sharded[parameter_id]) for parameter_id in self.optimizer.trained}
         self._sharded = dict(module.named_parameters(remove_duplicate=False))
-        self._module = [module]  # in a list: it is no part of this module
-        self.custom: Any = (
-            None  # what makes micro-batches and losses, where the script has its own: train_steps.py
-        )
+        self._module = [module]  # in a list, so that nn.Module does not register it
+        self.train_step: Any = None
+        """Makes micro-batches and the loss (train_steps.py); None for decoder models without a custom step."""
         self.sources: list[Any] = []
-        """What yields batches beside the script's dataloaders."""
+        """Sources of batches other than the script's dataloaders."""
         self.consumed_samples = 0
         self.loaded_from: str | Path | None = None
-        """The folder of the last `load_checkpoint`."""
+        """Folder of the last `load_checkpoint`."""
         self._loaded_step = self._loads = 0
-        self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
+        self._eod = hf_config.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._ids = TokenIds(self.run.model.vocab_size, WRONG_IDS)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Trains by the script's optimizer, of its parameters before `prepare` or of `parameters()` after it."""
+        """Train with the script's optimizer, created with the model's parameters before or after `prepare`."""
         if self.optimizer is not None:
             raise ConfigError(
-                "prepare was given a second optimizer; one trains the model: put its parameters into groups"
+                "prepare has a second optimizer, but one optimizer trains the model; use parameter groups"
             )
         self.optimizer = EngineOptimizer(
-            self.model, optimizer, self.run.optim, self._origins, self.run.train.precision
+            self.model, optimizer, self.run.optim, self._source_parameters, self.run.train.precision
         )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The whole model's under the script's own names: shapes and dtypes, but neither values nor gradients."""
+        """Yield ShardedParameters under the script's names: full shapes and dtypes, no values or gradients."""
         seen: set[int] = set()
         for name, parameter in self._sharded.items():
             if not (remove_duplicate and id(parameter) in seen):
@@ -177,12 +177,12 @@ class MegatronEngine(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The Hugging Face model's own."""
+        """The Hugging Face model's config."""
         return self._module[0].config
 
     @property
     def iteration(self) -> int:
-        """Steps of the optimizer so far, those before a resume included."""
+        """Optimizer steps so far, including those before a resume."""
         return self._loaded_step + (0 if self.optimizer is None else self.optimizer.steps)
 
     def _mesh(self, config: RunConfig, processes: int) -> Mesh:
@@ -198,70 +198,79 @@ class MegatronEngine(nn.Module):
             module = self.__dict__.get("_module", [None])[0]
             if module is None or not hasattr(type(module), name):
                 raise
-            raise NotPrepared(
+            raise PreparedModelError(
                 f"the prepared model has no {name}: its {type(module).__name__} is sharded over the ranks; use "
                 f"accelerator.unwrap_model(model).{name}, on every rank, or call it before prepare "
                 "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
             ) from None
 
-    state_dict = _refused("state_dict", "use accelerator.get_state_dict(model), on every rank")
-    load_state_dict = _refused("load_state_dict", "load before prepare, or use accelerator.load_state")
-    apply = _refused("apply", "apply functions before prepare")
-    half = _refused("half", 'give Accelerator mixed_precision="fp16"')
-    bfloat16 = _refused("bfloat16", 'give Accelerator mixed_precision="bf16"')
-    double = _refused("double", "there is float32, bf16 and fp16: Accelerator(mixed_precision=…)")
-    __deepcopy__ = _refused("deepcopy", "copy accelerator.unwrap_model(model), on every rank")
+    state_dict = _unsupported_method("state_dict", "use accelerator.get_state_dict(model), on every rank")
+    load_state_dict = _unsupported_method(
+        "load_state_dict", "load before prepare, or use accelerator.load_state"
+    )
+    apply = _unsupported_method("apply", "apply functions before prepare")
+    half = _unsupported_method("half", 'set mixed_precision="fp16" of Accelerator')
+    bfloat16 = _unsupported_method("bfloat16", 'set mixed_precision="bf16" of Accelerator')
+    double = _unsupported_method("double", "use fp32, bf16 or fp16: Accelerator(mixed_precision=…)")
+    __deepcopy__ = _unsupported_method("deepcopy", "copy accelerator.unwrap_model(model), on every rank")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step, as the optimizer's does."""
+        """Clear the gradients of the step, as the optimizer's zero_grad does."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
-    def forward(self, input_ids: Tensor | None = None, *others: Any, **batch: Any) -> Any:
-        """The outputs of transformers: `loss` where there are labels, the same on every rank; `logits` [batch, seq,
-        vocab] of this replica, where there are none or the plugin's return_logits says so.
+    def forward(self, input_ids: Tensor | None = None, *args: Any, **batch: Any) -> Any:
+        """Run the model on this replica's samples.
 
-        In training (`train()`, gradients enabled) it makes forward and backward passes; else forward passes alone.
+        In training mode with gradients enabled this runs forward and backward passes, otherwise forward passes only.
+
+        Args:
+            input_ids: int64 [batch, seq].
+            batch: labels, attention_mask, position_ids and the other inputs of transformers.
+
+        Returns:
+            transformers' outputs: `loss`, equal on every rank, if the batch has labels; `logits` [batch, seq, vocab] of
+            this replica if it has none, or with the plugin's return_logits.
         """
-        if others or isinstance(input_ids, Mapping):
+        if args or isinstance(input_ids, Mapping):
             raise ConfigError(
-                f"the model was called with {1 + len(others)} arguments without names, the first a "
-                f"{type(input_ids).__name__}; give input_ids alone so, and the others by name: model(**batch)"
+                f"the model was called with {1 + len(args)} positional arguments, the first a "
+                f"{type(input_ids).__name__}; pass only input_ids by position: model(**batch)"
             )
         if input_ids is not None:
             batch["input_ids"] = input_ids
-        asked = checked_batch(batch)
-        if self.run.model.causal and asked.get("token_type_ids") is not None:
-            self._drop_token_types(asked.pop("token_type_ids"))
-        asked = {name: self._placed(value) for name, value in asked.items()}
-        if asked["position_ids"] is None:
-            asked["position_ids"] = self._positions(asked["attention_mask"])
+        inputs = check_batch(batch)
+        if self.run.model.causal and inputs.get("token_type_ids") is not None:
+            self._drop_token_types(inputs.pop("token_type_ids"))
+        inputs = {name: self._for_passes(value) for name, value in inputs.items()}
+        if inputs["position_ids"] is None:
+            inputs["position_ids"] = self._positions(inputs["attention_mask"])
         if not (self.plugin.custom_get_batch_function or self.plugin.custom_train_step_class):
-            check_ids(self._ids, asked, causal=self.run.model.causal)
-        trains = self.training and torch.is_grad_enabled()
+            check_ids(self._ids, inputs, causal=self.run.model.causal)
+        is_training = self.training and torch.is_grad_enabled()
         loss = logits = None
-        if self.custom is not None or any(asked[name] is not None for name in LABELS):
-            micro_batches, objective = self._micro_batches(asked)
-            with on_every_rank("the prepared model, with labels"):
-                passes = self._train if trains else self._evaluate
-                loss = passes(micro_batches, objective)
-            if (items := asked.get("num_items_in_batch")) is not None:
+        if self.train_step is not None or any(inputs[name] is not None for name in LABELS):
+            micro_batches, objective = self._micro_batches(inputs)
+            with collective_call("the prepared model, with labels"):
+                run_passes = self._train if is_training else self._evaluate
+                loss = run_passes(micro_batches, objective)
+            if (items := inputs.get("num_items_in_batch")) is not None:
                 loss = loss * (self._tokens(micro_batches) / torch.as_tensor(items, device=self.device))
         if loss is None or self.plugin.return_logits:
-            logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
+            logits = _NoGradient.apply(self._logits(inputs), self._anchor, NO_LOGITS_GRADIENT)
         return self._outputs(loss, logits, batch.get("return_dict"))
 
     def _drop_token_types(self, types: Tensor) -> None:
-        require_no_token_types(self._on_host(types), self._module[0])
-        if TYPES_IGNORED not in self.notes:
-            self.notes.append(TYPES_IGNORED)
-            PartialState().print(f"note: {TYPES_IGNORED}", flush=True)
+        reject_token_types(self._on_host(types), self._module[0])
+        if TOKEN_TYPES_IGNORED not in self.notes:
+            self.notes.append(TOKEN_TYPES_IGNORED)
+            PartialState().print(f"note: {TOKEN_TYPES_IGNORED}", flush=True)
 
-    def _placed(self, value: Any) -> Any:
-        """What decides the passes is read on the host; a script's own functions get tensors of the device."""
+    def _for_passes(self, value: Any) -> Any:
+        """Return an input on the host, where the passes are planned, or on the device for a custom train step."""
         if not isinstance(value, Tensor):
             return value
-        return value.to(self.device) if self.custom is not None else self._on_host(value)
+        return value.to(self.device) if self.train_step is not None else self._on_host(value)
 
     def _on_host(self, value: Tensor) -> Tensor:
         return host_copy(value, GradientState().active_dataloader, *self.sources)
@@ -270,102 +279,104 @@ class MegatronEngine(nn.Module):
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         outputs = CausalLMOutputWithPast(loss=loss, logits=logits)
-        whole = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
-        return outputs if whole else outputs.to_tuple()
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return outputs if return_dict else outputs.to_tuple()
 
     def _train(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
         if self.optimizer is None:
             raise ConfigError(
-                "the model was prepared without an optimizer; give both to one call of prepare, or eval()"
+                "the model was prepared without an optimizer; pass both to one call of prepare, or call eval()"
             )
-        self.model.parameters.clear_gradients()  # of a step, which are kept apart
+        self.model.parameters.clear_gradients()  # the step's gradients are kept in the optimizer
         scale = self.optimizer.loss_scale.scale
         value = self.model.backward(micro_batches, objective, loss_scale=scale)
-        made = Pass(self.optimizer, self.optimizer.gradients.take(), self.model.tallies)
+        gradients = CallGradients(self.optimizer, self.optimizer.gradients.take(), self.model.tallies)
         self.model.parameters.clear_gradients()
         self.consumed_samples += self.mesh.dp.size * sum(len(batch.input_ids) for batch in micro_batches)
-        return PassLoss.apply(self._anchor, value.detach(), made)
+        return CallLoss.apply(self._anchor, value.detach(), gradients)
 
     def _evaluate(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
         total, tokens = self.model.evaluate(micro_batches, objective)
-        told = "this loss was made in eval(), without a backward pass; call train() before"
-        return (
-            _NoGradient.apply(total / tokens, self._anchor, told)
-            if torch.is_grad_enabled()
-            else total / tokens
-        )
+        message = "this loss was computed in eval() mode, without a backward pass; call train() first"
+        loss = total / tokens
+        return _NoGradient.apply(loss, self._anchor, message) if torch.is_grad_enabled() else loss
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], Loss | None]:
-        """This replica's samples as num_micro_batches micro-batches of one size, and their loss; None: the model's."""
+        """Return num_micro_batches micro-batches of equal size, and the loss (None: the model's own)."""
         rows, count = len(batch["input_ids"]), self.plugin.num_micro_batches
-        if self.custom is not None:
-            parts, objective = self.custom.micro_batches(batch, count)
+        if self.train_step is not None:
+            parts, objective = self.train_step.micro_batches(batch, count)
         else:
-            parts, objective = [self._next_tokens(batch, self._masked_rows(rows), self._eod)], None
-        whole = [filled_up(part, token_multiple(self.plugin)) for part in parts]
-        if self.custom is None:
-            whole = split_rows(whole[0], count, 2 if self.run.parallel.overlaps else 1)
-        first = self.consumed_samples + self.mesh.dp.rank * sum(len(part.input_ids) for part in whole)
-        for part in whole:
+            parts, objective = [self._next_token_batch(batch, self._padding_rows(rows), self._eod)], None
+        micro_batches = [pad_sequences(part, token_multiple(self.plugin)) for part in parts]
+        if self.train_step is None:
+            micro_batches = split_micro_batches(
+                micro_batches[0], count, 2 if self.run.parallel.overlaps else 1
+            )
+        samples = sum(len(part.input_ids) for part in micro_batches)
+        first = self.consumed_samples + self.mesh.dp.rank * samples
+        for part in micro_batches:
             part.sample_numbers = torch.arange(first, first + len(part.input_ids))
             first += len(part.input_ids)
-        return whole, objective
+        return micro_batches, objective
 
-    def _next_tokens(self, batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
-        """Raises ConfigError for a mask that this model or layout does not have."""
-        part = next_tokens(batch, masked_rows, eod)
-        if part.padding is not None and part.document_ends is None:
-            require_dense_masks(self.run, part.padding)
-        return part
+    def _next_token_batch(self, batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
+        """Convert the batch. Raises ConfigError for a mask that the model or the layout does not support."""
+        converted = next_token_batch(batch, masked_rows, eod)
+        if converted.padding is not None and converted.document_ends is None:
+            reject_inner_padding(self.run, converted.padding)
+        return converted
 
     def _positions(self, mask: Tensor | None) -> Tensor | None:
-        """Return the positions that the model derives from a mask in transformers; None: it counts all tokens."""
+        """Return the positions that transformers derives from a mask (OPT); None if it counts all tokens."""
         if mask is None or self.config.model_type != "opt":
             return None
-        of_padding = (
-            self.run.model.max_position_embeddings - 1
-        )  # row −1 + 2 of its table, which stands last in ours
-        return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, of_padding)
+        # Padding has position −1: row 1 of OPT's table, which is the last row of Megalith's.
+        padding_position = self.run.model.max_position_embeddings - 1
+        return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, padding_position)
 
-    def _masked_rows(self, rows: int) -> int:
-        """How many samples at the end only fill up the batch of the dataloader that the script loops over."""
-        return filled_up_rows(GradientState().active_dataloader, rows)
+    def _padding_rows(self, rows: int) -> int:
+        """Return the number of padding samples at the end of the current dataloader's batch."""
+        return num_padding_rows(GradientState().active_dataloader, rows)
 
     def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
-        own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
-        return all_reduce_no_grad(own.to(self.device), self.mesh.dp).float()
+        local = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
+        return all_reduce_no_grad(local.to(self.device), self.mesh.dp).float()
 
     @torch.no_grad()
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
-        whole = self._next_tokens(batch, 0, None)
-        apart = whole.document_ends is not None or whole.padding is not None
-        seq = whole.input_ids.shape[1]
-        counted = bool((whole.position_ids == torch.arange(seq, device=whole.position_ids.device)).all())
-        ends_padded = is_right_padded(batch.get("attention_mask"))
+        converted = self._next_token_batch(batch, 0, None)
+        is_masked = converted.document_ends is not None or converted.padding is not None
+        seq = converted.input_ids.shape[1]
+        positions = converted.position_ids
+        has_default_positions = bool((positions == torch.arange(seq, device=positions.device)).all())
+        right_padded = is_right_padded(batch.get("attention_mask"))
         self.model.eval()
-        if counted and (not apart or ends_padded):  # no token sees what comes after it
-            return self.model(whole.input_ids)
+        # With padding at the end, causal attention never reads it.
+        if has_default_positions and (not is_masked or right_padded):
+            return self.model(converted.input_ids)
         if self.mesh.pp.size * self.mesh.cp.size > 1:
             raise ConfigError(
-                "logits of sequences that are padded at their beginning or packed are not had under pipeline or "
-                "context parallelism; pad them at the end, or leave return_logits out"
+                "logits of packed or left-padded sequences are not supported with pipeline or context parallelism; pad "
+                "at the end, or leave return_logits out"
             )
-        part = whole.to(self.device)
+        local = converted.to(self.device)
         chunk = self.model.chunks[0]
         return chunk(
-            part.input_ids,
-            position_ids=part.position_ids,
-            document_ends=part.document_ends,
-            padding=part.padding,
+            local.input_ids,
+            position_ids=local.position_ids,
+            document_ends=local.document_ends,
+            padding=local.padding,
         )
 
     def published_state(self) -> dict[str, Tensor]:
-        """The whole model's tensors under the names of Hugging Face's files, float32, on every rank's CPU."""
+        """Return the full model's tensors under Hugging Face's file names, float32 on every rank's CPU."""
         reshard_parameters(self.model.chunks)
         return gather_state(self.groups, self.model.chunks, self.mesh.world, self.device)
 
     def hugging_face_module(self) -> nn.Module:
-        """The script's model with the weights of now, on the CPU, in its type. Every rank calls it."""
+        """Return the script's model with the current weights, on the CPU in its dtype. Every rank calls it."""
         module, state, version = self._module[0], self.published_state(), self._weights_version
 
         def is_outdated() -> bool:
@@ -379,64 +390,70 @@ class MegatronEngine(nn.Module):
         return self._loads, 0 if self.optimizer is None else self.optimizer.steps
 
     def _has_gradients(self) -> bool:
-        step = () if self.optimizer is None else self.optimizer.gradients.sums
-        return self.training and any(grad is not None for grad in step)
+        gradients = () if self.optimizer is None else self.optimizer.gradients.sums
+        return self.training and any(grad is not None for grad in gradients)
 
     def optimizer_of(self, parameters: Any) -> EngineOptimizer:
-        """What trains these: of this model, those that the script had before `prepare`, or of `hugging_face_module`.
+        """Return the optimizer of these parameters.
 
-        Raises ConfigError where not all that are trained are among them.
+        Args:
+            parameters: all trained parameters: of this model, of the model before `prepare`, or of
+                `hugging_face_module`.
+
+        Raises:
+            ConfigError: a trained parameter is missing.
         """
         if self.optimizer is None:
             raise ConfigError(
-                "there are no gradients to clip; give model and optimizer to one call of prepare"
+                "there are no gradients to clip; pass model and optimizer to one call of prepare"
             )
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known = {id(one.sharded if isinstance(one, GatheredParameter) else one) for one in given}
-        trained = [name for name, one in self._sharded.items() if id(one) in self.optimizer.trained]
-        left_out = [name for name in trained if id(self._sharded[name]) not in known]
-        if left_out:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(p.sharded if isinstance(p, GatheredParameter) else p) for p in listed}
+        trained = [name for name, p in self._sharded.items() if id(p) in self.optimizer.trained]
+        missing = [name for name in trained if id(self._sharded[name]) not in ids]
+        if missing:
             raise ConfigError(
-                f"gradients are clipped together, but of the model's {len(trained)} trained parameters {len(left_out)} "
-                f"are not among the {len(given)} that are given ({shorten(left_out)}); give model.parameters()"
+                f"gradients are clipped together, but {len(missing)} of the model's {len(trained)} trained parameters "
+                f"are not among the {len(listed)} passed ({shorten(missing)}); pass model.parameters()"
             )
         return self.optimizer
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
-        """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
+        """Save model and optimizer for any layout; Accelerate's save_state calls it. Every rank calls it."""
         reshard_parameters(self.model.chunks)
-        folder, keeps = Path(output_dir) / STATE, self.optimizer is not None and not self.plugin.no_save_optim
+        folder = Path(output_dir) / STATE
+        saves_optimizer = self.optimizer is not None and not self.plugin.no_save_optim
         record = RunRecord(
             step=self.iteration,
             consumed_samples=self.consumed_samples,
             config=self.run.to_tree(),
-            loss_scale=self.optimizer.loss_scale.state() if keeps else {},
+            loss_scale=self.optimizer.loss_scale.state() if saves_optimizer else {},
         )
         saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
-        inner = self.optimizer.inner if keeps else None
+        inner = self.optimizer.inner if saves_optimizer else None
         saver.save(record, self.model.chunks, inner, amax_shards(self.model.amaxes, self.mesh.world))
         if saver.last.error is not None:
             raise saver.last.error
         if self.mesh.world.rank == 0:
             self.config.save_pretrained(output_dir)
-            if keeps:
+            if saves_optimizer:
                 self.optimizer.save_groups(Path(output_dir) / GROUPS)
         if self.plugin.legacy_bin:
             save_shard_files(Path(output_dir), record, self.model, inner, vocabulary_rows(self.run))
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
-        """What `load_state` calls: what `save_checkpoint` saved in whatever layout. Every rank calls it."""
+        """Load what `save_checkpoint` saved, in any layout; Accelerate's load_state calls it. Every rank calls it."""
         folder, rows, world = Path(input_dir) / STATE, vocabulary_rows(self.run), self.mesh.world
-        loads = self.optimizer is not None and not self.plugin.no_load_optim
-        what = ("model", "optimizer") if loads else ("model",)
-        checkpoint = open_checkpoint(folder, what, world=world) or open_shard_files(input_dir, what, world)
+        loads_optimizer = self.optimizer is not None and not self.plugin.no_load_optim
+        parts = ("model", "optimizer") if loads_optimizer else ("model",)
+        checkpoint = open_checkpoint(folder, parts, world=world) or open_shard_files(input_dir, parts, world)
         if checkpoint is None:
             raise CheckpointError(
-                f"there is no checkpoint in {folder}; give load_state the folder of a save_state"
+                f"there is no checkpoint in {folder}; pass load_state a folder written by save_state"
             )
         reshard_parameters(self.model.chunks)
         load_model(checkpoint, self.model.chunks, rows, world)
-        if loads:
+        if loads_optimizer:
             load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)
             load_amaxes(checkpoint, self.model.amaxes, world)
             self.optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)
@@ -448,13 +465,13 @@ class MegatronEngine(nn.Module):
 
 
 class _NoGradient(torch.autograd.Function):
-    """A tensor that no backward pass can start from: it says why."""
+    """Identity whose backward pass raises ConfigError with a message."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, anchor: Tensor, told: str) -> Tensor:
-        ctx.told = told
+    def forward(ctx, value: Tensor, anchor: Tensor, message: str) -> Tensor:
+        ctx.message = message
         return value.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        raise ConfigError(ctx.told)
+        raise ConfigError(ctx.message)

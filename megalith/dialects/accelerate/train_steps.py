@@ -1,8 +1,8 @@
-"""A script's own train step, batch and loss, as Megatron's forward step has them.
+"""Custom train steps, batch functions and loss functions of a script, with the interface of Megatron's forward step.
 
-A step of the script's gets a micro-batch out of an iterator and calls the model with tokens, positions, mask and
-labels; what it returns is a function of the losses of the tokens. Its call of the model is recorded, all micro-batches
-go through the schedule together, and the function is called where the losses are: on the last pipeline stage.
+A step reads a micro-batch from an iterator and calls the model with tokens, positions, mask and labels. It returns a
+function of the per-token losses. The model call is recorded, all micro-batches run through the schedule together, and
+the function is called on the last pipeline stage, which has the losses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.data.pairs import T5Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import token_multiple
 from megalith.dialects.accelerate.replica_loader import IGNORED
-from megalith.dialects.accelerate.script_batches import ends_of, is_right_padded, next_tokens
+from megalith.dialects.accelerate.script_batches import document_ends_of, is_right_padded, next_token_batch
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.encoders.bert import BertMicroBatchMean, order_loss
@@ -32,35 +32,35 @@ from megalith.ops.documents import document_ids
 
 
 class AbstractTrainStep:
-    """A train step: `get_batch_func`, `get_forward_step_func` and `get_loss_func` say what it is."""
+    """A train step, defined by `get_batch_func`, `get_forward_step_func` and `get_loss_func`."""
 
     def __init__(self, name: str):
         self.name = name
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """A function of an iterator of micro-batches: tokens, labels, loss mask, attention mask, position ids."""
-        raise NotImplementedError(f"{type(self).__name__} has no get_batch_func; give it one")
+        """Return a function from an iterator of micro-batches to tokens, labels, loss mask, mask and position ids."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_batch_func; define it")
 
     def get_forward_step_func(self) -> Callable:
-        """A function of an iterator of micro-batches and the model: the model's output, and a function of it."""
-        raise NotImplementedError(f"{type(self).__name__} has no get_forward_step_func; give it one")
+        """Return a function of an iterator of micro-batches and the model, which returns its output and a loss."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_forward_step_func; define it")
 
     def get_loss_func(self, accelerator: Any) -> Callable:
-        """A function of the loss mask [batch, seq] and the losses [batch, seq]: the micro-batch's loss, and figures."""
-        raise NotImplementedError(f"{type(self).__name__} has no get_loss_func; give it one")
+        """Return a function from loss mask and losses, [batch, seq], to the micro-batch's loss and metrics."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_loss_func; define it")
 
 
 def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean of losses [batch, seq] over the tokens of loss_mask, and the figures to log."""
+    """Return the mean of losses [batch, seq] over the tokens of loss_mask, and the metrics to log."""
     loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach()}
 
 
 class GPTTrainStep(AbstractTrainStep):
-    """Decoder-only models: each token predicts the next."""
+    """Train step of decoder-only models: each token predicts the next."""
 
     def __init__(self, accelerator: Any, args: Any):
-        """`args`: `megatron_dataset_flag` and `eos_token_id` are read."""
+        """Read `megatron_dataset_flag` and `eos_token_id` of `args`."""
         super().__init__("GPTTrainStep")
         self.eod_token = self.pad_token = getattr(args, "eos_token_id", None)
         self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
@@ -73,8 +73,8 @@ class GPTTrainStep(AbstractTrainStep):
             return plugin.custom_get_batch_function
 
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
-            batch = next_tokens(next(data_iterator), 0, None)
-            return batch.input_ids, batch.labels, batch.loss_mask, documents_in(batch), batch.position_ids
+            batch = next_token_batch(next(data_iterator), 0, None)
+            return batch.input_ids, batch.labels, batch.loss_mask, document_ids_of(batch), batch.position_ids
 
         return get_batch
 
@@ -97,18 +97,20 @@ class GPTTrainStep(AbstractTrainStep):
 
 
 class BertTrainStep(AbstractTrainStep):
-    """Encoders: the masked tokens of a batch, and the order of its two segments where the batch has one."""
+    """Train step of encoders: masked tokens, and the order of two segments if the batch has it."""
 
     def __init__(self, accelerator: Any, args: Any):
-        """`args`: `megatron_dataset_flag` is read."""
+        """Read `megatron_dataset_flag` of `args`."""
         super().__init__("BertTrainStep")
         self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
         self.loss_func = self.get_loss_func(accelerator)
         self.forward_step = self.get_forward_step_func()
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """A function of an iterator of micro-batches: tokens, tokentypes, order, loss mask, labels, padding mask; None
-        for what a micro-batch does not have."""
+        """Return a function from an iterator of micro-batches to tokens, token types, order, loss mask, labels, mask.
+
+        Parts that a micro-batch lacks are None.
+        """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
             return plugin.custom_get_batch_function
@@ -128,40 +130,40 @@ class BertTrainStep(AbstractTrainStep):
         ) -> tuple[Any, Callable]:
             tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
             output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
-            return output, lambda made: self.loss_func(loss_mask, order, made)
+            return output, lambda outputs: self.loss_func(loss_mask, order, outputs)
 
         return forward_step
 
     def get_loss_func(self, accelerator: Any) -> Callable:
-        """A function of the loss mask, the order [batch] and what the model made: losses [batch, seq] and logits of the
-        order [batch, 2] or None."""
+        """Return a function of the loss mask, the order [batch] and the model's outputs.
+
+        The outputs are losses [batch, seq] and order logits [batch, 2] or None.
+        """
 
         def loss_func(
-            loss_mask: Tensor, order: Tensor | None, made: tuple[Tensor, Tensor | None]
+            loss_mask: Tensor, order: Tensor | None, outputs: tuple[Tensor, Tensor | None]
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            losses, logits = made
+            losses, logits = outputs
             loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
-            figures = {"lm loss": loss.detach()}
+            metrics = {"lm loss": loss.detach()}
             if logits is not None and order is not None:
-                of_order = order_loss(logits, order, None)
-                loss, figures["sop loss"] = loss + of_order, of_order.detach()
-            return loss, figures
+                sop_loss = order_loss(logits, order, None)
+                loss, metrics["sop loss"] = loss + sop_loss, sop_loss.detach()
+            return loss, metrics
 
         return loss_func
 
 
 class EncoderStep:
-    """The micro-batches of a call of an encoder, and their loss: BertTrainStep's."""
+    """Micro-batches and loss of a call of an encoder."""
 
     def __init__(self, handler: BertTrainStep, multiple: int):
-        """`multiple`: of tokens, to which sequences are filled up for parallelism."""
+        """`multiple`: sequences are padded to a multiple of it, for SP and CP."""
         self._handler, self._multiple = handler, multiple
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
-        """The micro-batches of this replica's samples. Raises ConfigError for a batch without labels, and for padding
-        that does not stand at the end."""
-        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-        parts = _in_micro_batches(given, count)
+        """Split this replica's samples. Raises ConfigError without labels, and for padding before tokens."""
+        parts = _split_batch(batch, count)
         return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], BertMicroBatchMean()
 
     def _batch(
@@ -175,35 +177,35 @@ class EncoderStep:
     ) -> BertBatch:
         if labels is None:
             raise ConfigError(
-                "a prepared encoder was called without labels, but it gives a loss alone; its logits and hidden states "
-                "are those of accelerator.unwrap_model(model), which every rank calls"
+                "a prepared encoder was called without labels, but it returns only a loss; for logits and hidden "
+                "states call accelerator.unwrap_model(model), on every rank"
             )
         if padding_mask is not None and not is_right_padded(padding_mask):
             raise ConfigError(
                 "the attention_mask of an encoder's batch has zeros before its tokens; pad at the end"
             )
         rows, seq = tokens.shape
-        more = -seq % self._multiple
+        extra = -seq % self._multiple
         lengths = torch.full((rows,), seq) if padding_mask is None else padding_mask.sum(1).cpu()
         types = torch.zeros_like(tokens) if types is None else types
         order = torch.full_like(tokens[:, 0], NO_LABEL) if order is None else order.flatten()
         labels = labels.masked_fill(loss_mask == 0, 0)
-        of_tokens = {"input_ids": tokens, "labels": labels, "loss_mask": loss_mask, "tokentype_ids": types}
-        longer = {name: nn.functional.pad(x, (0, more)) for name, x in of_tokens.items()}
+        per_token = {"input_ids": tokens, "labels": labels, "loss_mask": loss_mask, "tokentype_ids": types}
+        padded = {name: nn.functional.pad(x, (0, extra)) for name, x in per_token.items()}
         return BertBatch(
-            **longer,
-            position_ids=torch.arange(seq + more, device=tokens.device).expand(rows, -1).contiguous(),
-            document_ends=torch.stack([lengths, torch.full_like(lengths, seq + more)], 1).int(),
+            **padded,
+            position_ids=torch.arange(seq + extra, device=tokens.device).expand(rows, -1).contiguous(),
+            document_ends=torch.stack([lengths, torch.full_like(lengths, seq + extra)], 1).int(),
             sample_numbers=torch.arange(rows),
             sentence_order=order,
         )
 
 
 class T5TrainStep(AbstractTrainStep):
-    """Encoder-decoders: the decoder learns the labels, and reads them one place later."""
+    """Train step of encoder-decoders: the decoder predicts the labels; its inputs are the labels shifted right."""
 
     def __init__(self, accelerator: Any, args: Any):
-        """`args`: `decoder_start_token_id` and `pad_token_id` are read, 0 where they are None."""
+        """Read `decoder_start_token_id` and `pad_token_id` of `args`; None means 0."""
         super().__init__("T5TrainStep")
         self.start_token = getattr(args, "decoder_start_token_id", None) or 0
         self.pad_token = getattr(args, "pad_token_id", None) or 0
@@ -212,8 +214,11 @@ class T5TrainStep(AbstractTrainStep):
         self.forward_step = self.get_forward_step_func()
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
-        """A function of an iterator of micro-batches: the encoder's tokens, the decoder's, loss mask, labels, and the
-        encoder's padding mask or None. Without labels loss mask and labels are None."""
+        """Return a function of an iterator of micro-batches.
+
+        It returns encoder tokens, decoder tokens, loss mask, labels (both None without labels) and the encoder's
+        padding mask or None.
+        """
         plugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_get_batch_function is not None:
             return plugin.custom_get_batch_function
@@ -233,34 +238,32 @@ class T5TrainStep(AbstractTrainStep):
         def forward_step(
             data_iterator: Iterator[Mapping[str, Tensor]], model: Callable
         ) -> tuple[Any, Callable]:
-            read, tokens, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
-            output = model(read, tokens, padding_mask, lm_labels=labels)
+            encoder_tokens, tokens, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            output = model(encoder_tokens, tokens, padding_mask, lm_labels=labels)
             return output, lambda losses: self.loss_func(loss_mask, losses)
 
         return forward_step
 
     def get_loss_func(self, accelerator: Any) -> Callable:
-        """A function of the loss mask and the losses, [batch, seq] both: their mean over the labels, transformers'."""
-
+        """Return `mean_loss`, which equals transformers' loss."""
         return mean_loss
 
 
-class PairStep:
-    """The micro-batches of a call of an encoder-decoder, and their loss: T5TrainStep's."""
+class EncoderDecoderStep:
+    """Micro-batches and loss of a call of an encoder-decoder."""
 
     def __init__(self, handler: T5TrainStep, multiple: int):
-        """`multiple`: of tokens, to which both sequences are filled up for parallelism."""
+        """`multiple`: both sequences are padded to a multiple of it, for SP and CP."""
         self._handler, self._multiple = handler, multiple
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
-        """The micro-batches of this replica's samples. Raises ConfigError for a batch without labels."""
-        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-        parts = _in_micro_batches(given, count)
+        """Split this replica's samples. Raises ConfigError for a batch without labels."""
+        parts = _split_batch(batch, count)
         return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], MicroBatchMean()
 
     def _batch(
         self,
-        read: Tensor,
+        encoder_tokens: Tensor,
         tokens: Tensor,
         loss_mask: Tensor | None,
         labels: Tensor | None,
@@ -268,91 +271,92 @@ class PairStep:
     ) -> T5Batch:
         if labels is None:
             raise ConfigError(
-                "a prepared encoder-decoder was called without labels, but it gives a loss alone; its logits are those "
-                "of accelerator.unwrap_model(model), which every rank calls"
+                "a prepared encoder-decoder was called without labels, but it returns only a loss; for logits call "
+                "accelerator.unwrap_model(model), on every rank"
             )
-        real = torch.ones_like(read) if padding_mask is None else padding_mask
+        mask = torch.ones_like(encoder_tokens) if padding_mask is None else padding_mask
         rows, seq = labels.shape
         labels = labels.masked_fill(loss_mask == 0, 0)
         return T5Batch(
-            input_ids=self._filled(tokens),
-            labels=self._filled(labels),
-            loss_mask=self._filled(loss_mask),
+            input_ids=self._pad_sequence(tokens),
+            labels=self._pad_sequence(labels),
+            loss_mask=self._pad_sequence(loss_mask),
             position_ids=torch.arange(seq + -seq % self._multiple, device=labels.device).repeat(rows, 1),
             document_ends=None,
             sample_numbers=torch.arange(rows),
-            encoder_input_ids=self._filled(read),
-            encoder_padding_mask=self._filled(real.bool()),
+            encoder_input_ids=self._pad_sequence(encoder_tokens),
+            encoder_padding_mask=self._pad_sequence(mask.bool()),
             encoder_document_ends=None,
         )
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _pad_sequence(self, x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, -x.shape[1] % self._multiple))
 
 
 @dataclass
 class CustomBatch(Batch):
-    """A micro-batch with its number in the step, by which its loss is found."""
+    """A micro-batch with its index in the step, which selects its loss function."""
 
-    number: Tensor = None  # int64 [1]
+    index: Tensor = None  # int64 [1]
 
 
 class CustomStep:
-    """A train step of the script's: the micro-batches of a call, and their loss."""
+    """Micro-batches and loss of a call with a custom train step."""
 
     def __init__(self, handler: Any):
         self._handler = handler
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
-        """The micro-batches of this replica's samples. Raises ConfigError for a mask that cannot be had."""
-        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-        made, functions = [], []
-        for number, part in enumerate(_in_micro_batches(given, count)):
-            call = _RecordedCall()
+        """Split this replica's samples. Raises ConfigError for an unsupported mask."""
+        micro_batches, functions = [], []
+        for index, part in enumerate(_split_batch(batch, count)):
+            call = ModelCallRecorder()
             output, function = self._handler.forward_step(iter([part]), call)
             if output is not call.output:
                 raise ConfigError(
-                    "the forward step has changed what the model gave before it returned it; do that in the function "
-                    "that it returns, which gets the losses of the tokens"
+                    "the forward step has changed the model's output before returning it; do that in the function that "
+                    "it returns, which gets the per-token losses"
                 )
-            made.append(call.batch(number))
+            micro_batches.append(call.batch(index))
             functions.append(function)
-        return made, CustomLoss(functions, made[0].input_ids.shape[1])
+        return micro_batches, CustomLoss(functions, micro_batches[0].input_ids.shape[1])
 
 
-def _in_micro_batches(given: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    rows = len(next(iter(given.values())))
+def _split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
+    """Split the tensors of a batch into `count` parts. Raises ConfigError if they do not divide evenly."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+    rows = len(next(iter(tensors.values())))
     if rows % count:
         raise ConfigError(
-            f"a train step was given {rows} samples for num_micro_batches {count}, which does not divide them; set "
-            "drop_last in the dataloader"
+            f"a train step has {rows} samples, which num_micro_batches {count} does not divide; set drop_last in the "
+            "dataloader"
         )
     size = rows // count
     return [
-        {name: value[number * size : (number + 1) * size] for name, value in given.items()}
-        for number in range(count)
+        {name: value[index * size : (index + 1) * size] for name, value in tensors.items()}
+        for index in range(count)
     ]
 
 
 class CustomLoss(Loss):
-    """The mean over the step's micro-batches of what the script's function makes of each one's losses."""
+    """The mean over the step's micro-batches of the script's loss function."""
 
     def __init__(self, functions: Sequence[Callable[[Tensor], Any]], seq: int):
-        """`seq`: the tokens of a sequence, without those that fill it up for parallelism."""
+        """`functions`: one per micro-batch; `seq`: sequence length without padding for parallelism."""
         self._functions, self._seq = functions, seq
 
     def denominator(self, batch: Batch) -> float:
         return 1.0
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: CustomBatch) -> Tensor:
-        """logprobs [batch, seq]; the script's function gets the losses [batch, seq]."""
-        function = self._functions[int(batch.number[0])]
-        made = function(-logprobs[:, : self._seq])
-        return (made[0] if isinstance(made, tuple) else made).float()
+        """Call the script's function with the losses, the negative of logprobs [batch, seq]."""
+        function = self._functions[int(batch.index[0])]
+        result = function(-logprobs[:, : self._seq])
+        return (result[0] if isinstance(result, tuple) else result).float()
 
 
-class _RecordedCall:
-    """Stands for the model in a forward step, and keeps what it is called with."""
+class ModelCallRecorder:
+    """Placeholder for the model in a forward step; records the arguments of its call."""
 
     def __init__(self) -> None:
         self.output = torch.empty(0)
@@ -360,87 +364,100 @@ class _RecordedCall:
     def __call__(self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Any = None,
                  labels: Tensor | None = None, **others: Any) -> Tensor:  # fmt: skip
         if labels is None:
-            raise ConfigError(
-                "the forward step called the model without labels; give it the tokens to predict"
-            )
+            raise ConfigError("the forward step called the model without labels; pass the tokens to predict")
         self._input_ids, self._labels = input_ids, labels
         self._position_ids, self._mask = position_ids, attention_mask
         return self.output
 
-    def batch(self, number: int) -> CustomBatch:
+    def batch(self, index: int) -> CustomBatch:
+        """Return the recorded call as micro-batch `index` of the step."""
         tokens = self._input_ids
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = self._position_ids
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return CustomBatch(
             input_ids=tokens,
             labels=self._labels.clamp(min=0),
             loss_mask=(self._labels >= 0).float(),
-            position_ids=(places if self._position_ids is None else self._position_ids).contiguous(),
-            document_ends=documents_of(self._mask, tokens),
+            position_ids=positions.contiguous(),
+            document_ends=document_ends_from_mask(self._mask, tokens),
             sample_numbers=torch.arange(len(tokens)),
-            padding=padding_of(self._mask),
-            number=torch.tensor([number]),
+            padding=padding_from_ids(self._mask),
+            index=torch.tensor([index]),
         )
 
 
-def documents_in(batch: Batch) -> Tensor | None:
-    """Return the number of each token's document, int32 [batch, seq], negative for padding that predicts; None where
-    all is one document. Raises ConfigError for padding between tokens."""
+def document_ids_of(batch: Batch) -> Tensor | None:
+    """Return document ids, int32 [batch, seq], negative for padding that predicts; None if there is one document.
+
+    Raises ConfigError for padding between tokens.
+    """
     ends, padding = batch.document_ends, batch.padding
     if ends is None and padding is not None:
         raise ConfigError(
-            "attention_mask has zeros between the tokens of a sample, or labels other than −100 on the padding at its "
-            "end, which a train step of the script's own does not have; pad at the beginning or the end, with labels "
-            "of −100"
+            "attention_mask has zeros between the tokens of a sample, or the padding at its end has labels other than "
+            "−100, which custom train steps do not support; pad at the beginning or the end, with labels of −100"
         )
     if ends is None:
         return None
-    numbers = document_ids(ends, batch.input_ids.shape[1])
-    return numbers if padding is None else numbers.masked_fill(padding, PADDING)
+    ids = document_ids(ends, batch.input_ids.shape[1])
+    return ids if padding is None else ids.masked_fill(padding, PADDING)
 
 
-def padding_of(mask: Tensor | None) -> Tensor | None:
-    """Return the padding of a mask as `documents_in` makes it."""
+def padding_from_ids(mask: Tensor | None) -> Tensor | None:
+    """Return the padding, bool [batch, seq], of document ids from `document_ids_of`, or None."""
     if mask is None or mask.dim() != 2 or not bool((mask < 0).any()):
         return None
     return mask < 0
 
 
-def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
-    """The ends of the documents that a mask of Megatron's, bool [batch or 1, 1, seq, seq] with True where a token must
-    not look, keeps apart, or int [batch, seq] tells apart. Raises ConfigError for another mask."""
+def document_ends_from_mask(mask: Any, tokens: Tensor) -> Tensor | None:
+    """Return a Batch's document ends from an attention mask.
+
+    Args:
+        mask: Megatron's mask, bool [batch or 1, 1, seq, seq], True where attention is disabled; or document ids, int
+            [batch, seq]; or None.
+        tokens: int64 [batch, seq].
+
+    Raises:
+        ConfigError: the mask is neither causal nor block-diagonal causal.
+    """
     if mask is None or mask.dim() == 2:
-        return None if mask is None else ends_of(mask)
+        return None if mask is None else document_ends_of(mask)
     seq = tokens.shape[1]
     hidden = mask.bool()[:, 0]  # [batch or 1, seq, seq]
-    first = (~hidden).to(torch.int32).argmax(-1)  # of each token the first that it sees
-    places = torch.arange(seq, device=mask.device)
-    causal = (places > places[:, None])[None] | (places < first[..., None])
+    first = (~hidden).to(torch.int32).argmax(-1)  # first token that each token attends to
+    positions = torch.arange(seq, device=mask.device)
+    causal = (positions > positions[:, None])[None] | (positions < first[..., None])
     if hidden.shape[-2:] != (seq, seq) or not bool((hidden == causal).all()):
         raise ConfigError(
-            "the attention mask of the script's batch function is neither causal nor one of documents one behind the "
-            "other; there is no other mask here: give None for a causal one"
+            "the attention mask of the script's batch function is neither causal nor causal within consecutive "
+            "documents, and other masks are not supported; return None for a causal mask"
         )
-    starts = (first == places).to(torch.int32)
-    return ends_of(starts.cumsum(1, dtype=torch.int32).expand_as(tokens))
+    starts = (first == positions).to(torch.int32)
+    return document_ends_of(starts.cumsum(1, dtype=torch.int32).expand_as(tokens))
 
 
-def custom_step(
+def build_train_step(
     accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
-) -> CustomStep | EncoderStep | PairStep | None:
-    """The script's own train step, or that of a model with an encoder; None for a decoder without one. Raises
-    ConfigError for what cannot be had together."""
+) -> CustomStep | EncoderStep | EncoderDecoderStep | None:
+    """Return the custom train step, or the train step of a model with an encoder; None for other decoders.
+
+    Raises ConfigError for options that exclude each other.
+    """
     if not engine.run.model.causal:
         return _encoder_step(accelerator, plugin, engine)
-    given = [
+    custom = [
         name
         for name in ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
         if getattr(plugin, name) is not None
     ]
-    if not given:
+    if not custom:
         return None
     if plugin.return_logits:
         raise ConfigError(
-            f"return_logits and {given[0]} cannot be had together: no rank holds whole logits in training"
+            f"return_logits cannot be combined with {custom[0]}, because no rank has the full logits in training; "
+            "leave one out"
         )
     args = SimpleNamespace(
         **plugin.megatron_lm_default_args, eos_token_id=getattr(engine.config, "eos_token_id", None)
@@ -452,27 +469,22 @@ def custom_step(
 
 def _encoder_step(
     accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
-) -> EncoderStep | PairStep:
+) -> EncoderStep | EncoderDecoderStep:
     is_pair = engine.run.model.model_type == "t5"
-    step, learnt = (
-        (T5TrainStep, "its labels")
-        if is_pair
-        else (BertTrainStep, "its masked tokens and the order of its segments")
-    )
+    step = T5TrainStep if is_pair else BertTrainStep
     for name in ("custom_train_step_class", "custom_loss_function", "return_logits"):
         if getattr(plugin, name):
             raise ConfigError(
-                f"{name} is set, but {'an encoder-decoder' if is_pair else 'an encoder'} is trained by "
-                f"{step.__name__}, by {learnt}, and gives a loss alone; leave it out, or give a "
-                "custom_get_batch_function"
+                f"{name} is set, but {'an encoder-decoder' if is_pair else 'an encoder'} is always trained with "
+                f"{step.__name__} and returns only a loss; leave it out, or set custom_get_batch_function"
             )
     if not engine.run.model.add_lm_head:
         raise ConfigError(
-            "the model has no head that predicts masked tokens, so it cannot be trained here; prepare a "
-            "BertForMaskedLM or a BertForPreTraining"
+            "the model has no masked-language-model head, so it cannot be trained here; prepare a BertForMaskedLM or a "
+            "BertForPreTraining"
         )
     tokens = {name: getattr(engine.config, name, None) for name in ("decoder_start_token_id", "pad_token_id")}
     args = SimpleNamespace(**plugin.megatron_lm_default_args, **tokens)
     if is_pair:
-        return PairStep(T5TrainStep(accelerator, args), token_multiple(plugin))
+        return EncoderDecoderStep(T5TrainStep(accelerator, args), token_multiple(plugin))
     return EncoderStep(BertTrainStep(accelerator, args), token_multiple(plugin))
