@@ -178,7 +178,7 @@ class Family:
             for name, value in setting.read(hf_config).items():
                 if fields.setdefault(name, value) == value:
                     continue
-                if name in ModelConfig.deciding(Decides.FUNCTION):
+                if name in ModelConfig.fields_deciding(Decides.FUNCTION):
                     raise ConfigError(
                         f"config.json gives model.{name} both {fields[name]!r} and {value!r}, which is not supported"
                     )

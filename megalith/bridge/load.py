@@ -173,7 +173,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
-    free = ModelConfig.deciding(Decides.REACH)
+    free = ModelConfig.fields_deciding(Decides.REACH)
     free += ["max_position_embeddings"] if found.position_embedding_type != "learned_absolute" else []
     if others := differences(model, found, ignore=free):
         raise ConfigError(

@@ -387,7 +387,7 @@ def conversion_notes(model: ModelConfig) -> list[str]:
 def function_settings(model: ModelConfig) -> Tree:
     """Return the resolved settings that this model reads and that affect the function it computes."""
     unread = model.unread(RunConfig(model=model))
-    decides = model.deciding(Decides.FUNCTION, Decides.REACH)
+    decides = model.fields_deciding(Decides.FUNCTION, Decides.REACH)
     fields = dict(model.resolved(name for name in decides if name not in unread))
     if fields.get("rope_scaling") is not None:
         fields["rope_scaling"] = _with_magnitude(fields["rope_scaling"])

@@ -374,8 +374,8 @@ def run_parity(args: argparse.Namespace) -> int:
     from megalith.bridge.load import with_init_from
     from megalith.config import RunConfig
     from megalith.config.rules.model_rules import check_model
-    from megalith.config.small import VOCABULARY
-    from megalith.parity.check import check, choose, shrink
+    from megalith.parity.check import check, choose
+    from megalith.parity.sizes import VOCAB_SIZE, shrink
     from megalith.progress import Progress
 
     if args.nproc_max < 2 or args.steps < 2:
@@ -383,7 +383,7 @@ def run_parity(args: argparse.Namespace) -> int:
             f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
         )
     given = with_init_from(RunConfig.load(args.config, args.settings))
-    check_model(given.model.model_copy(update={"vocab_size": given.model.vocab_size or VOCABULARY}))
+    check_model(given.model.model_copy(update={"vocab_size": given.model.vocab_size or VOCAB_SIZE}))
     config = shrink(given, args.steps, args.device)
     layouts, refused = choose(config, args.layouts, _most_processes(args))
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)

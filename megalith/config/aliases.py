@@ -295,11 +295,11 @@ def _bring_along(tree: dict[str, dict[str, Any]], name: str, value: Any) -> str:
 
 def _check_taken(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
     if isinstance(takes, tuple):
-        fits, needed = value is None or value in takes, f"one of {', '.join(takes)}"
+        fits, requirements = value is None or value in takes, f"one of {', '.join(takes)}"
     else:
-        fits, needed = value is None or type(value) is takes, _IN_WORDS[takes]
+        fits, requirements = value is None or type(value) is takes, _IN_WORDS[takes]
     if not fits:
-        raise ConfigError(f"{name} is {value!r}: {needed} is needed")
+        raise ConfigError(f"{name} is {value!r}: {requirements} is needed")
 
 
 _IN_WORDS = {bool: "true or false", int: "a whole number", str: "text"}

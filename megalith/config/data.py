@@ -6,11 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megalith.config import small
-from megalith.config.base import KEPT, Decides, Needs, Resolved, Section, Shrinks
+from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
 DataPath = str | list[Any]
-MASKED = Needs("model.model_type", "bert", "t5")
+MASKED = RequiresSetting("model.model_type", "bert", "t5")
 SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP] behind each
 
 
@@ -31,20 +30,19 @@ class DataConfig(Section):
     test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for the test after training."""
 
-    mock: Annotated[bool, Shrinks(True)] = False
+    mock: bool = False
     """Use synthetic tokens instead of a dataset, for speed measurements and tests."""
 
     split: str = "99,1,0"
     """Fractions of the documents for training, validation and test."""
 
-    seq_length: Annotated[PositiveInt, Shrinks(small.SEQUENCE)] = 1024
+    seq_length: PositiveInt = 1024
     """Tokens per training sequence."""
 
     decoder_seq_length: Annotated[
         PositiveInt | None,
-        Needs("model.model_type", "t5"),
+        RequiresSetting("model.model_type", "t5"),
         Resolved("decoder_length"),
-        Shrinks(lambda value, _: value and small.SEQUENCE // 2),
     ] = None
     """Tokens per decoder sequence; seq_length is the encoder's. Default: seq_length."""
 
@@ -65,11 +63,12 @@ class DataConfig(Section):
             | None
         ),
         Decides.NOTHING,
-        Shrinks(small.tokenizer),
     ] = None
     """Kind of tokenizer. Default: none, which requires model.vocab_size."""
 
-    tokenizer_model: Annotated[str | None, Decides.NOTHING, Needs("tokenizer_type", strict=True)] = None
+    tokenizer_model: Annotated[
+        str | None, Decides.NOTHING, RequiresSetting("tokenizer_type", strict=True)
+    ] = None
     """Tokenizer file or folder (tokenizer.json, .model, .tiktoken), or a name in the local Hugging Face cache."""
 
     vocab_file: Annotated[str | None, Decides.NOTHING] = None
@@ -78,16 +77,16 @@ class DataConfig(Section):
     merge_file: Annotated[str | None, Decides.NOTHING] = None
     """Merges file (merges.txt) of GPT2BPETokenizer."""
 
-    dataloader_type: Annotated[Literal["cyclic", "single"], KEPT] = "cyclic"
+    dataloader_type: Literal["cyclic", "single"] = "cyclic"
     """Sample order: `single` reads the dataset once in order; `cyclic` repeats it with a new permutation per epoch."""
 
-    reset_position_ids: Annotated[bool, Decides.UPDATES, KEPT] = False
+    reset_position_ids: Annotated[bool, Decides.UPDATES] = False
     """Restart position ids at 0 after each end of document."""
 
-    reset_attention_mask: Annotated[bool, Decides.UPDATES, KEPT] = False
+    reset_attention_mask: Annotated[bool, Decides.UPDATES] = False
     """Restrict attention to the token's own document."""
 
-    eod_mask_loss: Annotated[bool, Decides.UPDATES, KEPT] = False
+    eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
     """Exclude predictions after an end-of-document token from the loss."""
 
     mask_prob: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)], MASKED] = 0.15
@@ -106,10 +105,10 @@ class DataConfig(Section):
     """Draw span lengths from a geometric distribution with p = 0.2 instead of weights 1 / n. Default: on for T5
     only."""
 
-    vocab_extra_ids: Annotated[NonNegativeInt, Needs("model.model_type", "t5")] = 100
+    vocab_extra_ids: Annotated[NonNegativeInt, RequiresSetting("model.model_type", "t5")] = 100
     """Sentinel tokens appended to a WordPiece vocabulary, one per masked span. T5's own tokenizer includes them."""
 
-    num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
+    num_workers: Annotated[NonNegativeInt, Decides.NOTHING] = 2
     """Threads that prepare batches ahead of training. 0: the training thread prepares them between steps."""
 
     @property

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config import small
-from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Resolved, Section, Shrinks
+from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
 
 class RopeScaling(Section):
@@ -21,40 +20,40 @@ class RopeScaling(Section):
     factor: PositiveFloat = 8.0
     """Ratio of the new context length to the original."""
 
-    original_max_position_embeddings: Annotated[PositiveInt, Needs("type", "llama3", "yarn", "longrope")] = (
-        8192
-    )
+    original_max_position_embeddings: Annotated[
+        PositiveInt, RequiresSetting("type", "llama3", "yarn", "longrope")
+    ] = 8192
     """Context length of the original training, in tokens."""
 
-    low_freq_factor: Annotated[PositiveFloat, Needs("type", "llama3")] = 1.0
+    low_freq_factor: Annotated[PositiveFloat, RequiresSetting("type", "llama3")] = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are divided by factor."""
 
-    high_freq_factor: Annotated[PositiveFloat, Needs("type", "llama3")] = 4.0
+    high_freq_factor: Annotated[PositiveFloat, RequiresSetting("type", "llama3")] = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are unchanged."""
 
-    beta_fast: Annotated[PositiveFloat, Needs("type", "yarn")] = 32.0
+    beta_fast: Annotated[PositiveFloat, RequiresSetting("type", "yarn")] = 32.0
     """yarn: dimensions with more rotations than this over the original length are unchanged."""
 
-    beta_slow: Annotated[PositiveFloat, Needs("type", "yarn")] = 1.0
+    beta_slow: Annotated[PositiveFloat, RequiresSetting("type", "yarn")] = 1.0
     """yarn: dimensions with fewer rotations than this over the original length are divided by factor."""
 
-    attention_factor: Annotated[PositiveFloat | None, Needs("type", "yarn", "longrope")] = None
+    attention_factor: Annotated[PositiveFloat | None, RequiresSetting("type", "yarn", "longrope")] = None
     """Scale of cosines and sines. Default: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
 
-    truncate: Annotated[bool, Needs("type", "yarn")] = True
+    truncate: Annotated[bool, RequiresSetting("type", "yarn")] = True
     """yarn: rounds the bounds of the blended range to whole dimensions (off for gpt-oss)."""
 
-    mscale: Annotated[PositiveFloat | None, Needs("type", "yarn")] = None
+    mscale: Annotated[PositiveFloat | None, RequiresSetting("type", "yarn")] = None
     """yarn: cosines and sines are scaled by (0.1 · mscale · ln(factor) + 1), divided by the same expression with
     mscale_all_dim (DeepSeek)."""
 
-    mscale_all_dim: Annotated[PositiveFloat | None, Needs("type", "yarn")] = None
+    mscale_all_dim: Annotated[PositiveFloat | None, RequiresSetting("type", "yarn")] = None
     """yarn: attention scores are multiplied by (0.1 · mscale_all_dim · ln(factor) + 1)²."""
 
-    short_factor: Annotated[list[PositiveFloat] | None, Needs("type", "longrope")] = None
+    short_factor: Annotated[list[PositiveFloat] | None, RequiresSetting("type", "longrope")] = None
     """longrope: divisors of the frequencies in sequences up to the original length."""
 
-    long_factor: Annotated[list[PositiveFloat] | None, Needs("type", "longrope")] = None
+    long_factor: Annotated[list[PositiveFloat] | None, RequiresSetting("type", "longrope")] = None
     """longrope: divisors of the frequencies in longer sequences."""
 
     def magnitude(self, mscale: float = 1.0) -> float:
@@ -63,25 +62,24 @@ class RopeScaling(Section):
 
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-ROTARY = Needs("position_embedding_type", "rope")
-ROTARY_ONLY = Needs("position_embedding_type", "rope", strict=True)
-WINDOWED = Needs("window_size", strict=True)
-LATENT = Needs("multi_latent_attention", True)
-BERT_ONLY = Needs("model_type", "bert", strict=True)
-T5_ONLY = Needs("model_type", "t5", strict=True)
-RELATIVE_ONLY = Needs("position_embedding_type", "relative", strict=True)
+ROTARY = RequiresSetting("position_embedding_type", "rope")
+ROTARY_ONLY = RequiresSetting("position_embedding_type", "rope", strict=True)
+WINDOWED = RequiresSetting("window_size", strict=True)
+LATENT = RequiresSetting("multi_latent_attention", True)
+BERT_ONLY = RequiresSetting("model_type", "bert", strict=True)
+T5_ONLY = RequiresSetting("model_type", "t5", strict=True)
+RELATIVE_ONLY = RequiresSetting("position_embedding_type", "relative", strict=True)
 
 
 class DenseModel(Section):
     """Model settings shared by all models. ModelConfig adds those of layers with experts."""
 
     decides: ClassVar[Decides] = Decides.FUNCTION
-    shrinks: ClassVar[Shrinks] = KEPT
 
-    preset: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
+    preset: Annotated[str | None, Decides.NOTHING] = None
     """Name of a published model shape (`megalith config presets` lists them). Other fields override it."""
 
-    init_from: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
+    init_from: Annotated[str | None, Decides.NOTHING] = None
     """Initial weights and shape: a Hugging Face folder or hub name, a Megatron-LM folder (with checkpoint.trust), or a
     run folder. checkpoint.load has priority."""
 
@@ -89,44 +87,39 @@ class DenseModel(Section):
     """Architecture: `gpt` is a decoder with causal attention. `bert` is an encoder with full attention, trained on
     masked tokens. `t5` is an encoder-decoder with cross-attention."""
 
-    num_layers: Annotated[Annotated[PositiveInt, Field(le=10_000)] | None, Shrinks(small.LAYERS)] = None
+    num_layers: Annotated[PositiveInt, Field(le=10_000)] | None = None
     """Number of transformer layers; for T5, of encoder and decoder together."""
 
     encoder_num_layers: Annotated[
         PositiveInt | None,
         T5_ONLY,
         Resolved("encoder_layers"),
-        Shrinks(lambda value, _: value and min(value, small.LAYERS - 1)),
     ] = None
     """Number of encoder layers (the first of num_layers); the rest are decoder layers. Default: half."""
 
-    hidden_size: Annotated[PositiveInt | None, Shrinks(small.hidden)] = None
+    hidden_size: PositiveInt | None = None
     """Width of the residual stream."""
 
-    ffn_hidden_size: Annotated[PositiveInt | None, Resolved("ffn_size"), Shrinks(small.ffn)] = None
+    ffn_hidden_size: Annotated[PositiveInt | None, Resolved("ffn_size")] = None
     """Width of the MLP. Default: 4 · hidden_size; for a gated MLP 8/3 · hidden_size, rounded down to a multiple of
     64."""
 
-    num_attention_heads: Annotated[PositiveInt | None, Shrinks(small.heads)] = None
+    num_attention_heads: PositiveInt | None = None
     """Number of query heads."""
 
-    num_query_groups: Annotated[NonNegativeInt, Resolved("query_groups"), Shrinks(small.query_groups)] = 0
+    num_query_groups: Annotated[NonNegativeInt, Resolved("query_groups")] = 0
     """Number of key and value heads (GQA). 0: as many as query heads (MHA)."""
 
-    kv_channels: Annotated[
-        PositiveInt | None, Resolved("head_dim"), Shrinks(lambda value, _: value and small.HEAD_DIM)
-    ] = None
+    kv_channels: Annotated[PositiveInt | None, Resolved("head_dim")] = None
     """Size of one head. Default: hidden_size / num_attention_heads."""
 
-    vocab_size: Annotated[PositiveInt | None, Shrinks(small.VOCABULARY)] = None
+    vocab_size: PositiveInt | None = None
     """Unpadded vocabulary size. Default: the tokenizer's. With NullTokenizer the last entry is the end of document."""
 
-    make_vocab_size_divisible_by: Annotated[
-        PositiveInt, Decides.NOTHING, Shrinks(lambda value, _: min(value, small.PADDED_TO))
-    ] = 128
+    make_vocab_size_divisible_by: Annotated[PositiveInt, Decides.NOTHING] = 128
     """Multiple that the embedding's rows are padded to, in every layout."""
 
-    max_position_embeddings: Annotated[PositiveInt | None, Shrinks(small.SEQUENCE)] = None
+    max_position_embeddings: PositiveInt | None = None
     """Maximum sequence length in tokens. Default: data.seq_length."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative"] = "learned_absolute"
@@ -156,24 +149,22 @@ class DenseModel(Section):
         PositiveInt | list[Literal[0, 1]] | None,
         Resolved("layers_without_rope"),
         ROTARY_ONLY,
-        Shrinks(small.window_skip),
     ] = None
     """Layers without RoPE (SmolLM3): every N-th layer, or a 0/1 list with one entry per layer."""
 
-    rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY, Shrinks(small.scaling)] = None
+    rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY] = None
     """Scaling of the RoPE frequencies for a longer context."""
 
     window_size: Annotated[
         Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None,
         Resolved("windows"),
-        Shrinks(lambda value, _: value and [min(value[0], small.WINDOW), 0]),
     ] = None
     """Sliding window: numbers of tokens before and after a query that it attends to, such as [4095, 0]. Default: all
     before it."""
 
-    window_attn_skip_freq: Annotated[
-        PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED, Shrinks(small.window_skip)
-    ] = None
+    window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED] = (
+        None
+    )
     """Layers without the window: every N-th layer, or a list with 0 for layers without and 1 for layers with a window.
     Default: none."""
 
@@ -220,7 +211,7 @@ class DenseModel(Section):
     layernorm_zero_centered_gamma: bool = False
     """Multiply by 1 + weight in norms, so that weights start at 0 (Gemma)."""
 
-    add_norm_bias: Annotated[bool, Needs("normalization", "LayerNorm", strict=True)] = True
+    add_norm_bias: Annotated[bool, RequiresSetting("normalization", "LayerNorm", strict=True)] = True
     """Add biases to norms (off for Cohere)."""
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
@@ -228,15 +219,17 @@ class DenseModel(Section):
     2)."""
 
     apply_residual_connection_post_layernorm: Annotated[
-        bool, Needs("norm_placement", "pre", strict=True), Needs("parallel_attn_mlp", False, strict=True)
+        bool,
+        RequiresSetting("norm_placement", "pre", strict=True),
+        RequiresSetting("parallel_attn_mlp", False, strict=True),
     ] = False
     """Continue the residual stream from the output of each norm instead of its input: post-LN, as in the original
     BERT."""
 
-    parallel_attn_mlp: Annotated[bool, Needs("norm_placement", "pre", strict=True)] = False
+    parallel_attn_mlp: Annotated[bool, RequiresSetting("norm_placement", "pre", strict=True)] = False
     """Compute attention and MLP in parallel: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, Falcon)."""
 
-    shared_layernorm: Annotated[bool, Needs("parallel_attn_mlp", True, strict=True)] = False
+    shared_layernorm: Annotated[bool, RequiresSetting("parallel_attn_mlp", True, strict=True)] = False
     """Use one norm for both attention and MLP with parallel_attn_mlp (Falcon-7B)."""
 
     activation: Annotated[
@@ -273,22 +266,28 @@ class DenseModel(Section):
     """Normalize queries and keys per head before attention (Qwen3)."""
 
     qk_layernorm_full_width: Annotated[
-        bool, Needs("qk_layernorm", True, strict=True), Needs("normalization", "RMSNorm", strict=True)
+        bool,
+        RequiresSetting("qk_layernorm", True, strict=True),
+        RequiresSetting("normalization", "RMSNorm", strict=True),
     ] = False
     """Apply qk_layernorm over all heads together (OLMo 2)."""
 
     qk_layernorm_per_head: Annotated[
-        bool, Needs("qk_layernorm", True, strict=True), Needs("qk_layernorm_full_width", False, strict=True)
+        bool,
+        RequiresSetting("qk_layernorm", True, strict=True),
+        RequiresSetting("qk_layernorm_full_width", False, strict=True),
     ] = False
     """Use separate qk_layernorm weights for each head (Command-R+)."""
 
-    qk_l2_norm: Annotated[bool, Needs("qk_layernorm", False, strict=True)] = False
+    qk_l2_norm: Annotated[bool, RequiresSetting("qk_layernorm", False, strict=True)] = False
     """Divide queries and keys by the root mean square of their head, without a weight (Llama 4)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Number whose square root divides attention scores. Default: the size of a head."""
 
-    softmax_scale: Annotated[PositiveFloat | None, Needs("query_pre_attn_scalar", None, strict=True)] = None
+    softmax_scale: Annotated[
+        PositiveFloat | None, RequiresSetting("query_pre_attn_scalar", None, strict=True)
+    ] = None
     """Factor on attention scores (Granite). Default: 1 / √query_pre_attn_scalar."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
@@ -304,7 +303,7 @@ class DenseModel(Section):
     untie_embeddings_and_output_weights: bool = False
     """Use a separate output matrix instead of the embedding's."""
 
-    add_output_bias: Annotated[bool, Needs("model_type", "gpt", "t5", strict=True)] = False
+    add_output_bias: Annotated[bool, RequiresSetting("model_type", "gpt", "t5", strict=True)] = False
     """Add a bias to the output matrix (Phi-2, GPT-J, Megatron-LM's T5)."""
 
     scale_decoder_outputs: Annotated[bool, T5_ONLY] = False
@@ -323,37 +322,39 @@ class DenseModel(Section):
     """Multi-head latent attention (MLA): projects the keys and values of all heads from one low-rank latent
     (DeepSeek)."""
 
-    q_lora_rank: Annotated[PositiveInt | None, LATENT, Shrinks(lambda value, _: value and 10)] = None
+    q_lora_rank: Annotated[PositiveInt | None, LATENT] = None
     """MLA: width of the query latent. Default: queries are projected from the residual stream."""
 
-    kv_lora_rank: Annotated[PositiveInt, LATENT, Shrinks(12)] = 512
+    kv_lora_rank: Annotated[PositiveInt, LATENT] = 512
     """MLA: width of the latent for keys and values."""
 
-    qk_head_dim: Annotated[PositiveInt, LATENT, Shrinks(6)] = 128
+    qk_head_dim: Annotated[PositiveInt, LATENT] = 128
     """MLA: dimensions of a query and key head without RoPE."""
 
-    qk_pos_emb_head_dim: Annotated[PositiveInt, LATENT, Shrinks(4)] = 64
+    qk_pos_emb_head_dim: Annotated[PositiveInt, LATENT] = 64
     """MLA: dimensions of a query and key head with RoPE; all heads share the key's."""
 
-    v_head_dim: Annotated[PositiveInt, LATENT, Shrinks(small.HEAD_DIM)] = 128
+    v_head_dim: Annotated[PositiveInt, LATENT] = 128
     """MLA: dimensions of a value head."""
 
     latent_layernorm: Annotated[bool, LATENT] = True
     """MLA: adds norms to the latents."""
 
-    add_position_embedding: Annotated[bool, Needs("multi_latent_attention", True, strict=True)] = False
+    add_position_embedding: Annotated[bool, RequiresSetting("multi_latent_attention", True, strict=True)] = (
+        False
+    )
     """MLA: adds learned positions to the embedding in addition to RoPE, as Megatron-LM can."""
 
     mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
     """Number of multi-token prediction (MTP) layers, each of which predicts one token further in training
     (DeepSeek-V3)."""
 
-    mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, Needs("mtp_num_layers")] = 0.1
+    mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, RequiresSetting("mtp_num_layers")] = (
+        0.1
+    )
     """Weight of the mean MTP loss."""
 
-    num_experts: Annotated[
-        PositiveInt | None, Shrinks(lambda value, _: value and min(value, small.EXPERTS))
-    ] = None
+    num_experts: PositiveInt | None = None
     """Number of experts in each mixture-of-experts layer."""
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Section, Shrinks
+from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -40,8 +40,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained on frozen weights."""
 
-    shrinks: ClassVar[Shrinks] = KEPT
-    needs: ClassVar[Needs] = Needs("rank", strict=True)
+    requires: ClassVar[RequiresSetting] = RequiresSetting("rank", strict=True)
 
     rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
     """Rank of the adapters. Default: no adapters; all weights are trained."""
@@ -58,7 +57,7 @@ class LoraConfig(Section):
     """Linear layers with adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or transformers names such as
     q_proj."""
 
-    load: Annotated[str | None, DEFAULT] = None
+    load: str | None = None
     """Folder with adapters in PEFT's format to start from. Sets rank, alpha and targets."""
 
     def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:

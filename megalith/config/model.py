@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megalith.config import small
-from megalith.config.base import DEFAULT, Decides, Needs, Resolved, Shrinks
+from megalith.config.base import Decides, RequiresSetting, Resolved
 from megalith.config.dense import DenseModel
 
-LINEAR = Needs("experimental_attention_variant", strict=True)
+LINEAR = RequiresSetting("experimental_attention_variant", strict=True)
 
 
 class HybridModel(DenseModel):
@@ -30,23 +29,22 @@ class HybridModel(DenseModel):
         PositiveInt | list[Literal[0, 1]],
         LINEAR,
         Resolved("linear_attention_layers"),
-        Shrinks(small.window_skip),
     ] = 4
     """Layers with linear attention: all but every N-th, or a 0/1 list with one entry per layer."""
 
     linear_conv_kernel_dim: Annotated[PositiveInt, LINEAR] = 4
     """Width of the convolution before the delta rule, in tokens, including the current one."""
 
-    linear_key_head_dim: Annotated[PositiveInt, LINEAR, Shrinks(small.HEAD_DIM)] = 128
+    linear_key_head_dim: Annotated[PositiveInt, LINEAR] = 128
     """Size of a query and key head."""
 
-    linear_value_head_dim: Annotated[PositiveInt, LINEAR, Shrinks(small.HEAD_DIM)] = 128
+    linear_value_head_dim: Annotated[PositiveInt, LINEAR] = 128
     """Size of a value head."""
 
-    linear_num_key_heads: Annotated[PositiveInt, LINEAR, Shrinks(small.heads_of_delta)] = 16
+    linear_num_key_heads: Annotated[PositiveInt, LINEAR] = 16
     """Number of query and key heads."""
 
-    linear_num_value_heads: Annotated[PositiveInt, LINEAR, Shrinks(small.value_heads_of_delta)] = 32
+    linear_num_value_heads: Annotated[PositiveInt, LINEAR] = 32
     """Number of value heads; a multiple of linear_num_key_heads, whose heads they share."""
 
     attention_output_gate: bool = False
@@ -66,30 +64,26 @@ class HybridModel(DenseModel):
 class ModelConfig(HybridModel):
     """Transformer shape: GPT-2, Llama, Mistral, Qwen, Gemma, OLMo, Phi and others."""
 
-    needs: ClassVar[Needs] = Needs("num_experts")
+    requires: ClassVar[RequiresSetting] = RequiresSetting("num_experts")
 
-    moe_layer_freq: Annotated[
-        PositiveInt | list[Literal[0, 1]], Resolved("expert_layers"), Shrinks(small.expert_layers)
-    ] = 1
+    moe_layer_freq: Annotated[PositiveInt | list[Literal[0, 1]], Resolved("expert_layers")] = 1
     """Layers with experts: every n-th from layer 0 on, or a 0/1 list with one entry per layer."""
 
-    moe_ffn_hidden_size: Annotated[
-        PositiveInt | None, Resolved("expert_size"), Shrinks(lambda value, _: value and 3 * small.HEAD_DIM)
-    ] = None
+    moe_ffn_hidden_size: Annotated[PositiveInt | None, Resolved("expert_size")] = None
     """Width of an expert. Default: ffn_hidden_size."""
 
-    moe_shared_expert_intermediate_size: Annotated[
-        PositiveInt | None, Shrinks(lambda value, _: value and 2 * small.HEAD_DIM)
-    ] = None
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
     """Width of the shared expert, an MLP that processes every token. Default: no shared expert."""
 
-    moe_shared_expert_gate: Annotated[bool, Needs("moe_shared_expert_intermediate_size", strict=True)] = False
+    moe_shared_expert_gate: Annotated[
+        bool, RequiresSetting("moe_shared_expert_intermediate_size", strict=True)
+    ] = False
     """Multiply the shared expert's output by a sigmoid gate per token (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
     """Overlap the shared expert with the all-to-alls if parallel.moe_token_dispatcher_type is alltoall."""
 
-    moe_router_topk: Annotated[PositiveInt, Shrinks(small.experts_of_token)] = 2
+    moe_router_topk: PositiveInt = 2
     """Number of experts per token."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -105,18 +99,14 @@ class ModelConfig(HybridModel):
     add_router_bias: bool = False
     """Add a trained bias to the router (gpt-oss)."""
 
-    moe_router_num_groups: Annotated[
-        PositiveInt | None, Shrinks(lambda value, _: value and small.EXPERT_GROUPS)
-    ] = None
+    moe_router_num_groups: PositiveInt | None = None
     """Number of expert groups for group-limited routing: a token chooses among the experts of its best groups."""
 
-    moe_router_group_topk: Annotated[
-        PositiveInt | None, Shrinks(lambda value, _: value and min(value, small.BEST_GROUPS))
-    ] = None
+    moe_router_group_topk: PositiveInt | None = None
     """Number of groups that a token may choose experts from."""
 
     moe_router_enable_expert_bias: Annotated[
-        bool, Needs("moe_router_score_function", "sigmoid", strict=True)
+        bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)
     ] = False
     """Balance experts without a loss: adds a bias to the scores for selection only and updates it after each step
     (DeepSeek-V3)."""
@@ -141,22 +131,22 @@ class ModelConfig(HybridModel):
     dropped. Default: no limit."""
 
     moe_token_drop_policy: Annotated[
-        Literal["probs", "position"], Decides.UPDATES, Needs("moe_expert_capacity_factor")
+        Literal["probs", "position"], Decides.UPDATES, RequiresSetting("moe_expert_capacity_factor")
     ] = "probs"
     """Tokens to drop beyond the capacity: those with the lowest weights, or the last ones."""
 
     moe_pad_expert_input_to_capacity: Annotated[
-        bool, Decides.NOTHING, Needs("moe_expert_capacity_factor", strict=True)
+        bool, Decides.NOTHING, RequiresSetting("moe_expert_capacity_factor", strict=True)
     ] = False
     """Pad every expert's input to its capacity, so that sizes are fixed and the host never waits for them."""
 
     moe_router_force_load_balancing: bool = False
     """Assign tokens to experts in turn, ignoring the scores, for benchmarks."""
 
-    moe_grouped_gemm: Annotated[bool, Decides.NOTHING, DEFAULT] = True
+    moe_grouped_gemm: Annotated[bool, Decides.NOTHING] = True
     """Compute all local experts in one grouped GEMM on GPUs in bf16; otherwise one GEMM per expert."""
 
-    moe_permute_fusion: Annotated[bool, Decides.NOTHING, DEFAULT] = True
+    moe_permute_fusion: Annotated[bool, Decides.NOTHING] = True
     """Fuse the experts' activation into one kernel, and the sum of a token's outputs into another, on GPUs."""
 
     @property

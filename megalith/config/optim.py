@@ -6,19 +6,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config import small
-from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
+from megalith.config.base import Decides, RequiresSetting, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-ADAM = Needs("optimizer", but="sgd")
-MUON = Needs("optimizer", "muon")
-ADAM_OR_MUON = Needs("optimizer", "adamw", "adam", "muon", strict=True)
+ADAM = RequiresSetting("optimizer", unless="sgd")
+MUON = RequiresSetting("optimizer", "muon")
+ADAM_OR_MUON = RequiresSetting("optimizer", "adamw", "adam", "muon", strict=True)
 MomentDtype = Literal["fp32", "bf16", "fp8"]
-WSD = Needs("lr_decay_style", "WSD")
-GROWS = Needs("weight_decay_incr_style", "linear", "cosine", strict=True)
-OFFLOADED = Needs("optimizer_cpu_offload", True)
-FP16 = Needs("train.precision", "fp16")
+WSD = RequiresSetting("lr_decay_style", "WSD")
+GROWS = RequiresSetting("weight_decay_incr_style", "linear", "cosine", strict=True)
+OFFLOADED = RequiresSetting("optimizer_cpu_offload", True)
+FP16 = RequiresSetting("train.precision", "fp16")
 
 
 class OptimConfig(Section):
@@ -26,14 +25,11 @@ class OptimConfig(Section):
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
-    optimizer: Annotated[str, KEPT] = "adamw"
+    optimizer: str = "adamw"
     """Optimizer: `adamw` (decoupled weight decay), `adam` (decay added to the gradient), `sgd`, `muon` (orthogonalized
     momentum for matrices in layers, AdamW for the rest), or a name passed to `register_optimizer`."""
 
-    lr: Annotated[
-        NonNegativeFloat | None,
-        Shrinks(lambda value, _: min(value or small.HIGHEST_RATE, small.HIGHEST_RATE)),
-    ] = None
+    lr: NonNegativeFloat | None = None
     """Peak learning rate. Required for training."""
 
     min_lr: NonNegativeFloat = 0.0
@@ -42,12 +38,10 @@ class OptimConfig(Section):
     decoupled_lr: PositiveFloat | None = None
     """Peak learning rate of the word embedding and the output matrix. Default: lr."""
 
-    decoupled_min_lr: Annotated[NonNegativeFloat | None, Needs("decoupled_lr")] = None
+    decoupled_min_lr: Annotated[NonNegativeFloat | None, RequiresSetting("decoupled_lr")] = None
     """Learning rate of embedding and output matrix at the end of the decay. Default: min_lr."""
 
-    lr_decay_style: Annotated[
-        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Shrinks("constant")
-    ] = "cosine"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the decay after the warm-up."""
 
     lr_decay_iters: PositiveInt | None = None
@@ -83,7 +77,7 @@ class OptimConfig(Section):
     lr_wsd_decay_samples: Annotated[PositiveInt | None, WSD] = None
     """WSD: samples of the final decay, if training is counted in samples."""
 
-    weight_decay: Annotated[NonNegativeFloat, KEPT] = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices; biases and other 1-D parameters have none."""
 
     start_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
@@ -95,24 +89,24 @@ class OptimConfig(Section):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start_weight_decay to end_weight_decay."""
 
-    adam_beta1: Annotated[Decay, KEPT, ADAM] = 0.9
+    adam_beta1: Annotated[Decay, ADAM] = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: Annotated[Decay, KEPT, ADAM] = 0.999
+    adam_beta2: Annotated[Decay, ADAM] = 0.999
     """Decay of the second moment."""
 
-    adam_eps: Annotated[PositiveFloat, KEPT, ADAM] = 1e-8
+    adam_eps: Annotated[PositiveFloat, ADAM] = 1e-8
     """Constant added to the square root of the second moment."""
 
-    exp_avg_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
+    exp_avg_dtype: Annotated[MomentDtype, ADAM_OR_MUON] = "fp32"
     """Storage dtype of Adam's first moment: fp32, `bf16`, or `fp8`, an 8-bit dynamic float with an fp32 scale per block
     of up to 256 elements. Rounded stochastically, identically in every layout; fp32 in checkpoints. Does not apply to
     Muon's momentum."""
 
-    exp_avg_sq_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
+    exp_avg_sq_dtype: Annotated[MomentDtype, ADAM_OR_MUON] = "fp32"
     """Storage dtype of Adam's second moment."""
 
-    sgd_momentum: Annotated[Decay, KEPT, Needs("optimizer", "sgd")] = 0.9
+    sgd_momentum: Annotated[Decay, RequiresSetting("optimizer", "sgd")] = 0.9
     """Momentum of SGD."""
 
     muon_momentum: Annotated[Decay, MUON] = 0.95
@@ -135,7 +129,7 @@ class OptimConfig(Section):
     """Precision of Newton-Schulz: bf16 (`medium`) or fp32 (`highest`). Default: fp32 if train.precision is fp32,
     otherwise bf16."""
 
-    clip_grad: Annotated[NonNegativeFloat, KEPT] = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient. 0: no clipping."""
 
     loss_scale: PositiveFloat | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Needs, Section, Shrinks
+from megalith.config.base import RequiresSetting, Section
 
 
 class CheckpointConfig(Section):
@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt | None = None
     """Number of newest checkpoints to keep. Default: all."""
 
-    keep_every: Annotated[PositiveInt | None, Needs("keep_last")] = None
+    keep_every: Annotated[PositiveInt | None, RequiresSetting("keep_last")] = None
     """Also keeps every checkpoint whose step is divisible by this."""
 
     megatron_tracker: bool = False
@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
     async_save: bool = False
     """Write checkpoints in the background; training waits only for a copy to host memory."""
 
-    export_hf: Annotated[bool, Needs("save_at_end", True, strict=True)] = False
+    export_hf: Annotated[bool, RequiresSetting("save_at_end", True, strict=True)] = False
     """Export the model to `hf_model/` in Hugging Face's format at the end of the run."""
 
 
@@ -77,15 +77,15 @@ class LogConfig(Section):
     log_num_zeros_in_grad: bool = False
     """Log the number of zero gradient elements at each log interval."""
 
-    log_fp8_interval: Annotated[NonNegativeInt, Needs("train.fp8_format")] = 0
+    log_fp8_interval: Annotated[NonNegativeInt, RequiresSetting("train.fp8_format")] = 0
     """Steps between FP8 statistics (amax, overflow and underflow per linear). 0: never."""
 
     timing_log_level: Literal[0, 1, 2] = 0
     """Timers logged at each log interval: 1 forward-backward and optimizer, 2 also batches."""
 
-    timing_log_option: Annotated[Literal["minmax", "max", "all"], Needs("timing_log_level", above=0)] = (
-        "minmax"
-    )
+    timing_log_option: Annotated[
+        Literal["minmax", "max", "all"], RequiresSetting("timing_log_level", greater_than=0)
+    ] = "minmax"
     """Values logged per timer: minimum and maximum over ranks, maximum, or all."""
 
     layout_report: bool = True
@@ -94,7 +94,7 @@ class LogConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events."""
 
-    tensorboard_dir: Annotated[str | None, Needs("tensorboard", True)] = None
+    tensorboard_dir: Annotated[str | None, RequiresSetting("tensorboard", True)] = None
     """Folder for TensorBoard events. Default: `output_dir/tensorboard`."""
 
     wandb: bool = False
@@ -104,25 +104,25 @@ class LogConfig(Section):
     """Metric names in TensorBoard and W&B: names such as `train/loss`, or `megatron` for Megatron-LM's tags, such as
     `lm loss` and `lm loss vs samples`."""
 
-    wandb_project: Annotated[str, Needs("wandb", True)] = "megalith"
+    wandb_project: Annotated[str, RequiresSetting("wandb", True)] = "megalith"
     """Weights & Biases project."""
 
-    wandb_name: Annotated[str | None, Needs("wandb", True)] = None
+    wandb_name: Annotated[str | None, RequiresSetting("wandb", True)] = None
     """Weights & Biases run name. Default: the name of the output folder."""
 
-    wandb_entity: Annotated[str | None, Needs("wandb", True)] = None
+    wandb_entity: Annotated[str | None, RequiresSetting("wandb", True)] = None
     """Weights & Biases account or team. Default: the user's default."""
 
-    wandb_dir: Annotated[str | None, Needs("wandb", True)] = None
+    wandb_dir: Annotated[str | None, RequiresSetting("wandb", True)] = None
     """Folder for local files of Weights & Biases. Default: output_dir."""
 
     profile: bool = False
     """Trace a window of steps with torch's profiler into `output_dir/profile`."""
 
-    profile_step_start: Annotated[PositiveInt, Needs("profile", True)] = 10
+    profile_step_start: Annotated[PositiveInt, RequiresSetting("profile", True)] = 10
     """First step of the profiler's window."""
 
-    profile_step_end: Annotated[PositiveInt, Needs("profile", True)] = 12
+    profile_step_end: Annotated[PositiveInt, RequiresSetting("profile", True)] = 12
     """First step after the profiler's window."""
 
 
@@ -132,7 +132,7 @@ class RuntimeConfig(Section):
     device: str = "auto"
     """Device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
-    compile: Annotated[Literal["auto"] | bool, Shrinks(False)] = "auto"
+    compile: Literal["auto"] | bool = "auto"
     """Apply torch.compile to each transformer layer. `auto`: on GPUs."""
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
@@ -154,7 +154,7 @@ class RuntimeConfig(Section):
     """Multiple of the recent mean loss that counts as a spike; the run then goes back and skips the data. Default:
     never."""
 
-    loss_spike_window: Annotated[PositiveInt, Needs("loss_spike_threshold")] = 100
+    loss_spike_window: Annotated[PositiveInt, RequiresSetting("loss_spike_threshold")] = 100
     """Number of steps in the mean that spikes are compared with."""
 
     check_weight_hash_across_dp_replicas_interval: PositiveInt | None = None
@@ -163,10 +163,12 @@ class RuntimeConfig(Section):
     enable_straggler_detection: bool = False
     """Measure each rank's compute time and reports slow ranks."""
 
-    straggler_interval: Annotated[PositiveInt, Needs("enable_straggler_detection", True)] = 100
+    straggler_interval: Annotated[PositiveInt, RequiresSetting("enable_straggler_detection", True)] = 100
     """Steps between straggler measurements; a measured step runs under the profiler."""
 
-    straggler_threshold: Annotated[float, Field(gt=1), Needs("enable_straggler_detection", True)] = 1.25
+    straggler_threshold: Annotated[
+        float, Field(gt=1), RequiresSetting("enable_straggler_detection", True)
+    ] = 1.25
     """Ratio to the median compute time of ranks with the same work above which a rank is slow."""
 
     @property

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megalith.config.base import KEPT, Needs, Section
+from megalith.config.base import RequiresSetting, Section
 
-FULL = Needs("recompute_granularity", "full", strict=True)
-EXPERTS = Needs("model.num_experts", strict=True)
-STAGES = Needs("pipeline_model_parallel_size", above=1)
+FULL = RequiresSetting("recompute_granularity", "full", strict=True)
+EXPERTS = RequiresSetting("model.num_experts", strict=True)
+STAGES = RequiresSetting("pipeline_model_parallel_size", greater_than=1)
 
 
 class ParallelConfig(Section):
@@ -19,10 +19,12 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Tensor parallel size (TP): ranks that each layer is sharded over."""
 
-    sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
+    sequence_parallel: Annotated[
+        bool, RequiresSetting("tensor_model_parallel_size", greater_than=1, strict=True)
+    ] = False
     """Shard norms, dropout and the residual stream over TP ranks along the sequence (SP)."""
 
-    save_gathered_inputs: Annotated[bool, KEPT, Needs("sequence_parallel", True)] = True
+    save_gathered_inputs: Annotated[bool, RequiresSetting("sequence_parallel", True)] = True
     """Save the gathered inputs of column-parallel linears in compiled layers with SP. Off: saves shards and gathers
     again in the backward pass, as Megatron-LM does."""
 
@@ -40,7 +42,7 @@ class ParallelConfig(Section):
     """Number of model chunks per pipeline rank (interleaving)."""
 
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[
-        PositiveInt | None, Needs("pipeline_model_parallel_size", above=1, strict=True)
+        PositiveInt | None, RequiresSetting("pipeline_model_parallel_size", greater_than=1, strict=True)
     ] = None
     """Interleaving: micro-batches that pass through a chunk before the next chunk. Default: the pipeline parallel
     size."""
@@ -67,14 +69,15 @@ class ParallelConfig(Section):
     """Context parallel size (CP): ranks that each sequence is sharded over."""
 
     cp_comm_type: Annotated[
-        Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
+        Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"],
+        RequiresSetting("context_parallel_size", greater_than=1),
     ] = "auto"
     """Communication of context parallelism: p2p (ring), all_gather, a2a (Ulysses), or a2a+p2p on two levels. auto: a2a
     within one host if the size divides the heads, a ring otherwise and between hosts; a2a for encoder-decoders."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,
-        Needs("cp_comm_type", "a2a+p2p", strict=True),
+        RequiresSetting("cp_comm_type", "a2a+p2p", strict=True),
     ] = None
     """Sizes of a2a+p2p: a2a over adjacent ranks, then p2p. Their product is the context parallel size."""
 
@@ -84,14 +87,14 @@ class ParallelConfig(Section):
     expert_tensor_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
     """Expert tensor parallel size (ETP): ranks that each expert is sharded over."""
 
-    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather"], Needs("model.num_experts")] = (
-        "alltoall"
-    )
+    moe_token_dispatcher_type: Annotated[
+        Literal["alltoall", "allgather"], RequiresSetting("model.num_experts")
+    ] = "alltoall"
     """Dispatch of tokens to experts: all-to-all, or all-gather and reduce-scatter."""
 
-    moe_static_dispatch: Annotated[Literal["auto"] | bool, Needs("expert_model_parallel_size", above=1)] = (
-        "auto"
-    )
+    moe_static_dispatch: Annotated[
+        Literal["auto"] | bool, RequiresSetting("expert_model_parallel_size", greater_than=1)
+    ] = "auto"
     """Dispatch tokens in buffers large enough for any routing, so that the host never waits for sizes. No token is
     dropped. All ranks need micro-batches of the same size. auto: in training on GPUs in bf16, if nearly every rank has
     experts of a token and memory allows."""
@@ -102,46 +105,48 @@ class ParallelConfig(Section):
     """State sharded over data-parallel ranks: nothing, optimizer state, also gradients, also parameters."""
 
     dp_comm_overlap_bucket_size: Annotated[
-        PositiveInt | None, Needs("data_parallel_sharding_strategy", "no_shard")
+        PositiveInt | None, RequiresSetting("data_parallel_sharding_strategy", "no_shard")
     ] = None
     """Minimum bytes of fp32 gradients per all-reduce of replicas. Default: the gradients of one layer."""
 
     fsdp_unsharded_layers: Annotated[
-        NonNegativeInt | Literal["auto"], Needs("data_parallel_sharding_strategy", "optim_grads_params")
+        NonNegativeInt | Literal["auto"],
+        RequiresSetting("data_parallel_sharding_strategy", "optim_grads_params"),
     ] = "auto"
     """Number of last layers per stage whose parameters stay gathered during a step. auto: as many as memory allows."""
 
     reduce_scatter_with_fp32_accumulation: Annotated[
         bool | Literal["auto"],
-        Needs("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
+        RequiresSetting("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
     ] = "auto"
     """Send layers' gradients by all-to-all in the compute dtype and adds them in fp32: half the bytes of an fp32
     reduce-scatter. auto: if all devices of the run are on one host."""
 
     num_distributed_optimizer_instances: Annotated[
         PositiveInt,
-        Needs("data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True),
+        RequiresSetting(
+            "data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True
+        ),
     ] = 1
     """Replicas of the sharded state (hybrid sharding). Each is sharded over data · context / replicas ranks."""
 
-    recompute_granularity: Annotated[Literal["full", "selective"] | None, KEPT] = None
+    recompute_granularity: Literal["full", "selective"] | None = None
     """Recomputation in the backward pass: whole layers, or chosen modules."""
 
-    recompute_method: Annotated[Literal["uniform", "block"] | None, KEPT, FULL] = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, FULL] = None
     """Full recomputation: `uniform` saves every recompute_num_layers-th layer input; `block` recomputes the first
     layers."""
 
-    recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
+    recompute_num_layers: Annotated[PositiveInt, RequiresSetting("recompute_granularity", "full")] = 1
     """Full recomputation: layers per unit (uniform), or recomputed layers per pipeline stage (block)."""
 
-    recompute_saves_attention: Annotated[bool | Literal["auto"], KEPT, FULL] = "auto"
+    recompute_saves_attention: Annotated[bool | Literal["auto"], FULL] = "auto"
     """Full recomputation: saves attention's output in addition to a layer's input, twice the memory, instead of
     recomputing it. auto: if memory allows."""
 
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
-        KEPT,
-        Needs("recompute_granularity", "selective"),
+        RequiresSetting("recompute_granularity", "selective"),
     ] = ["core_attn"]
     """Modules of selective recomputation. mlp_act is the activation function of MLPs, except in experts."""
 

@@ -19,14 +19,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megalith.config.base import Decides, Needs, Section
+from megalith.config.base import Decides, RequiresSetting, Section
 
 
 class ChatConfig(Section):
     """Settings that SFT and DPO share. Names are TRL's."""
 
     decides: ClassVar[Decides] = Decides.SAMPLES
-    needs: ClassVar[Needs] = Needs("enabled", True)
+    requires: ClassVar[RequiresSetting] = RequiresSetting("enabled", True)
     name: ClassVar[str]
     """Name of the section."""
 
@@ -81,7 +81,7 @@ class DpoConfig(ChatConfig):
     """Strength of the pull towards the reference: larger stays closer to it."""
 
     label_smoothing: Annotated[
-        NonNegativeFloat, Field(lt=0.5), Needs("loss_type", "sigmoid", "robust"), Decides.UPDATES
+        NonNegativeFloat, Field(lt=0.5), RequiresSetting("loss_type", "sigmoid", "robust"), Decides.UPDATES
     ] = 0.0
     """Assumed probability that a preference label is wrong."""
 
@@ -90,7 +90,7 @@ class DistillConfig(Section):
     """Distillation from a larger model (`megalith distill`; docs/distillation.md)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
-    needs: ClassVar[Needs] = Needs("teacher_or_logits")
+    requires: ClassVar[RequiresSetting] = RequiresSetting("teacher_or_logits")
 
     teacher: str | None = None
     """A run, a Hugging Face folder or a Megatron-LM checkpoint with the same vocabulary. It is frozen."""
@@ -99,7 +99,7 @@ class DistillConfig(Section):
     """Folder of the teacher's stored predictions. `megalith teacher-logits` writes it; `distill` then reads
     it and loads no teacher."""
 
-    logits_top_k: Annotated[PositiveInt, Needs("logits_dir")] = 64
+    logits_top_k: Annotated[PositiveInt, RequiresSetting("logits_dir")] = 64
     """Most likely vocabulary entries stored per token; all others count as one."""
 
     kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -142,117 +142,137 @@ class RlConfig(Section):
     formulas)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
-    needs: ClassVar[Needs] = Needs("prompts_or_rollouts")
+    requires: ClassVar[RequiresSetting] = RequiresSetting("prompts_or_rollouts")
 
     prompts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
     """Prompts to sample completions for (`megalith grpo`): JSONL, parquet or save_to_disk folders, several or
     with a glob."""
 
-    eval_prompts: Annotated[str | list[str] | None, Needs("prompts", strict=True), Decides.NOTHING] = None
+    eval_prompts: Annotated[
+        str | list[str] | None, RequiresSetting("prompts", strict=True), Decides.NOTHING
+    ] = None
     """Held-out prompts, in the format of prompts. The current policy is evaluated on them every
     train.eval_interval steps and after the last step."""
 
-    num_generations_eval: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    num_generations_eval: Annotated[PositiveInt | None, RequiresSetting("eval_prompts"), Decides.NOTHING] = (
+        None
+    )
     """Completions per held-out prompt. Default: num_generations."""
 
-    eval_temperature: Annotated[NonNegativeFloat | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    eval_temperature: Annotated[NonNegativeFloat | None, RequiresSetting("eval_prompts"), Decides.NOTHING] = (
+        None
+    )
     """Sampling temperature of evaluations; 0: greedy. Default: temperature."""
 
-    max_eval_prompts: Annotated[PositiveInt | None, Needs("eval_prompts"), Decides.NOTHING] = None
+    max_eval_prompts: Annotated[PositiveInt | None, RequiresSetting("eval_prompts"), Decides.NOTHING] = None
     """Evaluate only the first prompts, up to this number. Default: all."""
 
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
     """Rollout files to train on instead of prompts, JSONL or .jsonl.zst, read in this order."""
 
-    reward_funcs: Annotated[str | list[str] | None, Needs("prompts", strict=True)] = None
+    reward_funcs: Annotated[str | list[str] | None, RequiresSetting("prompts", strict=True)] = None
     """Rewards: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length, math_verify, or
     path.py:function with TRL's or verl's signature. Several are weighted by reward_weights."""
 
-    reward_workers: Annotated[NonNegativeInt, Needs("prompts"), Decides.NOTHING] = 4
+    reward_workers: Annotated[NonNegativeInt, RequiresSetting("prompts"), Decides.NOTHING] = 4
     """Processes per rank for your own reward functions. 0: call them in the trainer's process, without a timeout."""
 
-    reward_timeout: Annotated[PositiveFloat, Needs("prompts"), Decides.NOTHING] = 60.0
+    reward_timeout: Annotated[PositiveFloat, RequiresSetting("prompts"), Decides.NOTHING] = 60.0
     """Time limit of a reward function for the completions of one prompt, in seconds."""
 
-    prompt_column: Annotated[str, Needs("prompts"), Decides.SAMPLES] = "prompt"
+    prompt_column: Annotated[str, RequiresSetting("prompts"), Decides.SAMPLES] = "prompt"
     """Key of the prompt in a record: text, or a list of messages for the tokenizer's chat template."""
 
-    chat_prompts: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = False
+    chat_prompts: Annotated[bool, RequiresSetting("prompts"), Decides.SAMPLES] = False
     """Treat a prompt that is text as a user message."""
 
-    shuffle_dataset: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = True
+    shuffle_dataset: Annotated[bool, RequiresSetting("prompts"), Decides.SAMPLES] = True
     """Shuffle the prompts in each pass, by train.seed. Off: file order."""
 
-    max_prompt_length: Annotated[PositiveInt | None, Needs("prompts"), Decides.SAMPLES] = None
+    max_prompt_length: Annotated[PositiveInt | None, RequiresSetting("prompts"), Decides.SAMPLES] = None
     """Maximum number of prompt tokens. Default: data.seq_length + 1 − max_completion_length."""
 
-    overlong_prompts: Annotated[Literal["refuse", "drop"], Needs("prompts"), Decides.SAMPLES] = "refuse"
+    overlong_prompts: Annotated[Literal["refuse", "drop"], RequiresSetting("prompts"), Decides.SAMPLES] = (
+        "refuse"
+    )
     """For prompts that are too long: end the run, or drop them and print their count."""
 
-    top_p: Annotated[float, Needs("prompts")] = 1.0
+    top_p: Annotated[float, RequiresSetting("prompts")] = 1.0
     """Must be 1: the trainer computes probabilities over all tokens, so the ratio would be biased."""
 
-    top_k: Annotated[NonNegativeInt, Needs("prompts")] = 0
+    top_k: Annotated[NonNegativeInt, RequiresSetting("prompts")] = 0
     """Must be 0, for the same reason as top_p."""
 
-    min_p: Annotated[float, Needs("prompts")] = 0.0
+    min_p: Annotated[float, RequiresSetting("prompts")] = 0.0
     """Must be 0, for the same reason as top_p."""
 
-    generation_rows: Annotated[PositiveInt, Needs("prompts"), Decides.NOTHING] = 256
+    generation_rows: Annotated[PositiveInt, RequiresSetting("prompts"), Decides.NOTHING] = 256
     """Maximum number of completions that a rank generates at a time: the rows of its KV cache."""
 
-    engine: Annotated[Literal["own", "vllm", "sglang"], Needs("prompts")] = "own"
+    engine: Annotated[Literal["own", "vllm", "sglang"], RequiresSetting("prompts")] = "own"
     """Sampling engine: Megalith's own on the trainer's devices, vLLM there or as a server, or an SGLang
     server (docs/engines.md)."""
 
-    engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
+    engine_url: Annotated[
+        str | list[str] | None, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = None
     """Address of the server, or several as a list or comma-separated. Default: vLLM samples in the trainer's
     processes; SGLang is at http://127.0.0.1:30000."""
 
     vllm_gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1), Needs("engine", "vllm"), Decides.NOTHING
+        float, Field(gt=0, le=1), RequiresSetting("engine", "vllm"), Decides.NOTHING
     ] = 0.3
     """Fraction of each GPU that vLLM in the trainer's processes uses while sampling: weights, KV cache and
     workspace."""
 
-    vllm_sleep_level: Annotated[Literal[0, 1, 2], Needs("engine", "vllm"), Decides.NOTHING] = 2
+    vllm_sleep_level: Annotated[Literal[0, 1, 2], RequiresSetting("engine", "vllm"), Decides.NOTHING] = 2
     """GPU memory that vLLM in the trainer's processes frees during training: 1: KV cache, and weights moved
     to the host. 2: KV cache and weights. 0: none."""
 
     weight_sync_method: Annotated[
-        Literal["nccl", "gloo", "checkpoint", "ipc"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
+        Literal["nccl", "gloo", "checkpoint", "ipc"],
+        RequiresSetting("engine", "vllm", "sglang"),
+        Decides.NOTHING,
     ] = "nccl"
     """Transfer of weights to a server: broadcast between GPUs (nccl) or through the hosts (gloo), a folder
     that both see (checkpoint), or shared memory of one GPU (ipc)."""
 
-    weight_sync_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 600.0
+    weight_sync_timeout: Annotated[
+        PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = 600.0
     """Time limit of a weight sync in seconds, including the wait for a server that is starting."""
 
-    generation_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 1800.0
+    generation_timeout: Annotated[
+        PositiveFloat, RequiresSetting("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = 1800.0
     """Time limit of a server for the completions of a rollout batch, in seconds."""
 
     max_staleness: Annotated[
-        NonNegativeInt, Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
+        NonNegativeInt, RequiresSetting("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
     ] = 0
     """Rollout batches that a server samples ahead of training (docs/engines.md). It bounds the age of tokens
     in weight syncs, like AReaL's max_head_offpolicyness; older tokens, as from a checkpoint with a larger
     value, are excluded from the loss. 0: on policy."""
 
-    max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
+    max_resamples: Annotated[
+        NonNegativeInt, RequiresSetting("filter_zero_std", True), RequiresSetting("prompts")
+    ] = 0
     """Times that a rollout batch samples other prompts in place of groups with identical rewards (DAPO's
     dynamic sampling)."""
 
-    max_drift: Annotated[PositiveFloat | None, Needs("prompts"), Decides.NOTHING] = None
+    max_drift: Annotated[PositiveFloat | None, RequiresSetting("prompts"), Decides.NOTHING] = None
     """End the run if the mean of exp|log π_trainer − log π_engine| over a step's tokens exceeds this. Absent:
     1.002 in fp32, otherwise 1.1."""
 
-    save_rollouts: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
+    save_rollouts: Annotated[bool, RequiresSetting("prompts"), Decides.NOTHING] = False
     """Write each rollout batch to OUTPUT/rollouts/batch_%08d.jsonl.zst, which rl.rollouts can read."""
 
-    log_completions: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
+    log_completions: Annotated[bool, RequiresSetting("prompts"), Decides.NOTHING] = False
     """Log completions of each rollout batch with their rewards, and write all of them to OUTPUT/completions.jsonl."""
 
-    num_completions_to_print: Annotated[PositiveInt, Needs("log_completions", True), Decides.NOTHING] = 2
+    num_completions_to_print: Annotated[
+        PositiveInt, RequiresSetting("log_completions", True), Decides.NOTHING
+    ] = 2
     """Completions to log per rollout batch."""
 
     rollout_version: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
@@ -305,7 +325,9 @@ class RlConfig(Section):
     overlong_buffer_len: NonNegativeInt = 0
     """DAPO: number of tokens before max_completion_length over which a length penalty grows from 0. 0: no penalty."""
 
-    overlong_penalty_factor: Annotated[NonNegativeFloat, Needs("overlong_buffer_len", above=0)] = 1.0
+    overlong_penalty_factor: Annotated[
+        NonNegativeFloat, RequiresSetting("overlong_buffer_len", greater_than=0)
+    ] = 1.0
     """DAPO: the penalty at max_completion_length."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo"] = "dapo"
@@ -327,7 +349,9 @@ class RlConfig(Section):
     """The ratio is clipped at 1 + epsilon_high. Default: epsilon. With cispo it is the cap itself and is
     required: 5 (TRL), or 1.28 (clip_ratio_high 0.28 of verl and NeMo-RL)."""
 
-    cispo_ratio_min: Annotated[NonNegativeFloat | None, Needs("loss_type", "cispo", strict=True)] = None
+    cispo_ratio_min: Annotated[
+        NonNegativeFloat | None, RequiresSetting("loss_type", "cispo", strict=True)
+    ] = None
     """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Default: none, as in TRL."""
 
     delta: PositiveFloat | None = None
@@ -339,25 +363,27 @@ class RlConfig(Section):
     beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference, the run's initial weights. 0: no KL."""
 
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("beta", above=0)] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], RequiresSetting("beta", greater_than=0)] = "k3"
     """With d = log π_ref − log π: −d (k1), d² / 2 (k2), or exp(d) − d − 1 (k3)."""
 
-    use_bias_correction_kl: Annotated[bool, Needs("beta", above=0)] = True
+    use_bias_correction_kl: Annotated[bool, RequiresSetting("beta", greater_than=0)] = True
     """Multiply the KL by the ratio to the old policy, which makes its gradient unbiased."""
 
-    kl_score_gradient: Annotated[bool, Needs("beta", above=0)] = False
+    kl_score_gradient: Annotated[bool, RequiresSetting("beta", greater_than=0)] = False
     """Multiply the KL by exp(log π − sg[log π]), which adds the gradient of the sampling distribution (NeMo-RL)."""
 
-    kl_input_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
+    kl_input_clamp_value: Annotated[PositiveFloat | None, RequiresSetting("beta", greater_than=0)] = None
     """Clamp log π_ref − log π to ± this (NeMo-RL; 20 in verl's k3). Default: no clamp, as in TRL."""
 
-    kl_output_clamp_value: Annotated[PositiveFloat | None, Needs("beta", above=0)] = None
+    kl_output_clamp_value: Annotated[PositiveFloat | None, RequiresSetting("beta", greater_than=0)] = None
     """Clamp the KL of a token to ± this (NeMo-RL; 10 in verl's k3). Default: no clamp, as in TRL."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted from the loss."""
 
-    entropy_aggregation: Annotated[Literal["tokens", "loss"], Needs("entropy_coef", but=0)] = "tokens"
+    entropy_aggregation: Annotated[Literal["tokens", "loss"], RequiresSetting("entropy_coef", unless=0)] = (
+        "tokens"
+    )
     """Average the entropy over the step's tokens for every loss_type (TRL), or aggregate it like the loss (verl)."""
 
     log_entropy: Annotated[bool, Decides.NOTHING] = True
@@ -376,19 +402,19 @@ class RlConfig(Section):
             "sequence_unbounded",
             "geometric_mask",
         ],
-        Needs("vllm_importance_sampling_correction", True),
+        RequiresSetting("vllm_importance_sampling_correction", True),
     ] = "token_truncate"
     """Weight per token or per sequence; outside the bounds it is capped (truncate), 0 (mask) or unbounded.
     geometric_mask: per token, and 0 if the geometric mean over the sequence is outside the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
-        PositiveFloat | None, Needs("vllm_importance_sampling_correction", True)
+        PositiveFloat | None, RequiresSetting("vllm_importance_sampling_correction", True)
     ] = None
     """Upper bound of that weight. Default: 2 for token_truncate and sequence_truncate, 5 for token_mask
     (IcePop), 3 for sequence_mask (TRL), 1.002 for geometric_mask (NeMo-RL)."""
 
     vllm_importance_sampling_clip_min: Annotated[
-        NonNegativeFloat | None, Needs("vllm_importance_sampling_correction", True)
+        NonNegativeFloat | None, RequiresSetting("vllm_importance_sampling_correction", True)
     ] = None
     """Lower bound of that weight. Default: none, as in TRL; if the upper bound is absent too, 0.5 for
     token_mask and 0.999 for geometric_mask."""
@@ -397,12 +423,14 @@ class RlConfig(Section):
     """AReaL's decoupled PPO: clip around a proximal policy (the trainer's before the rollout batch) and
     weight each token's loss by π_proximal / π_rollout. Replaces vllm_importance_sampling_*."""
 
-    behav_imp_weight_cap: Annotated[float | None, Field(gt=1), Needs("use_decoupled_loss", True)] = None
+    behav_imp_weight_cap: Annotated[
+        float | None, Field(gt=1), RequiresSetting("use_decoupled_loss", True)
+    ] = None
     """Exclude tokens whose weight is larger (AReaL). Default: no bound, as published."""
 
-    prox_logp_method: Annotated[Literal["recompute", "loglinear"], Needs("use_decoupled_loss", True)] = (
-        "recompute"
-    )
+    prox_logp_method: Annotated[
+        Literal["recompute", "loglinear"], RequiresSetting("use_decoupled_loss", True)
+    ] = "recompute"
     """Proximal policy (AReaL): recompute it with forward passes before the rollout batch, or interpolate
     between the engine's and the policy's log-probabilities by weight version (loglinear)."""
 

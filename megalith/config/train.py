@@ -16,8 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config import small
-from megalith.config.base import KEPT, NOT_YET, Decides, Needs, Section, Shrinks
+from megalith.config.base import NOT_YET, Decides, RequiresSetting, Section
 from megalith.errors import ConfigError
 
 MOST_SIZES = 10_000
@@ -199,21 +198,15 @@ class TrainConfig(Section):
     train_samples: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Number of sequences to train on, instead of train_iters."""
 
-    micro_batch_size: Annotated[
-        PositiveInt,
-        Shrinks(
-            lambda _, train: 1 if train.rampup_batch_size or train.step_batch_size_schedule else 2
-        ),  # 4 replicas share the smallest batch
-    ] = 1
+    micro_batch_size: PositiveInt = 1
     """Sequences per forward pass and data-parallel rank."""
 
-    global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES, Shrinks(small.BATCH)] = None
+    global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Sequences per optimizer step: micro × data parallel × accumulation. Required for training."""
 
     rampup_batch_size: Annotated[
         Annotated[list[int], Field(min_length=3, max_length=3)] | None,
         Decides.UPDATES,
-        Shrinks(lambda value, _: value and [small.BATCH // 2, small.BATCH // 2, 2 * small.BATCH]),
     ] = None
     """Batch size ramp [start, increment, samples]: the global batch grows from start by increments over this many
     samples."""
@@ -221,12 +214,11 @@ class TrainConfig(Section):
     step_batch_size_schedule: Annotated[
         Annotated[list[tuple[NonNegativeInt, PositiveInt]], Field(min_length=1)] | None,
         Decides.UPDATES,
-        Shrinks(lambda value, _: value and [(0, small.BATCH // 2), (2 * small.BATCH, small.BATCH)]),
     ] = None
     """Batch size schedule [[0, size], [samples, size], …]: the global batch from each count of consumed samples on,
     instead of a ramp."""
 
-    calculate_per_token_loss: Annotated[bool, Decides.UPDATES, KEPT] = True
+    calculate_per_token_loss: Annotated[bool, Decides.UPDATES] = True
     """Weight every valid token of a step equally. Off: weight every micro-batch equally."""
 
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
@@ -236,55 +228,57 @@ class TrainConfig(Section):
     """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid). Emulated on CPUs, slowly."""
 
     fp8_recipe: Annotated[
-        Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES, Needs("fp8_format")
+        Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES, RequiresSetting("fp8_format")
     ] = "delayed"
     """FP8 scales: from earlier steps, from each tensor, or from blocks of 128 (needs e4m3)."""
 
-    fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 0
+    fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 0
     """FP8, delayed: reduces scales by this power of two."""
 
     fp8_interval: PositiveInt = 1
     """Accepted for Megatron-LM's scripts without effect: scales are updated every step."""
 
-    fp8_amax_history_len: Annotated[PositiveInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    fp8_amax_history_len: Annotated[PositiveInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
     """FP8, delayed: number of steps in the amax history."""
 
-    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], Decides.UPDATES, Needs("fp8_format")] = (
-        "most_recent"
-    )
+    fp8_amax_compute_algo: Annotated[
+        Literal["max", "most_recent"], Decides.UPDATES, RequiresSetting("fp8_format")
+    ] = "most_recent"
     """FP8, delayed: choice of the amax from the history."""
 
-    fp8_wgrad: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = True
+    fp8_wgrad: Annotated[bool, Decides.UPDATES, RequiresSetting("fp8_format")] = True
     """Compute wgrad in FP8. Off: in the compute dtype."""
 
-    fp8_cache_weights: Annotated[bool | Literal["auto"], Needs("fp8_format")] = "auto"
+    fp8_cache_weights: Annotated[bool | Literal["auto"], RequiresSetting("fp8_format")] = "auto"
     """FP8: casts weights once per step for all micro-batches, 2 bytes per parameter, replacing the weights that FSDP
     has gathered. Off: cast them when used. Under optim_grads_params this applies to fsdp_unsharded_layers only.
     `auto`: if it needs no extra memory, or if weights are cast more than once per step and memory is expected to
     suffice."""
 
     moe_cache_weights: Annotated[
-        bool | Literal["auto"], Needs("model.num_experts"), Needs("precision", "bf16", "fp16")
+        bool | Literal["auto"],
+        RequiresSetting("model.num_experts"),
+        RequiresSetting("precision", "bf16", "fp16"),
     ] = "auto"
     """Cast expert weights once per step, 2 bytes per parameter. Off: cast them when used. Does not apply to weights
     that FSDP gathers, which are already cast. `auto`: if memory is expected to suffice."""
 
-    fp8_param_gather: Annotated[bool, NOT_YET, Needs("fp8_format")] = False
+    fp8_param_gather: Annotated[bool, NOT_YET, RequiresSetting("fp8_format")] = False
     """Gather weights in FP8. They are gathered in the compute dtype."""
 
     tp_only_amax_red: bool = False
     """Accepted for Megatron-LM's scripts without effect: an amax is always that of the full tensor."""
 
-    first_last_layers_bf16: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = False
+    first_last_layers_bf16: Annotated[bool, Decides.UPDATES, RequiresSetting("fp8_format")] = False
     """FP8: keeps the first and last layers in the compute dtype."""
 
-    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
     """Number of first layers with first_last_layers_bf16."""
 
-    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
     """Number of last layers with first_last_layers_bf16."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES, KEPT] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234
     """Seed of initial weights, dropout and data order."""
 
     deterministic: bool = False
@@ -296,7 +290,7 @@ class TrainConfig(Section):
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
 
-    eval_iters: Annotated[NonNegativeInt, Shrinks(1)] = 100
+    eval_iters: NonNegativeInt = 100
     """Global batches per evaluation; 0: none. Default: at most a tenth of the run's steps."""
 
     skip_train: bool = False

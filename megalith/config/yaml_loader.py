@@ -1,4 +1,4 @@
-"""YAML loader that builds no objects from tags, accepts no key twice and expands no alias without end."""
+"""YAML loader that builds no objects from tags and rejects duplicate keys and excessive alias expansion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
-MOST_NODES = 100_000  # with every alias written out; a blend of thousands of datasets stays far below
+MAX_NODES = 100_000  # after alias expansion; a blend of thousands of datasets has far fewer
 
 
 def parse_yaml(text: str) -> Any:
@@ -20,35 +20,35 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._sizes: dict[int, int] = {}  # id of a finished node → its nodes, aliases written out
+        self._sizes: dict[int, int] = {}  # id of a finished node → number of nodes after alias expansion
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        named_before = self.check_event(yaml.AliasEvent)
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        if named_before:
+        if is_alias:
             if id(node) not in self._sizes:
-                raise ComposerError(None, None, "an alias stands inside what it names", node.start_mark)
+                raise ComposerError(None, None, "an alias refers to a node that contains it", node.start_mark)
             return node
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
-            _refuse_twins([key for key, _ in node.value])
+            _reject_duplicate_keys([key for key, _ in node.value])
             children = [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         size = 1 + sum(self._sizes[id(child)] for child in children)
-        if size > MOST_NODES:
+        if size > MAX_NODES:
             raise ComposerError(
-                None, None, f"it has more than {MOST_NODES} values, aliases written out", node.start_mark
+                None, None, f"it has more than {MAX_NODES} values after alias expansion", node.start_mark
             )
         self._sizes[id(node)] = size
         return node
 
 
-def _refuse_twins(keys: list[yaml.Node]) -> None:
+def _reject_duplicate_keys(keys: list[yaml.Node]) -> None:
     seen = set()
     for key in keys:
         if not isinstance(key, yaml.ScalarNode):
             continue
         if key.value in seen:
-            raise ComposerError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+            raise ComposerError(None, None, f"the key {key.value!r} appears twice", key.start_mark)
         seen.add(key.value)

@@ -259,16 +259,3 @@ def _named(name: str, most_processes: int) -> ParityLayout:
             f"{layout.processes}, or name a smaller layout"
         )
     return layout
-
-
-def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
-    """The small run of `steps` steps in fp32, on made-up data and one process; `config.model` has its shape.
-
-    On a GPU attention has no dropout, the one thing that a fused kernel makes different in every layout.
-    """
-    tree = {section: getattr(config, section).shrunk(config) for section in RunConfig.model_fields}
-    tree["train"]["train_iters"] = steps
-    tree["runtime"]["device"] = device
-    if device != "cpu":
-        tree["model"]["attention_dropout"] = 0.0
-    return RunConfig.from_tree(tree)

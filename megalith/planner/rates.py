@@ -202,8 +202,8 @@ def read_rates(text: str, name: str) -> Rates:
     """A table that `calibrate` wrote. Raises ConfigError for anything else."""
     try:
         found = json.loads(text)
-        needed = ("device", "source", "matmuls", "attention", "memory", "collectives")
-        if missing := [name for name in needed if not isinstance(found, dict) or name not in found]:
+        requirements = ("device", "source", "matmuls", "attention", "memory", "collectives")
+        if missing := [name for name in requirements if not isinstance(found, dict) or name not in found]:
             raise ValueError(f"it has no {', '.join(missing)}")
         wiring = found.pop("wiring", None)
         if wiring is None:

@@ -150,8 +150,10 @@ def _over_pcie(size: int, places: Sequence[RankLocation]) -> Iterable[str]:
 
 
 def _sequence_parallel_hint(layout: Layout, with_sp: Layout) -> str:
-    kept, needed = (max(stage.memory.activations for stage in each.stages) for each in (layout, with_sp))
+    kept, requirements = (
+        max(stage.memory.activations for stage in each.stages) for each in (layout, with_sp)
+    )
     return (
         "hint: every tensor-parallel rank keeps the whole residual stream; set parallel.sequence_parallel to true, "
-        f"which moves little more: activations then take about {needed / kept:.0%} of what they take now"
+        f"which moves little more: activations then take about {requirements / kept:.0%} of what they take now"
     )

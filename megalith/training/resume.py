@@ -87,7 +87,7 @@ def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)
         unread = was.unread(before).keys() & now.unread(config).keys()
-        for name in was.deciding(what):
+        for name in was.fields_deciding(what):
             values = getattr(was, name), getattr(now, name)
             if values[0] != values[1] and name not in unread:
                 changes.append(_was_and_is(f"{section}.{name}", *values))
@@ -249,7 +249,7 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
 def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> None:
     """Raise CheckpointError if the settings in `config` change what the weights in `folder`, trained with `trained`,
     compute, even if their shapes fit."""
-    for name in LoraConfig.deciding(Decides.FUNCTION):
+    for name in LoraConfig.fields_deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
@@ -266,5 +266,5 @@ def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> Non
             f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}, so its weights "
             "would not match; restore the model settings"
             + f", or start a new run with model.init_from={folder}"
-            * all(name in ModelConfig.deciding(Decides.REACH) for name, _, _ in others)
+            * all(name in ModelConfig.fields_deciding(Decides.REACH) for name, _, _ in others)
         )

@@ -14,27 +14,27 @@ from megalith.config.rules.notes import idle_notes
         (
             "parallel.recompute_modules=[mlp]",
             "parallel.recompute_granularity=selective",
-            "parallel.recompute_modules ['mlp'] changes nothing: it takes parallel.recompute_granularity selective",
+            "parallel.recompute_modules ['mlp'] has no effect: it requires parallel.recompute_granularity selective",
         ),
         (
             "optim.optimizer_offload_fraction=0.5",
             "optim.optimizer_cpu_offload=true",
-            "optim.optimizer_offload_fraction 0.5 changes nothing: it takes optim.optimizer_cpu_offload true",
+            "optim.optimizer_offload_fraction 0.5 has no effect: it requires optim.optimizer_cpu_offload true",
         ),
         (
             "train.fp8_amax_history_len=1024",
             "train.fp8_format=hybrid",
-            "train.fp8_amax_history_len 1024 changes nothing: it takes train.fp8_format",
+            "train.fp8_amax_history_len 1024 has no effect: it requires train.fp8_format",
         ),
         (
             "model.moe_router_topk=8",
             "model.num_experts=64",
-            "model.moe_router_topk 8 changes nothing: it takes model.num_experts",
+            "model.moe_router_topk 8 has no effect: it requires model.num_experts",
         ),
         (
             "optim.initial_loss_scale=1024",
             "train.fp16=true",
-            "optim.initial_loss_scale 1024.0 changes nothing: it takes train.precision fp16",
+            "optim.initial_loss_scale 1024.0 has no effect: it requires train.precision fp16",
         ),
     ],
 )
@@ -83,7 +83,7 @@ READ_WITH = {
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
         ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
-    "optim.optimizer but sgd":
+    "optim.optimizer other than sgd":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer muon":
         ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
@@ -152,7 +152,7 @@ READ_WITH = {
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":
         ("rl.kl_estimator=k1", "rl.beta=0.1 rl.rollouts=a"),
-    "rl.entropy_coef but 0":
+    "rl.entropy_coef other than 0":
         ("rl.entropy_aggregation=loss", "rl.entropy_coef=0.1 rl.rollouts=a"),
     "rl.overlong_buffer_len above 0":
         ("rl.overlong_penalty_factor=2", "rl.overlong_buffer_len=9 rl.rollouts=a"),
@@ -165,7 +165,7 @@ READ_WITH = {
 
 def needs_of(section: type[Section], path: str) -> set[str]:
     """What stands on the fields, in the words of the notes."""
-    needs = [need for name in section.model_fields for need in section.needed(name) if not need.strict]
+    needs = [need for name in section.model_fields for need in section.requirements(name) if not need.strict]
     return {str(need) if "." in need.path else f"{path}.{need}" for need in needs}
 
 
@@ -178,7 +178,7 @@ def test_each_need_has_its_case():
 @pytest.mark.parametrize("need", READ_WITH)
 def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     own, beside = (words.split() for words in READ_WITH[need])
-    off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
+    off = ["optim.optimizer=sgd"] if need.endswith("other than sgd") else []
     if need.endswith("no_shard"):
         off = ["parallel.data_parallel_sharding_strategy=optim"]
     if need.endswith(("capacity_factor", "bf16 or fp16")):
@@ -193,5 +193,5 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))
     assert [note.partition(" ")[0] for note in notes] == [word.partition("=")[0] for word in own]
-    assert all(note.endswith(f"changes nothing: it takes {need}") for note in notes)
+    assert all(note.endswith(f"has no effect: it requires {need}") for note in notes)
     assert idle_notes(RunConfig.load(None, own + off + beside)) == []

@@ -528,7 +528,7 @@ def test_layouts_are_refused_in_flags_without_a_setting_of_ours(world_size, flag
 
 def test_what_has_no_effect_without_another_flag_is_told_in_flags_once():
     result = translated(LEAST + "--decoupled-min-lr 1e-4 --wandb-entity e --hysteresis 3 --no-fp8-wgrad")
-    assert [note.partition(" changes nothing: it takes ")[2] for note in result.notes] == [
+    assert [note.partition(" has no effect: it requires ")[2] for note in result.notes] == [
         "--decoupled-lr", "the precision fp16", "--fp8-format", "--wandb-project"
     ]  # fmt: skip
     assert not prepare(result.config(), 1).notes

@@ -190,7 +190,7 @@ def test_muon_has_them_for_what_adamw_steps_and_sgd_and_offloading_refuse_them()
     with pytest.raises(ConfigError, match=r"optimizer_cpu_offload requires moments in fp32"):
         build_optimizer(named, config_for("bf16", optimizer_cpu_offload=True))
     with pytest.raises(ConfigError, match=r"exp_avg_dtype"):
-        config_for("bf16", optimizer="sgd").refuse_unmet("optim")
+        config_for("bf16", optimizer="sgd").check_requirements("optim")
 
 
 def test_a_part_of_a_block_is_refused_with_its_sizes():

@@ -8,7 +8,8 @@ from megalith.config.presets import PRESETS
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
-from megalith.parity.check import LAYOUTS, choose, shrink
+from megalith.parity.check import LAYOUTS, choose
+from megalith.parity.sizes import SECTION_RULES, SIZES, shrink
 from megalith.parity.differences import Errors
 
 
@@ -23,6 +24,14 @@ def run_file(tmp_path):
         "parallel: {tensor_model_parallel_size: 8, recompute_granularity: selective}\n"
     )
     return str(path)
+
+
+def test_every_setting_has_a_size_or_the_rule_of_its_section():
+    sections = RunConfig.model_fields
+    assert SECTION_RULES.keys() == sections.keys()
+    assert SIZES.keys() <= {
+        f"{name}.{key}" for name in sections for key in sections[name].annotation.model_fields
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)

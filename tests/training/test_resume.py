@@ -255,10 +255,10 @@ OTHER_FUNCTIONS = {
 
 def test_every_setting_of_the_model_is_known_to_decide_the_function_or_not():
     """One that says nothing decides it, so that a new one is refused until it says that it does not."""
-    assert OTHER_FUNCTIONS.keys() == set(ModelConfig.deciding(Decides.FUNCTION, Decides.REACH))
+    assert OTHER_FUNCTIONS.keys() == set(ModelConfig.fields_deciding(Decides.FUNCTION, Decides.REACH))
     for section in RunConfig.model_fields:
         kind = RunConfig.model_fields[section].annotation
-        each = [name for what in Decides for name in kind.deciding(what)]
+        each = [name for what in Decides for name in kind.fields_deciding(what)]
         assert sorted(each) == sorted(kind.model_fields)
 
 
@@ -287,7 +287,7 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
     )
     assert "restore the model settings" in str(refused.value)
     of_positions = name in ("rotary_base", "rope_scaling")
-    assert of_positions == (name in ModelConfig.deciding(Decides.REACH))
+    assert of_positions == (name in ModelConfig.fields_deciding(Decides.REACH))
     assert ("or start a new run with model.init_from=run/step" in str(refused.value)) == of_positions
 
 

@@ -18,7 +18,7 @@ def check_model(model: ModelConfig) -> None:
             )
     if model.vocab_size is None:
         raise ConfigError("model.vocab_size is not set and there is no tokenizer to take it from; set either")
-    model.refuse_unmet("model")
+    model.check_requirements("model")
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads "

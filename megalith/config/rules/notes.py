@@ -2,7 +2,7 @@
 
 They are no mistake: one file may serve many runs. But whoever sets `recompute_modules` and forgets
 `recompute_granularity` should not have to find that out from the memory that is used. What a setting needs stands in
-its annotation (`Needs`); what a device or a compiled layer makes of it stands here.
+its annotation (`RequiresSetting`); what a device or a compiled layer makes of it stands here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _idle(section: Section, path: str, config: RunConfig) -> Iterator[str]:
         if name in unread and value != field.default:
             needs = unread[name]
             outer = "" if "." in needs.path else f"{path}."
-            yield f"{path}.{name} {value} changes nothing: it takes {outer}{needs}"
+            yield f"{path}.{name} {value} has no effect: it requires {outer}{needs}"
         elif isinstance(value, Section):
             yield from _idle(value, f"{path}.{name}", config)
 

@@ -34,7 +34,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
             )
         warmup = optim.lr_warmup_fraction * decay
     wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
-    optim.refuse_unmet("optim")
+    optim.check_requirements("optim")
     _check_lengths(optim, unit, warmup, decay, wsd_decay)
     _check_weight_decay(optim)
     return warmup, decay, wsd_decay

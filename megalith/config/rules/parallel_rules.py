@@ -18,7 +18,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     How a pipeline's layers are assigned and its passes ordered is checked beside that: pipeline/pipeline_rules.py.
     """
     model, parallel = config.model, config.parallel
-    parallel.refuse_unmet("parallel", config)
+    parallel.check_requirements("parallel", config)
     data_parallel_size(parallel, world_size)
     shard_size(parallel, world_size)
     check_tensor(model, parallel, config.data.seq_length)

@@ -27,8 +27,8 @@ from megalith.errors import ConfigError
 
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
-    config.data.refuse_unmet("data")
-    config.checkpoint.refuse_unmet("checkpoint")
+    config.data.check_requirements("data")
+    config.checkpoint.check_requirements("checkpoint")
     check_model(config.model)
     _check_available(config)
     check_fp8(config)
@@ -92,7 +92,7 @@ def _check_available(config: RunConfig) -> None:
 
 def _check_adapters(config: RunConfig) -> None:
     lora, model = config.lora, config.model
-    lora.refuse_unmet("lora")
+    lora.check_requirements("lora")
     if lora.rank is None:
         return
     parts = lora.parts(model)
@@ -260,7 +260,7 @@ def _check_profile(log: LogConfig) -> None:
 def check_rollouts(config: RunConfig) -> None:
     """Raises ConfigError unless the run can be trained on its rollouts. A run without any passes."""
     rl, train = config.rl, config.train
-    rl.refuse_unmet("rl")
+    rl.check_requirements("rl")
     if not rl.prompts_or_rollouts:
         return
     if rl.prompts:

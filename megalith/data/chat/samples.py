@@ -139,7 +139,7 @@ def _key(
 ) -> str:
     inside = [path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     names = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in inside]
-    settings = chat.model_dump_json(include=set(chat.deciding(Decides.SAMPLES)) - {"packing"})
+    settings = chat.model_dump_json(include=set(chat.fields_deciding(Decides.SAMPLES)) - {"packing"})
     digest = hashlib.sha256(repr((FORMAT, names, chat.name, settings, longest, vocab_size)).encode())
     if tokenizer is not None:
         digest.update(tokenizer.fingerprint.encode())

@@ -263,7 +263,7 @@ def _with_other_arguments(
         for name, value in values.items():
             if before.get(section, {}).get(name, values) != value or f"{section}.{name}" in set_directly:
                 changed[f"{section}.{name}"] = value
-    for name in ModelConfig.deciding(Decides.FUNCTION):
+    for name in ModelConfig.fields_deciding(Decides.FUNCTION):
         path = f"model.{name}"
         if path in changed and changed.pop(path) != getattr(config.model, name):
             raise ConfigError(

@@ -539,7 +539,7 @@ def loading(flags: ParsedFlags) -> None:
     if load is None or is_empty(Path(load)):
         return
     if flags["--use-checkpoint-args"]:
-        _take_stored(flags, load, "model", ModelConfig.deciding(Decides.FUNCTION))
+        _take_stored(flags, load, "model", ModelConfig.fields_deciding(Decides.FUNCTION))
         if flags["--seq-length"] is flags["--encoder-seq-length"] is None:
             _take_stored(flags, load, "data", ("seq_length",))
             if "seq_length" not in flags.tree.get("data", {}):
