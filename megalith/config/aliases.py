@@ -1,12 +1,10 @@
-"""Megatron's spellings that are not field names here, each with what it means.
+"""Accepted spellings of settings, and suggestions for names and files of other systems.
 
-The table is read before validation. A `Rename` moves the value; a `Choose` translates it (None: nothing is set);
-an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
-which, and is shown when the run starts; a `Derive` computes from the rest of the tree; an `ObjectiveSpelling` decides with
-others of them (objective_spellings.py).
+`ALIASES` is applied before validation. A `Rename` moves the value, a `Choose` translates it, a `Derive` computes it from
+other settings, an `ObjectiveSpelling` depends on other spellings (objective_spellings.py), and an `Already` has no
+effect, because Megalith always does it or does not need it; its note is printed at the start of the run.
 
-What other systems call our settings: their names are refused, with ours in the error. So are their files, which are
-known by keys that no run file has together, or by how their names end: the error says what takes them.
+Other names and files are rejected with a suggestion. Files are recognized by their top-level keys or their extension.
 """
 
 from __future__ import annotations
@@ -23,29 +21,42 @@ from megalith.remote import is_url
 
 @dataclass(frozen=True)
 class Rename:
+    """The same setting under another name."""
+
     path: str
-    for_url: str | None = None  # what it is where the value is a URL
+    for_url: str | None = None
+    """Setting for values that are URLs."""
 
 
 @dataclass(frozen=True)
 class Choose:
+    """A setting with other values."""
+
     path: str
     values: dict[Any, Any]
-    off: str | None = None  # what null sets to false; None: null sets nothing
+    """Accepted value → value of the setting; None sets nothing."""
+    off: str | None = None
+    """Setting that null sets to false. None: null sets nothing."""
 
 
 @dataclass(frozen=True)
 class Already:
+    """An accepted spelling without effect."""
+
     note: str
-    takes: type | tuple[str, ...] = bool  # the values that it has in Megatron
+    takes: type | tuple[str, ...] = bool
+    """Accepted values: a type, or Megatron's choices."""
 
 
 @dataclass(frozen=True)
 class Derive:
+    """A setting computed from the value and other settings."""
+
     path: str
     takes: type
     compute: Callable[[Any, dict[str, dict[str, Any]]], Any]
-    note: str = ""  # shown with the value that was computed, where one was
+    note: str = ""
+    """Printed with the computed value."""
 
 
 def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> int | None:
@@ -70,7 +81,7 @@ def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 def _resamples(batches: Any, tree: dict[str, dict[str, Any]]) -> int | None:
     if batches is not None and batches < 1:
         raise ConfigError(
-            f"the most generation batches are {batches}, which is without an end elsewhere; give rl.max_resamples"
+            f"the maximum number of generation batches is {batches}, which means no limit elsewhere; set rl.max_resamples"
         )
     return None if batches is None else batches - 1
 
@@ -83,30 +94,32 @@ def _baseline(estimator: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 
 
 def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
-    given = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
-    if mode not in ("server", "colocate") or (mode == "colocate" and given):
+    url = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
+    if mode not in ("server", "colocate") or (mode == "colocate" and url):
         raise ConfigError(
-            f"rl.vllm_mode is {mode!r} and rl.engine_url {given!r}: server has an address, colocate none; leave vllm_mode out"
+            f"rl.vllm_mode is {mode!r} and rl.engine_url {url!r}: server has an address, colocate none; leave vllm_mode out"
         )
-    return given or "http://127.0.0.1:8000" if mode == "server" else None
+    return url or "http://127.0.0.1:8000" if mode == "server" else None
 
 
-def _synced(is_on: Any, tree: dict[str, dict[str, Any]]) -> None:
-    if is_on is False:
+def _check_weight_sync(enabled: Any, tree: dict[str, dict[str, Any]]) -> None:
+    if enabled is False:
         raise ConfigError(
-            "rl.enable_weight_sync is False, with which the engine would sample with the first weights for ever; leave it out"
+            "rl.enable_weight_sync is False, so the engine would always sample with the initial weights; leave it out"
         )
 
 
 _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
-_ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected by themselves"
-_CHECKED = "every step is checked; one with NaN or Inf in loss or gradients is skipped, and its origin named"
+_ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected automatically"
+_CHECKED = (
+    "every step is checked; a step with NaN or Inf in loss or gradients is skipped, and its origin is named"
+)
 _ALL_LAYERS = (
-    "every layer is recomputed whole; Megatron's flag of this name recomputes the core of attention alone, which is "
+    "full recomputation of every layer; Megatron's flag of this name only recomputes core attention, which is "
     "recompute_granularity selective"
 )
-_SAMPLES = "samples are found by binary search: there is no index to cache"
+_SAMPLES = "samples are found by binary search, so there is no index to cache"
 
 # fmt: off
 ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
@@ -182,7 +195,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "rl.vllm_mode":                                Derive("rl.engine_url", str, _vllm_mode),
     "rl.vllm_server_timeout":                       Rename("rl.weight_sync_timeout"),
     "rl.inference_backend":                         Choose("rl.engine", {"vllm": "vllm", "sglang": "sglang", "megatron": "own"}),  # Oumi
-    "rl.enable_weight_sync":                        Derive("rl.engine", bool, _synced),
+    "rl.enable_weight_sync":                        Derive("rl.engine", bool, _check_weight_sync),
     "rl.max_trajectory_age_steps":                 Rename("rl.max_staleness"),  # NeMo-RL
     "rl.max_async_level":                           Rename("rl.max_staleness"),  # prime-rl
     "rl.max_head_offpolicyness":                    Rename("rl.max_staleness"),  # AReaL
@@ -211,23 +224,23 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
 # fmt: on
 
 
-def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
+def remove_overridden(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
     """Remove from `tree` other spellings of the setting that `name` = `value` overrides.
 
     A false spelling only excludes a value, so settings to other values stay.
     """
-    path, denied = _target(name, value), None
+    path, excluded = _target(name, value), None
     if isinstance(ALIASES.get(name), Choose) and value is False:
-        denied = ALIASES[name].values[True]
+        excluded = ALIASES[name].values[True]
     for section, values in tree.items():
         for key in list(values):
             other = f"{section}.{key}"
             if other == name or _target(other, values[key]) != path:
                 continue
-            meaning, stands = ALIASES.get(other), values[key]
-            if isinstance(meaning, Choose) and isinstance(stands, bool):
-                stands = meaning.values[stands]
-            if denied is None or stands == denied:
+            meaning, current = ALIASES.get(other), values[key]
+            if isinstance(meaning, Choose) and isinstance(current, bool):
+                current = meaning.values[current]
+            if excluded is None or current == excluded:
                 del values[key]
 
 
@@ -242,9 +255,17 @@ def _target(name: str, value: Any) -> str:
 
 
 def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> list[str]:
-    """Rewrites aliases in `tree` (section → key → value) in place; returns the notes to show the user.
+    """Replace aliases in `tree` in place.
 
-    `preset` holds the model fields that stand behind the user's own; an alias wins over them.
+    Args:
+        tree: section → key → value.
+        preset: model fields of the preset, which aliases override.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        ConfigError: an alias has an unsupported value or contradicts a setting.
     """
     notes, objectives = [], {}
     for name, meaning in ALIASES.items():
@@ -260,8 +281,8 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                 _set(tree, _target(name, value), value, name)
             case Derive(path=path, takes=takes, compute=compute, note=note):
                 _check_taken(name, value, takes)
-                whole = {**tree, "model": {**preset, **tree["model"]}}
-                computed, before = compute(value, whole), dict(tree[path.partition(".")[0]])
+                with_preset = {**tree, "model": {**preset, **tree["model"]}}
+                computed, before = compute(value, with_preset), dict(tree[path.partition(".")[0]])
                 _set(tree, path, computed, name)
                 if note and computed is not None and path.partition(".")[2] not in before:
                     notes.append(f"{name} = {value} sets {path} = {computed}: {note}")
@@ -272,23 +293,25 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
             case ObjectiveSpelling() if value is not None or meaning.null_counts:
                 if meaning.takes is not None:
                     _check_taken(name, value, meaning.takes)
-                for setting, own in meaning.settings(value, tree["rl"]).items():
-                    if own is None:
+                for setting, new in meaning.settings(value, tree["rl"]).items():
+                    if new is None:
                         tree["rl"].pop(setting, None)
-                    _set(tree, f"rl.{setting}", own, name)
+                    _set(tree, f"rl.{setting}", new, name)
                 objectives[name] = value
-    return notes + [note for name, value in objectives.items() if (note := _bring_along(tree, name, value))]
+    return notes + [
+        note for name, value in objectives.items() if (note := _add_objective_defaults(tree, name, value))
+    ]
 
 
-def _bring_along(tree: dict[str, dict[str, Any]], name: str, value: Any) -> str:
-    """Sets the defaults of a spelling's objective that nothing has set; returns a note of them, "" without any."""
+def _add_objective_defaults(tree: dict[str, dict[str, Any]], name: str, value: Any) -> str:
+    """Set the defaults of a spelling's formula that are not set; returns a note about them, or ""."""
     defaults = ALIASES[name].defaults(value, tree["rl"]).items()
-    added = {setting: own for setting, own in defaults if setting not in tree["rl"]}
+    added = {setting: default for setting, default in defaults if setting not in tree["rl"]}
     tree["rl"].update(added)
-    words = ", ".join(f"rl.{setting} = {own}" for setting, own in added.items())
+    settings = ", ".join(f"rl.{setting} = {default}" for setting, default in added.items())
     return (
-        f"{name} = {value} also sets {words}, which its formula has there; set them to choose otherwise"
-        if words
+        f"{name} = {value} also sets {settings}, as its formula does; set them yourself for other values"
+        if settings
         else ""
     )
 
@@ -297,12 +320,12 @@ def _check_taken(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
     if isinstance(takes, tuple):
         fits, requirements = value is None or value in takes, f"one of {', '.join(takes)}"
     else:
-        fits, requirements = value is None or type(value) is takes, _IN_WORDS[takes]
+        fits, requirements = value is None or type(value) is takes, _TYPE_NAMES[takes]
     if not fits:
         raise ConfigError(f"{name} is {value!r}: {requirements} is needed")
 
 
-_IN_WORDS = {bool: "true or false", int: "a whole number", str: "text"}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", str: "text"}
 
 
 def _set(tree: dict[str, dict[str, Any]], path: str, value: Any, alias: str) -> None:
@@ -311,7 +334,7 @@ def _set(tree: dict[str, dict[str, Any]], path: str, value: Any, alias: str) -> 
         return
     if tree[section].get(key, value) != value:
         raise ConfigError(
-            f"{alias} asks for {path} = {value!r}, but {path} is set to {tree[section][key]!r}; remove one of them"
+            f"{alias} sets {path} to {value!r}, but {path} is already {tree[section][key]!r}; remove one of them"
         )
     tree[section][key] = value
 
@@ -348,17 +371,17 @@ OTHER_NAMES: dict[str, str] = {
     "num_key_value_heads":           "model.num_query_groups",
     "intermediate_size":             "model.ffn_hidden_size",
     "rope_theta":                    "model.rotary_base",
-    "tie_word_embeddings":           "model.untie_embeddings_and_output_weights, the other way round",
-    "num_processes":                 "--nproc, the processes of a machine",
+    "tie_word_embeddings":           "model.untie_embeddings_and_output_weights, inverted",
+    "num_processes":                 "--nproc, the processes per machine",
     "num_machines":                  "--nnodes",
     # Oumi
     "model_name":                    "model.init_from",
     "torch_dtype_str":               "train.precision",
     "enable_gradient_checkpointing": "parallel.recompute_granularity: full",
-    "include_performance_metrics":   "nothing that has to be asked for: metrics.jsonl has them",
+    "include_performance_metrics":   "always on: metrics.jsonl has them",
     "use_async_checkpoint":          "checkpoint.async_save",
-    "use_fully_parallel_strategy":   "nothing that has to be asked for: every rank writes its share of a checkpoint",
-    "enable_sequence_packing":       "data.reset_attention_mask: samples are packed anyway, this keeps their documents apart",
+    "use_fully_parallel_strategy":   "always on: every rank writes its shard of a checkpoint",
+    "enable_sequence_packing":       "data.reset_attention_mask: samples are always packed, this separates their documents",
     "enable_fsdp":                   "parallel.data_parallel_sharding_strategy: optim_grads_params",
     "dataset_name":                  "data.data_path, of what `megalith preprocess` wrote",
     # torchtitan
@@ -394,8 +417,8 @@ OTHER_NAMES: dict[str, str] = {
     "enable_profiling":              "log.profile",
     # TRL, verl, NeMo-RL: what counts prompts, or steps of a rollout batch
     "num_prompts_per_step":          "train.global_batch_size × rl.mini_batches / rl.num_generations",
-    "train_batch_size":              "train.global_batch_size × rl.mini_batches / rl.num_generations, for it counts prompts",
-    "ppo_mini_batch_size":           "train.global_batch_size / rl.num_generations, for it counts prompts",
+    "train_batch_size":              "train.global_batch_size × rl.mini_batches / rl.num_generations, because it counts prompts",
+    "ppo_mini_batch_size":           "train.global_batch_size / rl.num_generations, because it counts prompts",
     "steps_per_generation":          "rl.mini_batches × accumulation",
     "generation_batch_size":         "train.global_batch_size × rl.mini_batches",
     "overlong_buffer":               "rl.overlong_buffer_len and rl.overlong_penalty_factor",
@@ -412,14 +435,14 @@ OTHER_NAMES: dict[str, str] = {
     "adapter_name_or_path":          "lora.load",
     "use_peft":                      "lora.rank, which turns adapters on",
     # short names
-    "batch_size":                    "train.global_batch_size, or train.micro_batch_size for one device's at a time",
+    "batch_size":                    "train.global_batch_size, or train.micro_batch_size per device",
     "epochs":                        "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
     "num_epochs":                    "sft.num_train_epochs, dpo.num_train_epochs or, counted in steps, train.train_iters",
     "max_seq_length":                "data.seq_length",
     "model_max_length":              "data.seq_length",
     "cutoff_len":                    "data.seq_length",
     "sequence_len":                  "data.seq_length",
-    "num_gpus":                      "--nproc, the processes of a machine",
+    "num_gpus":                      "--nproc, the processes per machine",
     # Megatron-LM
     "group_query_attention":         "model.num_query_groups above 0",
 }
@@ -427,7 +450,7 @@ OTHER_NAMES: dict[str, str] = {
 
 
 PLAIN_LORA = "adapters are plain LoRA on the matrices that lora.targets names"
-NOT_HERE: dict[str, str] = {
+UNSUPPORTED_NAMES: dict[str, str] = {
     "bias":                PLAIN_LORA + ", and biases stay frozen",
     "use_dora":            PLAIN_LORA + "; DoRA is not supported",
     "use_rslora":          PLAIN_LORA + ", scaled by lora.alpha / lora.rank; for rsLoRA set lora.alpha to alpha × √rank",
@@ -439,19 +462,19 @@ NOT_HERE: dict[str, str] = {
     "task_type":           "leave it out: the model and the command decide the task",
     "peft_type":           PLAIN_LORA,
 }  # fmt: skip
-"""Other systems' names for what has no setting here, and why."""
+"""Other systems' names without an equivalent, and the reason."""
 
 
 def hint_of_other_name(key: str) -> str:
     """Return a suggestion for the error about `key`; "" if no known system has the name."""
-    if key in NOT_HERE:
-        return f"; {NOT_HERE[key]}"
-    ours = OTHER_NAMES.get(key)
-    return f"; here it is {ours}" if ours else ""
+    if key in UNSUPPORTED_NAMES:
+        return f"; {UNSUPPORTED_NAMES[key]}"
+    setting = OTHER_NAMES.get(key)
+    return f"; here it is {setting}" if setting else ""
 
 
-IN_OURS = "write its values into a run file of your own"
-# (system, keys that its files have at the top, what to do); `{file}` is the file.
+IN_OURS = "write its values into a run file"
+# (system, top-level keys of its files, advice); `{file}` is the file.
 OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
     ("Oumi", "training model", "run megalith oumi train -c {file}"),
     ("Accelerate's launcher", "compute_environment", "run megalith accelerate launch --config_file {file} SCRIPT.py"),
@@ -464,9 +487,9 @@ OTHER_FORMATS: tuple[tuple[str, str, str], ...] = (
      "trainer of transformers' is run by megalith accelerate launch SCRIPT.py"),
     ("NeMo", "trainer model", f"{IN_OURS} for megalith train or sft: docs/configuration.md; a .nemo checkpoint is no model "
      "folder, so have NeMo export it to Hugging Face's form"),
-    ("Megatron-LM", "MODEL_ARGS", "give its flags to megalith pretrain-gpt: docs/from_megatron.md"),
+    ("Megatron-LM", "MODEL_ARGS", "pass its flags to megalith pretrain-gpt: docs/from_megatron.md"),
     ("Megatron-LM", "language_model model_parallel",
-     "give the flags that it stands for to megalith pretrain-gpt: docs/from_megatron.md"),
+     "pass the corresponding flags to megalith pretrain-gpt: docs/from_megatron.md"),
     ("DeepSpeed", "zero_optimization",
      f"{IN_OURS}; its stages are parallel.data_parallel_sharding_strategy: docs/parallelism.md"),
     ("Hugging Face, a model's", "architectures", "name its folder as model.init_from in a run file"),
@@ -478,15 +501,15 @@ OTHER_ENDINGS = {
 }
 
 
-def by_ending(path: str | Path) -> str:
-    """Return the error for a file name without a run file's ending; "" for run files."""
-    ending = OTHER_ENDINGS.get(Path(path).suffix)
-    return f"{path} {ending.format(file=path)}" if ending else ""
+def extension_error(path: str | Path) -> str:
+    """Return the error for a file that is not a run file by its extension; "" for run files."""
+    advice = OTHER_ENDINGS.get(Path(path).suffix)
+    return f"{path} {advice.format(file=path)}" if advice else ""
 
 
-def by_content(path: str | Path, content: Mapping[Any, Any], but: str | None = None) -> str:
-    """Return the error for a file with another system's configuration, except `but`; "" otherwise."""
-    for system, keys, what_to_do in OTHER_FORMATS:
-        if system != but and content.keys() >= set(keys.split()):
-            return f"{path} is a configuration of {system}; {what_to_do.format(file=path)}"
+def format_error(path: str | Path, content: Mapping[Any, Any], expected: str | None = None) -> str:
+    """Return the error for another system's configuration file, unless it is `expected`; "" for run files."""
+    for system, keys, advice in OTHER_FORMATS:
+        if system != expected and content.keys() >= set(keys.split()):
+            return f"{path} is a configuration of {system}; {advice.format(file=path)}"
     return ""

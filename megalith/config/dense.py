@@ -346,8 +346,7 @@ class DenseModel(Section):
     """MLA: adds learned positions to the embedding in addition to RoPE, as Megatron-LM can."""
 
     mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
-    """Number of multi-token prediction (MTP) layers, each of which predicts one token further in training
-    (DeepSeek-V3)."""
+    """Number of multi-token prediction (MTP) layers; each predicts one token further in training (DeepSeek-V3)."""
 
     mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, RequiresSetting("mtp_num_layers")] = (
         0.1
@@ -484,10 +483,10 @@ class DenseModel(Section):
     @property
     def layers_without_rope(self) -> list[int] | None:
         """List with a 1 for each layer without RoPE; None if all layers have it."""
-        every = self.no_rope_freq
-        if every is None or isinstance(every, list):
-            return every
-        return [int((layer + 1) % every == 0) for layer in range(self.num_layers)]
+        frequency = self.no_rope_freq
+        if frequency is None or isinstance(frequency, list):
+            return frequency
+        return [int((layer + 1) % frequency == 0) for layer in range(self.num_layers)]
 
     def turns(self, layer: int) -> bool:
         """Return True if layer number `layer` (from 0) applies RoPE."""
@@ -500,13 +499,15 @@ class DenseModel(Section):
         return [self.window(layer) for layer in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
-        """Return the maximum number of keys per query in layer number `layer` (from 0), its own included; None: no
-        limit."""
+        """Return the number of keys per query, including its own, in layer `layer` (from 0). None: no limit."""
         if self.window_size is None:
             return None
-        every, layer = self.window_attn_skip_freq, min(layer, self.num_layers - 1)
-        windowed = every[layer] == 1 if isinstance(every, list) else every is None or (layer + 1) % every != 0
-        return self.window_size[0] + 1 if windowed else None
+        frequency, layer = self.window_attn_skip_freq, min(layer, self.num_layers - 1)
+        if isinstance(frequency, list):
+            has_window = frequency[layer] == 1
+        else:
+            has_window = frequency is None or (layer + 1) % frequency != 0
+        return self.window_size[0] + 1 if has_window else None
 
     @property
     def padded_vocab_size(self) -> int:

@@ -14,14 +14,14 @@ from megalith.errors import ConfigError, nearest_of
 WHOLE = "whole"  # one adapter for all rows of a linear
 PARTS = {"linear_qkv": ("q", "k", "v"), "linear_proj": (), "linear_fc1": ("gate", "up"), "linear_fc2": ()}
 
-# What a target stands for: linears, each with the parts of its rows that get an adapter of their own.
+# Target → linear layers, each with the row ranges that have separate adapters.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
-    # by the linear here
+    # Megatron's names
     "linear_qkv": {"linear_qkv": ("q", "k", "v")},
     "linear_proj": {"linear_proj": (WHOLE,)},
-    "linear_fc1": {"linear_fc1": ("gate", "up")},  # of an MLP without a gate: whole
+    "linear_fc1": {"linear_fc1": ("gate", "up")},  # WHOLE for an MLP without a gate
     "linear_fc2": {"linear_fc2": (WHOLE,)},
-    # by the module in transformers
+    # transformers' names
     "q_proj": {"linear_qkv": ("q",)},
     "k_proj": {"linear_qkv": ("k",)},
     "v_proj": {"linear_qkv": ("v",)},
@@ -61,7 +61,7 @@ class LoraConfig(Section):
     """Folder with adapters in PEFT's format to start from. Sets rank, alpha and targets."""
 
     def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
-        """For each linear with adapters its inputs, and the rows of each part that has one: of a layer's matrices."""
+        """Return, for each linear layer with adapters, its input width and the rows of each adapted part."""
         heads, size, hidden = model.num_attention_heads, model.head_dim, model.hidden_size
         values = model.v_head_dim if model.multi_latent_attention else size
         query, key = heads * size, model.query_groups * size
@@ -80,11 +80,11 @@ class LoraConfig(Section):
         }
 
     def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """For each linear with adapters the parts of its rows that have one, in the order of PARTS.
+        """Return, for each linear layer with adapters, the adapted parts of its rows in the order of PARTS.
 
-        Raises ConfigError for an unknown target, and for one that the model has nothing for.
+        Raises ConfigError for a target that is unknown or that the model lacks.
         """
-        found: dict[str, set[str]] = {}
+        targeted: dict[str, set[str]] = {}
         for target in self.targets:
             if target not in TARGETS:
                 raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, TARGETS)}")
@@ -95,15 +95,15 @@ class LoraConfig(Section):
                             f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
                         )
                     parts = (WHOLE,)
-                found.setdefault(linear, set()).update(parts)
-        for linear, parts in found.items():
+                targeted.setdefault(linear, set()).update(parts)
+        for linear, parts in targeted.items():
             if WHOLE in parts and len(parts) > 1:
                 raise ConfigError(
                     f"lora.targets {', '.join(self.targets)} gives {linear} an adapter for all its rows and others "
                     "for some of them; name either the fused matrix or its parts"
                 )
         return {
-            linear: tuple(part for part in (WHOLE, *order) if part in found[linear])
+            linear: tuple(part for part in (WHOLE, *order) if part in targeted[linear])
             for linear, order in PARTS.items()
-            if linear in found
+            if linear in targeted
         }

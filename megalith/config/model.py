@@ -55,10 +55,10 @@ class HybridModel(DenseModel):
         """Numbers of the layers with linear attention."""
         if self.experimental_attention_variant is None:
             return []
-        every = self.linear_attention_freq
-        if isinstance(every, list):
-            return [number for number, is_linear in enumerate(every) if is_linear]
-        return [number for number in range(self.num_layers) if (number + 1) % every]
+        frequency = self.linear_attention_freq
+        if isinstance(frequency, list):
+            return [layer for layer, is_linear in enumerate(frequency) if is_linear]
+        return [layer for layer in range(self.num_layers) if (layer + 1) % frequency]
 
 
 class ModelConfig(HybridModel):
@@ -166,7 +166,7 @@ class ModelConfig(HybridModel):
             return []
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
-            own = list(range(0, self.num_layers, frequency))
+            layers = list(range(0, self.num_layers, frequency))
         else:
-            own = [number for number, has_experts in enumerate(frequency) if has_experts]
-        return own + (self.mtp_layers if own[-1:] == [self.num_layers - 1] else [])
+            layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
+        return layers + (self.mtp_layers if layers[-1:] == [self.num_layers - 1] else [])

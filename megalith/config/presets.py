@@ -1,4 +1,4 @@
-"""Published model shapes by name. Each is a set of ModelConfig fields; fields given beside a preset win.
+"""Published model shapes by name. Each is a set of ModelConfig fields; fields set by the user override them.
 
 Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 13B width, 5140, and 1.3B head
 count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); gpt3-345m and

@@ -37,7 +37,7 @@ class ChatConfig(Section):
     """A Jinja file, or a folder with chat_template.jinja. Default: the tokenizer's template."""
 
     truncation_mode: Literal["keep_start", "keep_end", "drop"] | None = None
-    """How to shorten samples longer than data.seq_length; drop leaves them out. Default: they are errors."""
+    """Treatment of samples longer than data.seq_length: cut one end, or drop them. Default: they are errors."""
 
     skip_bad_samples: bool = False
     """Leave out and count invalid samples. Off: the first one ends the run."""
@@ -128,7 +128,7 @@ MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {
 }
 
 
-SGLANG = "http://127.0.0.1:30000"  # its own default
+SGLANG = "http://127.0.0.1:30000"  # SGLang's default
 OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"None": 1.0},
     "top_k": {"None": 0, "-1": 0},
@@ -175,7 +175,7 @@ class RlConfig(Section):
     path.py:function with TRL's or verl's signature. Several are weighted by reward_weights."""
 
     reward_workers: Annotated[NonNegativeInt, RequiresSetting("prompts"), Decides.NOTHING] = 4
-    """Processes per rank for your own reward functions. 0: call them in the trainer's process, without a timeout."""
+    """Processes per rank for custom reward functions. 0: call them in the trainer's process, without a timeout."""
 
     reward_timeout: Annotated[PositiveFloat, RequiresSetting("prompts"), Decides.NOTHING] = 60.0
     """Time limit of a reward function for the completions of one prompt, in seconds."""
@@ -465,8 +465,8 @@ class RlConfig(Section):
         """Addresses of the sampling servers."""
         if self.engine == "own" or self.is_colocated:
             return []
-        given = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or SGLANG]
-        return [url.strip().rstrip("/") for several in given for url in several.split(",")]
+        entries = self.engine_url if isinstance(self.engine_url, list) else [self.engine_url or SGLANG]
+        return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
 
     @property
     def server_seconds(self) -> float:
@@ -511,8 +511,9 @@ class RlConfig(Section):
     @property
     def counts_masked_sequences(self) -> bool:
         """count_masked_sequences, or its default."""
-        given = self.count_masked_sequences
-        return not self.filter_zero_std if given is None else given
+        if self.count_masked_sequences is None:
+            return not self.filter_zero_std
+        return self.count_masked_sequences
 
     @property
     def mismatch_bounds(self) -> tuple[float | None, float]:
@@ -520,9 +521,10 @@ class RlConfig(Section):
         if self.use_decoupled_loss:
             return None, self.behav_imp_weight_cap or math.inf
         low, high = MISMATCH_BOUNDS[self.vllm_importance_sampling_mode]
-        given = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        own = low if given == (None, None) else given[0]
-        return own, high if given[1] is None else given[1]
+        clip_min, clip_max = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if clip_min is None and clip_max is None:
+            return low, high
+        return clip_min, high if clip_max is None else clip_max
 
     @property
     def mismatch_mode(self) -> str | None:

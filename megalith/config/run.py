@@ -17,10 +17,10 @@ from megalith.config.aliases import (
     ALIASES,
     Rename,
     apply_aliases,
-    by_content,
-    by_ending,
-    give_way,
+    extension_error,
+    format_error,
     hint_of_other_name,
+    remove_overridden,
 )
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
@@ -81,8 +81,8 @@ class RunConfig(Section):
     @property
     def has_reference_model(self) -> bool:
         """True if a reference model is used; with adapters it is the model without them."""
-        asks = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
-        return asks and self.lora.rank is None
+        has_reference = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
+        return has_reference and self.lora.rank is None
 
     @property
     def run_folder(self) -> str:
@@ -91,25 +91,30 @@ class RunConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-        """Reads a YAML file (or nothing) and applies `["--section.key", "value", …]` or `["section.key=value", …]`.
+        """Load a run file and apply overrides.
 
-        Raises ConfigError for an unreadable file, an unknown key, a wrong type or an alias that contradicts.
+        Args:
+            path: YAML file; None for defaults.
+            overrides: `["--section.key", "value", …]` or `["section.key=value", …]`.
+
+        Raises:
+            ConfigError: unreadable file, unknown key, wrong type or contradicting alias.
         """
         if path is not None and not isinstance(path, str | Path):
             raise ConfigError(
                 f"RunConfig.load takes the path of a run file, not {_shown(path)}; RunConfig.from_tree takes a dict"
             )
         tree = read_yaml(path) if path else _empty_tree()
-        given = parse_overrides(overrides)
-        for section, key, value in given:
-            give_way(tree, f"{section}.{key}", value)
-        for section, key, value in given:
+        parsed = parse_overrides(overrides)
+        for section, key, value in parsed:
+            remove_overridden(tree, f"{section}.{key}", value)
+        for section, key, value in parsed:
             tree[section][key] = value
         return cls.from_tree(tree)
 
     @classmethod
     def from_tree(cls, tree: Tree) -> RunConfig:
-        """Builds the configuration from plain dicts: section → key → value. Raises ConfigError."""
+        """Build the configuration from plain dicts: section → key → value. Raises ConfigError."""
         if not isinstance(tree, Mapping):
             raise ConfigError(
                 f"RunConfig.from_tree takes a dict of sections, not {_shown(tree)}; RunConfig.load reads a file"
@@ -141,7 +146,7 @@ class RunConfig(Section):
         tree = _sections_of(_set_fields(self))
         for path, value in settings.items():
             section, _, field = path.partition(".")
-            give_way(tree, path, value)
+            remove_overridden(tree, path, value)
             tree.setdefault(section, {})[field] = value
         tree = _sections_of(tree)
         _refuse_unknown(tree)
@@ -195,18 +200,18 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(f"there is no run file {path}{near or '; give the path of a YAML file'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None
-    if sentence := by_ending(path):
+    if sentence := extension_error(path):
         raise ConfigError(sentence)
     try:
         content = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
-        told = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
-        raise ConfigError(f"the run file {path} is not valid YAML: {told}") from None
+        message = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
+        raise ConfigError(f"the run file {path} is not valid YAML: {message}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(
             f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
         )
-    if sentence := by_content(path, content or {}):
+    if sentence := format_error(path, content or {}):
         raise ConfigError(sentence)
     try:
         return _sections_of(content or {})
@@ -238,17 +243,17 @@ def _sections_of(content: dict[Any, Any]) -> Tree:
         for key in tree[section]:
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{section} has the key {key!r}; a setting's name is text, and a value with commas stands in "
-                    'quotes where braces are around it, such as {split: "98,2,0"}'
+                    f"{section} has the key {key!r}, but names of settings are text; inside braces, quote values with "
+                    'commas, such as {split: "98,2,0"}'
                 )
     return tree
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
-    """`--section.key value`, `--section.key=value` or `section.key=value` → (section, key, value).
+    """Parse `--section.key value`, `--section.key=value` or `section.key=value` into (section, key, value).
 
-    A key alone means true; several values make a list, and so does one where a setting takes nothing but lists. Values
-    are read as YAML, so `null` and `[1, 2]` work; where a setting takes text, `100` is text.
+    A key without a value means true; several values make a list, as does one value of a setting that only accepts
+    lists. Values are YAML, so `null` and `[1, 2]` work; for settings that accept text, `100` is text.
     """
     result = []
     index = 0
@@ -348,12 +353,12 @@ def _unfold_nested(tree: Tree) -> None:
     for section, values in tree.items():
         for key in [key for key in values if "." in key]:
             outer, _, inner = key.partition(".")
-            whole = values.get(outer) or {}
-            if not isinstance(whole, dict):
+            parent = values.get(outer) or {}
+            if not isinstance(parent, dict):
                 raise ConfigError(
-                    f"{section}.{key} is set, but {section}.{outer} is {whole!r}, which has no parts; remove one"
+                    f"{section}.{key} is set, but {section}.{outer} is {parent!r}, which has no parts; remove one"
                 )
-            values[outer] = {**whole, inner: values.pop(key)}
+            values[outer] = {**parent, inner: values.pop(key)}
 
 
 def _elsewhere(*keys: str) -> str:

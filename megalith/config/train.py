@@ -1,10 +1,9 @@
-"""The run itself: how long, how large a batch, in which precision, and where its results go.
+"""Length, batch size, precision and output of a run.
 
-The global batch size is a pure function of the samples consumed: constant, or ramped up. `rampup_batch_size:
-[start, increment, ramp_samples]` grows the batch from `start` to `global_batch_size` by `increment`, in stages
-that share `ramp_samples` evenly, as Megatron does (Smith et al., "Don't decay the learning rate, increase the
-batch size"). `step_batch_size_schedule: [[0, size], [samples, size], …]` changes it at counts of consumed samples.
-A resumed run finds the size with no state of its own.
+The global batch size is a function of the consumed samples, so a resumed run needs no state for it. It is constant or
+grows: `rampup_batch_size: [start, increment, ramp_samples]` grows it from `start` to `global_batch_size` by
+`increment`, in stages that divide `ramp_samples` evenly, as in Megatron (Smith et al., "Don't decay the learning rate,
+increase the batch size"). `step_batch_size_schedule: [[0, size], [samples, size], …]` sets it by consumed samples.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megalith.config.base import NOT_YET, Decides, RequiresSetting, Section
 from megalith.errors import ConfigError
 
-MOST_SIZES = 10_000
+MAX_INCREMENTS = 10_000
 
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """How many samples each optimizer step takes, and in how many micro-batches.
+    """Samples and micro-batches of each optimizer step.
 
-    global_batch_size = micro_batch_size × data_parallel_size × accumulation, at every size of the ramp.
-    Raises ConfigError, naming all three, for a size that does not divide, or for a ramp that cannot be.
+    global_batch_size = micro_batch_size × data_parallel_size × accumulation, at every size of a ramp. Raises
+    ConfigError if a size is not divisible, or for an invalid ramp.
     """
 
     global_batch_size: int
     micro_batch_size: int = 1
     data_parallel_size: int = 1
     rampup_batch_size: tuple[int, int, int] | None = None  # start, increment, ramp_samples
-    steps: tuple[tuple[int, int], ...] | None = None  # (consumed samples, size from there on)
+    steps: tuple[tuple[int, int], ...] | None = None  # (consumed samples, size from then on)
 
     @classmethod
     def from_config(cls, train: TrainConfig, data_parallel_size: int) -> BatchSizeSchedule:
@@ -77,9 +76,9 @@ class BatchSizeSchedule:
                 f"{written} does not reach train.global_batch_size ({self.global_batch_size}): "
                 f"{self.global_batch_size} − {start} = {growth} is not divisible by the increment {increment}"
             )
-        if growth // increment > MOST_SIZES:
+        if growth // increment > MAX_INCREMENTS:
             raise ConfigError(
-                f"{written} grows in {growth // increment:,} increments, but at most {MOST_SIZES:,} are followed; "
+                f"{written} grows in {growth // increment:,} increments, but at most {MAX_INCREMENTS:,} are supported; "
                 "choose a larger increment"
             )
         self._check_divides("the start of train.rampup_batch_size", start)
@@ -149,7 +148,7 @@ class BatchSizeSchedule:
         return consumed + iterations * self.global_batch_size
 
     def iterations_for_samples(self, samples: int) -> int:
-        """Whole steps that `samples` suffice for; a last incomplete batch is left out, as in Megatron."""
+        """Return the number of complete steps in `samples`; an incomplete last batch is dropped, as in Megatron."""
         iterations = 0
         for size, steps in self._stages():
             taken = min(samples // size, steps)
@@ -168,11 +167,11 @@ class BatchSizeSchedule:
         return (self.global_batch_size - start) // increment
 
     def _stage(self, consumed_samples: int) -> int:
-        """Increments made so far in the ramp. In floats, as in Megatron: both grow at the same sample."""
+        """Return the increments made so far. Computed in floats, so that it grows at the same sample as Megatron."""
         return int(consumed_samples / (self.rampup_batch_size[2] / self._increments))
 
     def _stages(self) -> Iterator[tuple[int, int]]:
-        """(batch size, number of steps) of each stage of ramp or schedule; after the last, the size is constant."""
+        """Yield (batch size, number of steps) of each stage; after the last stage the size is constant."""
         consumed = 0
         for (_, size), (end, _) in pairwise(self.steps or ()):
             steps = max(0, -(-(end - consumed) // size))
@@ -182,7 +181,7 @@ class BatchSizeSchedule:
             start, increment, ramp_samples = self.rampup_batch_size
             size = start + stage * increment
             end = -(-(stage + 1) * ramp_samples // self._increments)  # rounded up
-            if self._stage(end) == stage:  # the float quotient came out just below the whole number
+            if self._stage(end) == stage:  # the float quotient was rounded below the integer
                 end += 1
             steps = max(0, -(-(end - consumed) // size))
             consumed += steps * size

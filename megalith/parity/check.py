@@ -1,7 +1,6 @@
-"""The same job in one layout after the other, each against one process.
+"""Run one job in many layouts and compare each with one process.
 
-A configuration made small: what each field becomes stands on it (`Shrinks`), the sizes in config/small.py. The
-layouts are each axis alone, every pair, and triples, with their variants.
+The layouts are each axis alone, every pair, and triples, with variants. parity/sizes.py makes the configuration small.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megalith.training.trainer import prepare
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """How a run is spread: a number of processes and the settings of the section `parallel`."""
+    """A number of processes and settings of the section `parallel`."""
 
     processes: int
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is for models with experts alone."""
+        """True if only models with experts can use it."""
         return any("expert" in setting for setting in self.parallel)
 
 
@@ -56,10 +55,10 @@ EP8 = {"expert_model_parallel_size": 8}
 ETP2 = {"expert_tensor_parallel_size": 2}
 STATIC = {"moe_static_dispatch": True}
 TOKENS_GATHERED = {"moe_token_dispatcher_type": "allgather"}
-HALVES = {"tp_comm_overlap": True}
+PING_PONG = {"tp_comm_overlap": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 
-# What is left of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
+# The remaining factor of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
 LAYOUTS: dict[str, ParityLayout] = {
     # each axis alone
     "tp2": ParityLayout(2, TP2),
@@ -142,15 +141,15 @@ LAYOUTS: dict[str, ParityLayout] = {
     "cp4-a2a+p2p-dp2-zero2": ParityLayout(8, CP4 | A2A_P2P | ZERO2),
     "pp4-dp2-zero3": ParityLayout(8, PP4 | ZERO3),
     # ping-pong micro-batches
-    "tp2-overlap": ParityLayout(2, TP2 | HALVES),
-    "tp2-sp-overlap": ParityLayout(2, TP2 | SP | HALVES),
-    "tp4-sp-overlap": ParityLayout(4, TP4 | SP | HALVES),
-    "cp2-a2a-overlap": ParityLayout(2, CP2 | A2A | HALVES),
-    "tp2-sp-cp2-a2a-overlap": ParityLayout(4, TP2 | SP | CP2 | A2A | HALVES),
-    "tp2-sp-cp2-overlap": ParityLayout(4, TP2 | SP | CP2 | HALVES),
-    "tp2-sp-pp2-overlap": ParityLayout(4, TP2 | SP | PP2 | HALVES),
-    "tp2-sp-dp2-zero3-overlap": ParityLayout(4, TP2 | SP | ZERO3 | HALVES),
-    # experts; the axes besides are those that everything else is cut over
+    "tp2-overlap": ParityLayout(2, TP2 | PING_PONG),
+    "tp2-sp-overlap": ParityLayout(2, TP2 | SP | PING_PONG),
+    "tp4-sp-overlap": ParityLayout(4, TP4 | SP | PING_PONG),
+    "cp2-a2a-overlap": ParityLayout(2, CP2 | A2A | PING_PONG),
+    "tp2-sp-cp2-a2a-overlap": ParityLayout(4, TP2 | SP | CP2 | A2A | PING_PONG),
+    "tp2-sp-cp2-overlap": ParityLayout(4, TP2 | SP | CP2 | PING_PONG),
+    "tp2-sp-pp2-overlap": ParityLayout(4, TP2 | SP | PP2 | PING_PONG),
+    "tp2-sp-dp2-zero3-overlap": ParityLayout(4, TP2 | SP | ZERO3 | PING_PONG),
+    # experts; the other axes shard everything else
     "ep2": ParityLayout(2, EP2),
     "ep4": ParityLayout(4, EP4),
     "ep2-allgather": ParityLayout(2, EP2 | TOKENS_GATHERED),
@@ -182,7 +181,7 @@ LAYOUTS: dict[str, ParityLayout] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One layout's."""
+    """Result of one layout."""
 
     name: str
     layout: ParityLayout
@@ -196,7 +195,7 @@ class Result:
 
 
 def in_layout(config: RunConfig, layout: ParityLayout) -> RunConfig:
-    """`config` spread as `layout` says."""
+    """Return `config` in a layout."""
     tree = config.to_tree()
     tree["parallel"] |= layout.parallel
     return RunConfig.from_tree(tree)
@@ -205,9 +204,18 @@ def in_layout(config: RunConfig, layout: ParityLayout) -> RunConfig:
 def choose(
     config: RunConfig, names: Sequence[str], most_processes: int
 ) -> tuple[dict[str, ParityLayout], dict[str, str]]:
-    """The layouts with these names, or all that `config` can take with so many processes; why not the others.
+    """Choose the layouts to run.
 
-    Raises ConfigError for a named layout that there is not or that cannot be, and where none can.
+    Args:
+        config: the small configuration.
+        names: names of layouts; empty chooses all that the configuration supports.
+        most_processes: maximum number of processes.
+
+    Returns:
+        The layouts by name, and the reasons for rejecting others by name.
+
+    Raises:
+        ConfigError: a named layout is unknown or not possible, or no layout is possible.
     """
     if names:
         chosen = {name: _named(name, most_processes) for name in names}
@@ -225,7 +233,7 @@ def choose(
             refused[name] = str(error)
     if not chosen:
         raise ConfigError(
-            "the configuration can take no layout: " + "; ".join(dict.fromkeys(refused.values()))
+            "no layout supports the configuration: " + "; ".join(dict.fromkeys(refused.values()))
         )
     return chosen, refused
 
@@ -233,7 +241,7 @@ def choose(
 def check(
     config: RunConfig, layouts: Mapping[str, ParityLayout], device_type: str = "cpu"
 ) -> Iterator[Result]:
-    """Runs the job of `config` in one process, then in each layout; gives each result when it is there."""
+    """Run the job in one process, then in each layout; yield each result as it finishes."""
     one = run_job(config)
     pool = Pool(max(layout.processes for layout in layouts.values()), device_type=device_type)
     try:
@@ -255,7 +263,7 @@ def _named(name: str, most_processes: int) -> ParityLayout:
     layout = LAYOUTS[name]
     if layout.processes > most_processes:
         raise ConfigError(
-            f"layout {name} takes {layout.processes} processes, but --nproc-max is {most_processes}; raise it to "
-            f"{layout.processes}, or name a smaller layout"
+            f"layout {name} needs {layout.processes} processes, but --nproc-max is {most_processes}; raise it to "
+            f"{layout.processes}, or choose a smaller layout"
         )
     return layout

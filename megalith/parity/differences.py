@@ -1,8 +1,7 @@
-"""Two outcomes of one job against the numerics contract.
+"""Compare two outcomes of one job.
 
-Numbers are compared by their relative error. A gradient is compared as a whole, ‖a − b‖ against max(‖b‖, 1e-6 · ‖all
-gradients‖): the floor is for tensors whose true gradient is zero, such as the bias of the keys, where both sides hold
-nothing but rounding.
+Scalars are compared by relative error, gradients by ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖). The floor is for
+tensors whose true gradient is zero, such as the key bias, where both values are rounding errors.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ FLOOR = 1e-6
 
 @dataclass
 class Errors:
-    """Relative errors of an outcome against one process's, and what differs that has to be the same."""
+    """Relative errors of an outcome compared with one process, and differences in values that must be equal."""
 
-    loss: float = 0.0  # the first
-    gradient: float = 0.0  # the worst, and whose it is
-    worst_gradient: str = ""
-    norm: float = 0.0  # the worst of all steps
-    losses: float = 0.0  # the worst of all steps
+    loss: float = 0.0  # first step
+    gradient: float = 0.0  # largest of all parameters
+    worst_gradient: str = ""  # its parameter
+    norm: float = 0.0  # largest of all steps
+    losses: float = 0.0  # largest of all steps
     evaluation: float = 0.0
-    different: list[str] = field(default_factory=list)  # in words
+    different: list[str] = field(default_factory=list)  # descriptions
 
     @property
     def largest(self) -> float:
         return max(self.loss, self.gradient, self.norm, self.losses, self.evaluation)
 
     def within(self, bound: float = BOUND) -> bool:
-        """Whether the outcome counts as equal. An error that is not a number does not."""
+        """Return whether all errors are within the bound. NaN is not."""
         return self.largest <= bound and not self.different
 
 
 def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
-    """The errors of the outcomes of all ranks, the first one's having the tensors, against that of one process."""
+    """Return the errors of the outcomes of all ranks, compared with that of one process. Rank 0 has the tensors."""
     outcome = ranks[0]
     gradients = gradient_errors(outcome.gradients, one.gradients)
     worst = max(gradients, key=lambda name: gradients[name])
@@ -52,8 +51,8 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
             ("loss scales", outcome.loss_scales == one.loss_scales),
             ("generated tokens", outcome.generated == one.generated),
             ("names of the state", outcome.state.keys() == one.state.keys()),
-            ("what ranks say", all(_told(rank) == _told(outcome) for rank in ranks)),
-            (f"copies of {', '.join(outcome.unequal_copies)}", not outcome.unequal_copies),
+            ("results of ranks", all(_scalars(rank) == _scalars(outcome) for rank in ranks)),
+            (f"replicas of {', '.join(outcome.unequal_copies)}", not outcome.unequal_copies),
         )
         if not same
     ]
@@ -68,17 +67,17 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
     )
 
 
-def _told(outcome: Outcome) -> str:
-    """What every rank knows, and all the same to the bit; as text, in which NaN is NaN."""
+def _scalars(outcome: Outcome) -> str:
+    """Return the values that must be bitwise equal on all ranks, as text, in which NaN equals NaN."""
     numbers = (outcome.losses, outcome.norms, outcome.evaluation)
     return repr((*numbers, outcome.skipped, outcome.generated))
 
 
-def relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The worst of |a − b| / |b|; infinite where the two differ and b is zero or one of them is not finite."""
-    assert len(found) == len(expected), f"{len(found)} figures against {len(expected)}"
+def relative_error(actual: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest |a − b| / |b|; infinite if a ≠ b and b is zero or one of them is not finite."""
+    assert len(actual) == len(expected), f"{len(actual)} values against {len(expected)}"
     return max(
-        abs(a - b) / abs(b) if b and math.isfinite(a - b) else _same(a, b) for a, b in zip(found, expected)
+        abs(a - b) / abs(b) if b and math.isfinite(a - b) else _same(a, b) for a, b in zip(actual, expected)
     )
 
 
@@ -86,13 +85,13 @@ def _same(a: float, b: float) -> float:
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else math.inf
 
 
-def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The relative error of every parameter's gradient; infinite for one that is on one side alone."""
+def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of every parameter's gradient; infinite if only one side has it."""
     norms = {name: gradient.norm().item() for name, gradient in expected.items()}
     floor = FLOOR * math.sqrt(sum(norm**2 for norm in norms.values()))
-    errors = dict.fromkeys(found.keys() ^ expected.keys(), math.inf)
-    for name in found.keys() & expected.keys():
-        error, scale = (found[name] - expected[name]).norm().item(), max(norms[name], floor)
-        relative = error / scale if scale else _same(error, 0.0)  # 0: every gradient of one process is zero
+    errors = dict.fromkeys(actual.keys() ^ expected.keys(), math.inf)
+    for name in actual.keys() & expected.keys():
+        error, scale = (actual[name] - expected[name]).norm().item(), max(norms[name], floor)
+        relative = error / scale if scale else _same(error, 0.0)  # 0: all expected gradients are zero
         errors[name] = math.inf if math.isnan(relative) else relative
     return errors

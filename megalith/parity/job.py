@@ -1,8 +1,8 @@
-"""The job: a training run made of the same pieces as any other, looked at from close by.
+"""The job of a parity run: a training run that records gradients, metrics and the final state.
 
-A rank builds the Run of its configuration and drives its steps itself. The first step's gradients are taken
-before the optimizer uses them up; in the middle of the run the model is evaluated and generates, as in a real one,
-which must not disturb the steps that follow.
+Each rank builds the Run of its configuration and drives its steps. The gradients of the first step are recorded before
+the optimizer consumes them. In the middle of the run the model is evaluated and generates, which must not disturb the
+following steps.
 """
 
 from __future__ import annotations
@@ -40,27 +40,26 @@ NEW_TOKENS = 3
 
 @dataclass
 class Outcome:
-    """What came of the job. Tensors are global, by name, without the rows that pad the vocabulary; rank 0 has them."""
+    """Result of the job. Tensors are global, by name, without vocabulary padding; only rank 0 has them."""
 
-    gradients: dict[str, Tensor]  # of the first step, fp32, unscaled
+    gradients: dict[str, Tensor]  # first step, fp32, unscaled
     losses: list[float]
     norms: list[float]
     skipped: list[bool]
     loss_scales: list[float]
-    evaluation: float  # the mean loss over the validation samples, after half of the steps
-    generated: list[
-        list[int]
-    ]  # greedily, at the same moment; of an encoder the likeliest token at each place
-    state: dict[str, Tensor]  # parameters and the optimizer's state at the end
-    unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
+    evaluation: float  # mean loss over the validation samples, after half of the steps
+    generated: list[list[int]]
+    """Greedy tokens after half of the steps; for an encoder the most likely token at each position."""
+    state: dict[str, Tensor]  # parameters and optimizer state at the end
+    unequal_copies: list[str]  # replicated tensors that are not bitwise equal at the end
 
 
 def start(config: RunConfig, task: Task | None = None) -> Run:
-    """This rank's run, with the initial weights or those of `checkpoint.load`."""
+    """Return this rank's run, with initial weights or those of `checkpoint.load`."""
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    # What `auto` chooses for a model of full size.
+    # `auto` settings as for a full-size model.
     machine = replace(detect_machine(config, device), least_work=0.0)
     config, _ = with_auto(config, process.world_size, machine)
     mesh = build_mesh(
@@ -72,13 +71,12 @@ def start(config: RunConfig, task: Task | None = None) -> Run:
 
 
 def run_job(config: RunConfig, step_count: int | None = None, task: Task | None = None) -> Outcome:
-    """Trains to `train_iters`, or for `step_count` steps. Every rank of a process group calls it; a process without one
-    is alone."""
+    """Train to `train_iters`, or for `step_count` steps. Every rank of a process group calls it."""
     run = start(config, task)
     steps: list[PendingStep] = []
     gradients: dict[str, Tensor] = {}
 
-    def look(loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
+    def record_gradients(loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
         if not steps:
             gradients.update(gradients_by_name(run))
         return loss
@@ -87,10 +85,10 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
     middle = (run.step + end) // 2
     with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
         while run.step < end:
-            steps.append(run.train_step(batches, look))
+            steps.append(run.train_step(batches, record_gradients))
             if run.step == middle:
                 evaluation = run.mean_loss(run.data.valid)
-                generated = _answers(run)
+                generated = _generate(run)
     return Outcome(
         gradients=gradients,
         losses=[step.loss.item() for step in steps],
@@ -104,7 +102,7 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
     )
 
 
-def _answers(run: Run) -> list[list[int]]:
+def _generate(run: Run) -> list[list[int]]:
     if run.config.model.causal:
         return generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
     run.model.eval()
@@ -112,7 +110,7 @@ def _answers(run: Run) -> list[list[int]]:
 
 
 def gradients_by_name(run: Run) -> dict[str, Tensor]:
-    """The attached gradients, unscaled, as global tensors on rank 0."""
+    """Return the attached gradients, unscaled, as global tensors on rank 0."""
     parameters = run.model.parameters
     shards = {
         name: replace(parameters.shards[name], values=plain.grad)
@@ -120,25 +118,25 @@ def gradients_by_name(run: Run) -> dict[str, Tensor]:
         if plain.requires_grad
     }
     scale = run.loss_scale.scale.cpu()
-    return {name: gradient / scale for name, gradient in _whole(run, shards).items()}
+    return {name: gradient / scale for name, gradient in _gather(run, shards).items()}
 
 
 def state_by_name(run: Run) -> dict[str, Tensor]:
-    """Parameters and optimizer state as a checkpoint would hold them, on rank 0."""
-    return _whole(run, _state(run))
+    """Return parameters and optimizer state as in a checkpoint, on rank 0."""
+    return _gather(run, _state(run))
 
 
 def unequal_copies(run: Run) -> list[str]:
-    """Names of the state's tensors of which two ranks hold the same shard with other bits; the same on every rank."""
+    """Return the tensors of the state with replicated shards that differ bitwise; equal on every rank."""
     world = run.mesh.world
-    own = [
+    local = [
         [name, shard.offset, tuple(shard.values.shape), _digest(shard.values)]
         for name, shard in _state(run).items()
     ]
     digests: dict[tuple, set[str]] = {}
-    for name, offset, shape, digest in chain.from_iterable(gather_json(own, world)):
+    for name, offset, shape, digest in chain.from_iterable(gather_json(local, world)):
         digests.setdefault((name, tuple(offset), tuple(shape)), set()).add(digest)
-    return sorted({name for (name, _, _), found in digests.items() if len(found) > 1})
+    return sorted({name for (name, _, _), values in digests.items() if len(values) > 1})
 
 
 def _digest(values: Tensor) -> str:
@@ -153,7 +151,7 @@ def _state(run: Run) -> dict[str, LocalShard]:
     return model_shards(run.model.chunks) | state | wide
 
 
-def _whole(run: Run, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
+def _gather(run: Run, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
     rows = vocabulary_rows(run.config)
     for name, count in list(rows.items()):
         rows |= {f"optim.{name}.{key}": count for key in STATE_WITH_ROWS}

@@ -23,7 +23,7 @@ from megalith.config.rules.fastest import Machine, line_of, with_fastest
 from megalith.config.rules.parallel_rules import (
     check_parallel,
     data_parallel_size,
-    what_keeps_attention_unsaved,
+    saved_attention_obstacle,
 )
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -219,7 +219,7 @@ def with_saved_attention(
     on, off = (config.with_settings({"parallel.recompute_saves_attention": value}) for value in (True, False))
     if not memory:
         return off, []
-    why, fits = what_keeps_attention_unsaved(config.model, parallel), False
+    why, fits = saved_attention_obstacle(config.model, parallel), False
     if not why:
         expected = fullest(on, world_size, meta)
         fits = expected <= USABLE * memory

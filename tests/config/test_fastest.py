@@ -78,7 +78,7 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
         )
         found, told = with_fastest(config, node)
         assert found.parallel.tp_comm_overlap is halves
-        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP are done before" in "".join(told)
+        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP finish before" in "".join(told)
 
 
 def test_what_is_set_by_hand_stays():
@@ -103,7 +103,7 @@ def test_a_line_says_what_was_chosen_and_why():
     _, told = with_fastest(run(TP2 | CP2, 1), NODE)
     assert line_of(told) == [
         "chosen by auto: parallel.cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
-        "parallel.tp_comm_overlap false (train.micro_batch_size 1 has no two halves); "
+        "parallel.tp_comm_overlap false (train.micro_batch_size 1 is odd); "
         "parallel.symmetric_memory_groups [cp] (NVLink)"
     ]
     assert line_of([]) == []

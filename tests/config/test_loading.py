@@ -115,10 +115,10 @@ def test_the_command_line_wins_over_another_spelling_in_the_file(load, text, wor
 
 
 def test_two_spellings_in_one_place_that_disagree_are_refused(load):
-    with pytest.raises(ConfigError, match=r"train\.bf16 asks for train\.precision = 'bf16', but"):
+    with pytest.raises(ConfigError, match=r"train\.bf16 sets train\.precision to 'bf16', but"):
         load("", "--train.bf16", "--train.precision", "fp32")
     with pytest.raises(
-        ConfigError, match=r"checkpoint\.no_save_optim asks for checkpoint\.save_optim = True, but"
+        ConfigError, match=r"checkpoint\.no_save_optim sets checkpoint\.save_optim to True, but"
     ):
         load("checkpoint: {no_save_optim: false, save_optim: false}")
 
@@ -235,7 +235,7 @@ REFUSED = [
     ("model: {hidden_dropout: 1.0}", "less than 1"),
     ("model: {swiglu: 3}", "model.swiglu is 3: true or false is needed"),
     ("model: {normalization: BatchNorm}", "'BatchNorm': input should be 'LayerNorm' or 'RMSNorm'"),
-    ("model: {rope_scaling: llama3}", "model.rope_scaling is 'llama3': keys with values are needed"),
+    ("model: {rope_scaling: llama3}", "model.rope_scaling is 'llama3': a mapping of keys to values is needed"),
     ("model: {rotary_base: 1}", "greater than 1"),
     ("train: {precision: bf32}", "train.precision is 'bf32': input should be 'fp32', 'bf16' or 'fp16'"),
     ("train: {seed: 4294967296}", "train.seed is 4294967296: input should be less than 4294967296"),
@@ -258,12 +258,12 @@ REFUSED = [
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile
     ("model: {num_layers: 2", r"not valid YAML: while parsing a flow mapping at line 1, column 8: .* at line 1, col"),
-    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' is given twice"),
-    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' is given twice"),
+    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' appears twice"),
+    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' appears twice"),
     ("train: !!python/object/apply:os.system ['touch PWNED']", "not valid YAML.*python/object/apply"),
     ("train: !!python/object/new:os.system ['touch PWNED']", "not valid YAML.*python/object"),
     ("train: {seed: !!python/name:os.system }", "not valid YAML.*python/name"),
-    ("a: &a [*a]", "an alias stands inside what it names"),
+    ("a: &a [*a]", "an alias refers to a node that contains it"),
     ("a: " + "[" * 5000, "not valid YAML"),
     ("\x00", "not valid YAML"),
     ("%TAG ! tag:x,2024:\n--- !y {}", "not valid YAML"),
@@ -292,7 +292,7 @@ MERGE_BOMB = "a0: &a0 {k: v}\n" + "".join(
 @pytest.mark.parametrize("text", [BOMB, MERGE_BOMB])
 @pytest.mark.fault(24)
 def test_a_file_that_expands_without_end_is_refused_at_once(load, text):
-    with pytest.raises(ConfigError, match="more than 100000 values, aliases written out"):
+    with pytest.raises(ConfigError, match="more than 100000 values after alias expansion"):
         load(text)
 
 

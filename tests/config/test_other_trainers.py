@@ -189,7 +189,7 @@ REFUSED = [
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
     ("loss_type", "sapo", "'sapo': input should be 'dapo'"),
-    ("max_num_gen_batches", 0, "are 0, which is without an end elsewhere; give rl.max_resamples"),
+    ("max_num_gen_batches", 0, "is 0, which means no limit elsewhere; set rl.max_resamples"),
     ("filter_groups", {"enable": True}, "rl.filter_zero_std is .*: true or false is needed"),
     ("norm_adv_by_std_in_grpo", "true", "rl.norm_adv_by_std_in_grpo is 'true': true or false is needed"),
     ("scale_rewards", 1, "rl.scale_rewards is 1"),
@@ -208,15 +208,15 @@ def test_what_we_do_not_have_is_refused_with_a_sentence(key, value, sentence):
 
 TOGETHER = [
     (dict(loss_mode="gspo", loss_agg_mode="token-mean"), "verl up to 0.8 aggregates seq-mean-token-mean whatever"),
-    (dict(loss_mode="gspo", loss_type="dapo"), "loss_mode asks for rl.loss_type = 'grpo', but rl.loss_type is set to"),
+    (dict(loss_mode="gspo", loss_type="dapo"), "loss_mode sets rl.loss_type to 'grpo', but rl.loss_type is already"),
     (dict(loss_mode="gspo", rollout_is="token"), "set rollout_is to sequence"),
     (dict(loss_mode="cispo", clip_ratio_c=4.0), "cispo, which has no dual clip in verl"),
-    (dict(loss_mode="cispo", loss_agg_mode="seq-mean-token-mean"), "asks for rl.loss_type = 'grpo'"),
+    (dict(loss_mode="cispo", loss_agg_mode="seq-mean-token-mean"), "sets rl.loss_type to 'grpo'"),
     (dict(use_cispo=True, token_level_loss=False), "which NeMo-RL refuses too: CISPO is a mean over tokens"),
     (dict(sequence_level_importance_ratios=True, token_level_loss=True), "GSPO is a mean over sequences"),
     (dict(sequence_level_importance_ratios=True, truncated_importance_sampling_type="seq-mask-tis"), "are of tokens"),
     (dict(use_kl_loss=True, kl_loss_coef=0.0), "the KL's coefficient .* is 0"),
-    (dict(clip_ratio=0.3, epsilon=0.2), "clip_ratio asks for rl.epsilon = 0.3"),
+    (dict(clip_ratio=0.3, epsilon=0.2), "clip_ratio sets rl.epsilon to 0.3"),
     (dict(force_on_policy_ratio=True, ppo_epochs=2), "only with one step for a rollout batch"),
 ]  # fmt: skip
 
@@ -246,6 +246,6 @@ def test_what_a_spelling_brings_along_is_noted_and_gives_way_to_the_run_file():
 
 def test_a_coefficient_beside_a_loss_that_is_off_is_a_contradiction():
     with pytest.raises(
-        ConfigError, match=r"use_kl_loss asks for rl\.beta = 0\.0, but rl\.beta is set to 0\.001"
+        ConfigError, match=r"use_kl_loss sets rl\.beta to 0\.0, but rl\.beta is already 0\.001"
     ):
         RunConfig.from_tree({"rl": {"use_kl_loss": False, "kl_loss_coef": 0.001}})

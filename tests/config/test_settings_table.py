@@ -181,19 +181,19 @@ def test_recompute_activations_leaves_a_granularity_that_is_given():
     assert chosen.parallel.recompute_granularity == "selective" and chosen.notes == ()
     assert RunConfig.from_tree(tree_of({"parallel.recompute_activations": False})) == RunConfig()
     (note,) = RunConfig.from_tree(tree_of({"parallel.recompute_activations": True})).notes
-    assert "recompute_granularity = full: every layer is recomputed whole" in note
+    assert "recompute_granularity = full: full recomputation of every layer" in note
 
 
 CONTRADICTIONS = [
-    ({"train.bf16": True, "train.precision": "fp32"}, "train.bf16 asks for train.precision = 'bf16', but .* 'fp32'"),
-    ({"train.bf16": True, "train.fp16": True}, "train.fp16 asks for .*'fp16', but train.precision is set to 'bf16'"),
-    ({"model.disable_bias_linear": True, "model.add_bias_linear": True}, "disable_bias_linear asks for"),
-    ({"train.lr": 1e-3, "optim.lr": 1e-4}, "train.lr asks for optim.lr = 0.001, but optim.lr is set to 0.0001"),
-    ({"train.save": "a", "checkpoint.save": "b"}, "checkpoint.save asks for train.output_dir = 'b'"),
-    ({"model.seq_length": 128, "data.seq_length": 256}, "model.seq_length asks for data.seq_length = 128"),
+    ({"train.bf16": True, "train.precision": "fp32"}, "train.bf16 sets train.precision to 'bf16', but .* 'fp32'"),
+    ({"train.bf16": True, "train.fp16": True}, "train.fp16 sets .*'fp16', but train.precision is already 'bf16'"),
+    ({"model.disable_bias_linear": True, "model.add_bias_linear": True}, "disable_bias_linear sets"),
+    ({"train.lr": 1e-3, "optim.lr": 1e-4}, "train.lr sets optim.lr to 0.001, but optim.lr is already 0.0001"),
+    ({"train.save": "a", "checkpoint.save": "b"}, "checkpoint.save sets train.output_dir to 'b'"),
+    ({"model.seq_length": 128, "data.seq_length": 256}, "model.seq_length sets data.seq_length to 128"),
     ({"parallel.use_distributed_optimizer": True, "parallel.data_parallel_sharding_strategy": "optim_grads_params"},
-     "use_distributed_optimizer asks for parallel.data_parallel_sharding_strategy = 'optim'"),
-    ({"checkpoint.no_save_optim": True, "checkpoint.save_optim": True}, "no_save_optim asks for"),
+     "use_distributed_optimizer sets parallel.data_parallel_sharding_strategy to 'optim'"),
+    ({"checkpoint.no_save_optim": True, "checkpoint.save_optim": True}, "no_save_optim sets"),
 ]  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_the_quick_start_is_the_run_that_the_document_describes(written):
     )
     assert run.rewards == ["gsm8k"] and run.exports_hf and run.model_parallel == 16
     told = "\n".join(run.notes)
-    assert "1 prompt × 4 completions = 4 sequences a step" in told
+    assert "1 prompt × 4 completions = 4 sequences per step" in told
     assert "reward: gsm8k, which the dataset gsm8k implies" in told
     assert "own engine" in told and "inference_backend" in told
 
@@ -138,8 +138,8 @@ def test_the_sections_of_the_reference_are_read(written):
     assert config.checkpoint.async_save and config.checkpoint.save_interval is None
     assert config.log.wandb_name == "one" and config.train.global_batch_size == 8
     told = "\n".join(run.notes)
-    assert "4 / 2 pipeline ranks = 2 chunks of layers a rank" in told
-    assert "recompute_method uniform changes nothing with selective" in told
+    assert "4 / 2 pipeline ranks = 2 chunks of layers per rank" in told
+    assert "recompute_method uniform has no effect with selective" in told
 
 
 def test_every_way_out_of_too_little_memory_is_a_setting(written):
@@ -149,7 +149,7 @@ def test_every_way_out_of_too_little_memory_is_a_setting(written):
     run = asked(written(), *full)
     parallel = run.config(SHAPE).parallel
     assert (parallel.recompute_method, parallel.recompute_num_layers) == ("uniform", 2)
-    assert "recompute_modules ['core_attn', 'mlp'] changes nothing with full" in "\n".join(run.notes)
+    assert "recompute_modules ['core_attn', 'mlp'] has no effect with full" in "\n".join(run.notes)
     run = asked(
         written(),
         "--training.enable_gradient_checkpointing=True",
@@ -544,7 +544,7 @@ def test_torchruns_words_are_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"SKYPILOT_NODE_RANK": "0"}, "SkyPilot sets SKYPILOT_NODE_IPS"),
+        ({"SKYPILOT_NODE_RANK": "0"}, "SkyPilot also sets SKYPILOT_NODE_IPS"),
         ({"PBS_NODEFILE": "absent", "PBS_JOBID": "1"}, "PBS_NODEFILE names absent"),
         ({"OUMI_NUM_NODES": "2"}, "OUMI_NUM_NODES is 2"),
         ({"OUMI_TOTAL_NUM_GPUS": "16"}, "OUMI_TOTAL_NUM_GPUS is 16"),

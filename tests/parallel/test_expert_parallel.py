@@ -187,7 +187,7 @@ def test_sizes_that_do_not_divide_are_refused(settings, world, sentence):
 
 def test_odd_hidden_size_is_refused_where_tokens_travel():
     model = run_config("moe", None, "", model={"hidden_size": 33}).model
-    with pytest.raises(ConfigError, match="hidden_size 33 is odd, but a token travels"):
+    with pytest.raises(ConfigError, match="hidden_size 33 is odd, but tokens are dispatched"):
         check_expert_parallel(model, ParallelConfig(expert_model_parallel_size=2), 2)
     gathered = ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
     check_expert_parallel(model, gathered, 2)

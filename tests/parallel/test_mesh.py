@@ -130,7 +130,7 @@ MODEL = ModelConfig(
             {"attention_output_gate": True, "num_query_groups": 1},
             {"tensor_model_parallel_size": 2},
             32,
-            "goes with whole groups of query heads, of which there are 1 and .*size is 2",
+            "requires complete groups of query heads on each rank, but .*size 2 does not divide the 1",
         ),
         (
             {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4},

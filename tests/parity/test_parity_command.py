@@ -9,8 +9,8 @@ from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
 from megalith.parity.check import LAYOUTS, choose
-from megalith.parity.sizes import SECTION_RULES, SIZES, shrink
 from megalith.parity.differences import Errors
+from megalith.parity.sizes import SECTION_RULES, SIZES, shrink
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_layouts_that_are_not_or_are_too_large_are_refused(run_file):
     config = shrink(RunConfig.load(run_file), steps=10)
     with pytest.raises(ConfigError, match="no layout 'tp2-spp'; did you mean 'tp2-sp"):
         choose(config, ["tp2-spp"], most_processes=4)
-    with pytest.raises(ConfigError, match="tp4-sp-pp2 takes 8 processes, but --nproc-max is 4"):
+    with pytest.raises(ConfigError, match="tp4-sp-pp2 needs 8 processes, but --nproc-max is 4"):
         choose(config, ["tp4-sp-pp2"], most_processes=4)
 
 

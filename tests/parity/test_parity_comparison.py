@@ -42,7 +42,7 @@ def test_ranks_that_all_met_nan_agree():
 
     ranks = [outcome(float("nan")), outcome(float("nan"))]
     assert compare(ranks, outcome(float("nan"))).within()
-    assert compare([*ranks, outcome(2.0)], ranks[0]).different == ["what ranks say"]
+    assert compare([*ranks, outcome(2.0)], ranks[0]).different == ["results of ranks"]
 
 
 @pytest.mark.parametrize("run", [run for run, tree in RUNS.items() if tree.get("data") == DOCUMENTS])
@@ -68,4 +68,4 @@ def test_a_forgotten_reduction_is_found_in_the_gradient_and_in_the_copies(pool):
     ranks = pool.run(run_job_with_a_mistake, run_config("gpt2", "tp2-sp", "", **small), size=2)
     errors = compare(ranks, run_job(run_config("gpt2", None, "", **small)))
     assert errors.loss < 1e-6 and errors.gradient > 0.1
-    assert "copies of" in errors.different[-1] and "final_layernorm.weight" in errors.different[-1]
+    assert "replicas of" in errors.different[-1] and "final_layernorm.weight" in errors.different[-1]

@@ -10,7 +10,7 @@ from megalith.errors import ConfigError
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Raises ConfigError unless the layers with experts can be built; `num_layers` and the like are there."""
+    """Raise ConfigError unless the layers with experts can be built. Required sizes are set."""
     experts, topk = model.num_experts, model.moe_router_topk
     if experts is None:
         return
@@ -70,7 +70,7 @@ def _check_sinkhorn(model: ModelConfig) -> None:
 
 
 def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Raises ConfigError unless the experts can be spread over the ranks as asked."""
+    """Raise ConfigError unless the experts can be distributed over the ranks as configured."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if model.num_experts is None:
         return
@@ -87,9 +87,8 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
         )
     if ep > 1 and parallel.moe_token_dispatcher_type == "alltoall" and model.hidden_size % 2:
         raise ConfigError(
-            f"model.hidden_size {model.hidden_size} is odd, but a token travels to its experts in one row with numbers "
-            "of 4 bytes, the length of two elements in bf16; choose an even size, or set "
-            "parallel.moe_token_dispatcher_type to allgather"
+            f"model.hidden_size {model.hidden_size} is odd, but tokens are dispatched in rows with 4-byte metadata, "
+            "the size of two bf16 elements; choose an even size, or set parallel.moe_token_dispatcher_type to allgather"
         )
     shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if shared and shared % tp:
@@ -106,8 +105,10 @@ def ranks_of_a_token(model: ModelConfig, size: int) -> float:
 
 
 def rows_of_a_token(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Rows of experts that a rank has room for, for each token that it brings: those of balanced experts, and in static
-    dispatch as many as the tokens of all ranks may have there."""
+    """Return the expert rows that a rank allocates per local token.
+
+    This is the number for balanced experts; static dispatch allocates for the worst case of all ranks.
+    """
     size = parallel.expert_model_parallel_size
     if not is_static(model, parallel):
         return model.moe_router_topk
@@ -127,7 +128,7 @@ def has_grouped_kernel(model: ModelConfig, parallel: ParallelConfig, precision: 
 
 
 def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Copies of the experts: the ranks of a pipeline stage / (expert · expert tensor). Raises ConfigError."""
+    """Return the replicas of the experts: ranks of a pipeline stage / (EP · ETP). Raises ConfigError if not whole."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     ranks = world_size // parallel.pipeline_model_parallel_size
     if ranks % (ep * etp):
@@ -140,7 +141,7 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Over how many of the copies of an expert its state is sharded; the groups of them hold copies."""
+    """Return the number of replicas of an expert that its optimizer state is sharded over."""
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return 1
     copies = expert_data_parallel_size(parallel, world_size)
@@ -148,5 +149,5 @@ def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def divisors(value: int) -> str:
-    """The first of them, for a way out."""
+    """Return the divisors up to 64, for error messages."""
     return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)

@@ -1,6 +1,6 @@
-"""What `auto` stands for: of the ways that change the speed and nothing else, the fastest that a run has.
+"""Resolve `auto` in settings that only affect speed to the fastest choice for a run.
 
-Figures: docs/parallelism.md. A choice that a rule would refuse where it stands in a run file is not made.
+docs/parallelism.md has the measurements. A value that the rules would reject in a run file is never chosen.
 """
 
 from __future__ import annotations
@@ -20,60 +20,65 @@ class Machine:
     ranks_per_host: int = 1
     """Neighbouring ranks that share a host, the same number on every host."""
     compiled: bool = False
-    """Layers are compiled for GPUs, which can then run two things at a time."""
+    """Layers are compiled for GPUs, so that computation and communication can overlap."""
     nvlink: bool = False
-    """Every GPU reaches the memory of the others of its host over NVLink, with the package cuda-bindings."""
+    """All GPUs of a host are connected by NVLink, and the package cuda-bindings is installed."""
     memory: int = 0
-    """Bytes of the GPU that has least; 0 without GPUs."""
+    """Bytes of the GPU with the least memory; 0 without GPUs."""
     ranks: int = 0
     """Number of ranks of the run; 0: unknown."""
     least_work: float = 1.5e12
-    """FLOPs of a layer's two passes for a micro-batch, below which a host is late with two halves of them."""
+    """FLOPs of a layer's forward and backward pass of a micro-batch below which the host launches halves too slowly."""
     no_nvlink: str = "no NVLink"
-    """Why `nvlink` is false, where it is."""
+    """Reason for `nvlink` being False."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of its section parallel, and what was chosen, each with its reason. What hangs on a
-    GPU's memory is left to planner/layout.py. Raises ConfigError where a choice leaves what is set by hand without its
-    ground."""
-    told: list[str] = []
+    """Resolve the `auto` settings of `parallel`, except those that depend on GPU memory (planner/layout.py).
+
+    Returns:
+        The configuration, and the choices with their reasons.
+
+    Raises:
+        ConfigError: a choice contradicts a setting of the user.
+    """
+    choices: list[str] = []
     if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
-        config, why = _with_exchange(config, machine)
+        config, reason = _with_exchange(config, machine)
         check_saved_attention(config.model, config.parallel)
         check_overlap(config)
-        told.append(f"parallel.cp_comm_type {config.parallel.cp_comm_type} ({why})")
-    parallel, found = config.parallel, {}
+        choices.append(f"parallel.cp_comm_type {config.parallel.cp_comm_type} ({reason})")
+    parallel, settings = config.parallel, {}
     overlaps = parallel.overlaps
     if parallel.tp_comm_overlap == "auto":
-        hidden = parallel.tensor_model_parallel_size > 1 or _exchanges_heads(config)
-        obstacle = _obstacle(config, machine) if hidden and machine.compiled else ""
-        overlaps = hidden and machine.compiled and not obstacle
-        found["parallel.tp_comm_overlap"] = overlaps
-        if hidden and machine.memory and not machine.compiled:
+        has_collectives = parallel.tensor_model_parallel_size > 1 or _exchanges_heads(config)
+        obstacle = _obstacle(config, machine) if has_collectives and machine.compiled else ""
+        overlaps = has_collectives and machine.compiled and not obstacle
+        settings["parallel.tp_comm_overlap"] = overlaps
+        if has_collectives and machine.memory and not machine.compiled:
             obstacle = "layers are not compiled"
         if overlaps or obstacle:
-            why = obstacle or "two halves of a micro-batch"
-            told.append(f"parallel.tp_comm_overlap {str(overlaps).lower()} ({why})")
+            reason = obstacle or "two halves of a micro-batch"
+            choices.append(f"parallel.tp_comm_overlap {str(overlaps).lower()} ({reason})")
     if parallel.symmetric_memory_groups == "auto":
-        near = _direct_axes(config, machine, overlaps) if machine.compiled else []
-        groups = found["parallel.symmetric_memory_groups"] = near if machine.nvlink else []
-        if near:
-            why = "NVLink" if groups else machine.no_nvlink
-            told.append(f"parallel.symmetric_memory_groups [{', '.join(groups)}] ({why})")
+        axes = _direct_axes(config, machine, overlaps) if machine.compiled else []
+        groups = settings["parallel.symmetric_memory_groups"] = axes if machine.nvlink else []
+        if axes:
+            reason = "NVLink" if groups else machine.no_nvlink
+            choices.append(f"parallel.symmetric_memory_groups [{', '.join(groups)}] ({reason})")
     if parallel.reduce_scatter_with_fp32_accumulation == "auto" and _reduces_layers(config, machine):
-        near = machine.ranks == machine.ranks_per_host
-        found["parallel.reduce_scatter_with_fp32_accumulation"] = near
-        why = "one host" if near else "several hosts"
-        told.append(f"parallel.reduce_scatter_with_fp32_accumulation {str(near).lower()} ({why})")
+        one_host = machine.ranks == machine.ranks_per_host
+        settings["parallel.reduce_scatter_with_fp32_accumulation"] = one_host
+        reason = "one host" if one_host else "several hosts"
+        choices.append(f"parallel.reduce_scatter_with_fp32_accumulation {str(one_host).lower()} ({reason})")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
-        found["train.fp8_cache_weights"] = parallel.keeps_layers_whole
-    return config.with_known(found) if found else config, told
+        settings["train.fp8_cache_weights"] = parallel.keeps_layers_whole
+    return config.with_known(settings) if settings else config, choices
 
 
-def line_of(told: list[str]) -> list[str]:
-    """The line of a run's start that says what was chosen; none where nothing was."""
-    return [f"chosen by auto: {'; '.join(told)}"] if told else []
+def line_of(choices: list[str]) -> list[str]:
+    """Return the start line that lists the choices; empty if there are none."""
+    return [f"chosen by auto: {'; '.join(choices)}"] if choices else []
 
 
 def _reduces_layers(config: RunConfig, machine: Machine) -> bool:
@@ -86,30 +91,34 @@ def _reduces_layers(config: RunConfig, machine: Machine) -> bool:
 
 
 def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """All-to-alls within a host, a ring between hosts and where heads do not divide; where a decoder attends to an
-    encoder, all-to-alls."""
+    """Choose cp_comm_type and return the reason.
+
+    All-to-all within a host, a ring between hosts and if the heads do not divide; all-to-all for encoder-decoders.
+    """
     parallel = config.parallel
     if config.model.encoder_layers:
         chosen = config.with_known({"parallel.cp_comm_type": "a2a"})
-        return chosen, "the one that takes cross-attention"
+        return chosen, "the only one with cross-attention"
     size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tensor
-    near = [d for d in range(1, size + 1) if size % d == 0 and machine.ranks_per_host % (d * tensor) == 0]
-    most = max((d for d in near if heads % d == 0), default=1)
-    ranks = f"the {heads} heads of a tensor-parallel rank over ranks of one host"
-    if most == size:
-        return config.with_known({"parallel.cp_comm_type": "a2a"}), ranks
-    if most == 1:
-        over = " or ".join(str(d) for d in near if d > 1)
-        why = f"the heads of a tensor-parallel rank, {heads}, do not divide over {over} ranks of one host"
-        if not over:
-            why = f"CP {size} × TP {tensor} does not divide over hosts of {machine.ranks_per_host} ranks"
+    in_host = [d for d in range(1, size + 1) if size % d == 0 and machine.ranks_per_host % (d * tensor) == 0]
+    a2a_size = max((d for d in in_host if heads % d == 0), default=1)
+    reason = f"the {heads} heads of a tensor-parallel rank over ranks of one host"
+    if a2a_size == size:
+        return config.with_known({"parallel.cp_comm_type": "a2a"}), reason
+    if a2a_size == 1:
+        sizes = " or ".join(str(d) for d in in_host if d > 1)
+        reason = f"the heads of a tensor-parallel rank, {heads}, do not divide over {sizes} ranks of one host"
+        if not sizes:
+            reason = f"CP {size} × TP {tensor} does not divide over hosts of {machine.ranks_per_host} ranks"
         if machine.ranks_per_host <= tensor:
-            why = "no two of its ranks share a host"
-        return config.with_known({"parallel.cp_comm_type": "p2p"}), why
-    levels = [most, size // most]
-    two = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
-    return config.with_known(two), f"{ranks}, {most} at a time, a ring between the {size // most}"
+            reason = "no two of its ranks share a host"
+        return config.with_known({"parallel.cp_comm_type": "p2p"}), reason
+    levels = [a2a_size, size // a2a_size]
+    two_levels = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
+    return config.with_known(
+        two_levels
+    ), f"{reason}, {a2a_size} at a time, a ring between the {size // a2a_size}"
 
 
 def _exchanges_heads(config: RunConfig) -> bool:
@@ -119,23 +128,25 @@ def _exchanges_heads(config: RunConfig) -> bool:
 def _obstacle(config: RunConfig, machine: Machine) -> str:
     """Return the reason against ping-pong micro-batches; empty if there is none."""
     if config.train.micro_batch_size % 2:
-        return f"train.micro_batch_size {config.train.micro_batch_size} has no two halves"
+        return f"train.micro_batch_size {config.train.micro_batch_size} is odd"
     if config.model.num_experts is not None:
         return "not with experts"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
     if (work := _layer_work(config)) < machine.least_work:
-        return f"a layer's {work / 1e12:.2g} TFLOP are done before the host has launched two halves of them"
+        return f"a layer's {work / 1e12:.2g} TFLOP finish before the host has launched two halves"
     try:
         if config.train.fp8_format is not None:
             check_fp8(config.with_known({"parallel.tp_comm_overlap": True}))
     except ConfigError:
-        return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
+        return (
+            f"FP8 does not support half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
+        )
     return ""
 
 
 def _layer_work(config: RunConfig) -> float:
-    """FLOPs of a layer's matmuls for a micro-batch on a rank, in both passes, as if in bf16."""
+    """Return the FLOPs of a layer's matmuls for a micro-batch on a rank, both passes; FP8 counts half."""
     model, parallel, train = config.model, config.parallel, config.train
     attention = 2 * (model.num_attention_heads + model.query_groups) * model.head_dim
     weights = model.hidden_size * (attention + (3 if model.gated else 2) * model.ffn_size)
@@ -145,7 +156,10 @@ def _layer_work(config: RunConfig) -> float:
 
 
 def _direct_axes(config: RunConfig, machine: Machine, overlaps: bool) -> list[str]:
-    """Axes within a host whose collectives copy engines do better than NCCL. `overlaps`: tp_comm_overlap as chosen."""
+    """Return the axes within a host whose collectives copy engines do faster than NCCL.
+
+    `overlaps`: tp_comm_overlap as chosen.
+    """
     parallel, axes = config.parallel, []
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if tensor > 1 and overlaps and machine.ranks_per_host % tensor == 0:

@@ -1,4 +1,4 @@
-"""The rules of the model alone: whether a model of this shape can be built, however it is then spread."""
+"""Validation of the model's shape, independent of the layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megalith.errors import ConfigError
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises ConfigError unless a model of this shape can be built."""
+    """Raise ConfigError unless a model of this shape can be built."""
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(model, name) is None:
             raise ConfigError(
@@ -170,15 +170,15 @@ def _check_latent_attention(model: ModelConfig) -> None:
 def _check_rotary(model: ModelConfig) -> None:
     if model.position_embedding_type == "rope" and (model.rotary_size % 2 or not model.rotary_size):
         raise ConfigError(
-            f"rotary positions turn pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} turn "
-            f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that an "
-            "even number does"
+            f"RoPE rotates pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} are rotary "
+            f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that the "
+            "number is even"
         )
     skip = model.no_rope_freq
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(
             f"model.no_rope_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give one "
-            "for each layer (1: without rotary positions, 0: with them), or a single number"
+            "for each layer (1: without RoPE, 0: with RoPE), or a single number"
         )
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
@@ -217,8 +217,8 @@ def _check_window(model: ModelConfig) -> None:
 def _check_linear_attention(model: ModelConfig) -> None:
     if model.attention_output_gate and model.multi_latent_attention:
         raise ConfigError(
-            "model.attention_output_gate has rows beside the queries, which model.multi_latent_attention makes of a "
-            "latent; leave one out"
+            "model.attention_output_gate adds rows to the query projection, which model.multi_latent_attention "
+            "replaces by a latent; leave one out"
         )
     if model.experimental_attention_variant is None:
         return
@@ -255,7 +255,7 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
         count = len(getattr(scaling, name) or ())
         if count != pairs:
             raise ConfigError(
-                f"model.rope_scaling.{name} has {count} numbers, but {pairs} pairs of a head's dimensions turn; "
+                f"model.rope_scaling.{name} has {count} numbers, but a head has {pairs} pairs of rotary dimensions; "
                 "longrope needs one for each"
             )
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}

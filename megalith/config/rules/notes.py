@@ -1,8 +1,8 @@
-"""What a run's user should know of settings: those that have a value of their own but change nothing in this run.
+"""Notes on settings without effect in this run.
 
-They are no mistake: one file may serve many runs. But whoever sets `recompute_modules` and forgets
-`recompute_granularity` should not have to find that out from the memory that is used. What a setting needs stands in
-its annotation (`RequiresSetting`); what a device or a compiled layer makes of it stands here.
+These are not errors, because one file may serve many runs, but a user who sets `recompute_modules` without
+`recompute_granularity` should know. Requirements on other settings are annotations (`RequiresSetting`); those on the
+device or on compiled layers are here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megalith.config.run import RunConfig
 
 
 def idle_notes(config: RunConfig) -> list[str]:
-    """A sentence for each setting whose value is not the default, and which this run does not read."""
+    """Return a note for each setting with a non-default value that this run does not read."""
     return [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
 
 
@@ -23,9 +23,9 @@ def _idle(section: Section, path: str, config: RunConfig) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name in unread and value != field.default:
-            needs = unread[name]
-            outer = "" if "." in needs.path else f"{path}."
-            yield f"{path}.{name} {value} has no effect: it requires {outer}{needs}"
+            requirement = unread[name]
+            outer = "" if "." in requirement.path else f"{path}."
+            yield f"{path}.{name} {value} has no effect: it requires {outer}{requirement}"
         elif isinstance(value, Section):
             yield from _idle(value, f"{path}.{name}", config)
 
@@ -36,12 +36,10 @@ def offload_notes(config: RunConfig, device_type: str) -> list[str]:
         return []
     notes = []
     if config.optim.optimizer_cpu_offload:
-        notes.append(
-            "optim.optimizer_cpu_offload changes nothing on a CPU: the state is in host memory anyway"
-        )
+        notes.append("optim.optimizer_cpu_offload has no effect on a CPU: the state is always in host memory")
     if config.parallel.cpu_offloading_num_layers:
         notes.append(
-            "parallel.cpu_offloading_num_layers saves nothing on a CPU: activations are copied in its memory"
+            "parallel.cpu_offloading_num_layers saves no memory on a CPU: activations are copied within host memory"
         )
     return notes
 
@@ -51,17 +49,17 @@ def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
     parallel, notes = config.parallel, []
     if parallel.overlaps and not compiled:
         notes.append(
-            "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one "
-            "behind the other"
+            "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one after "
+            "the other"
         )
     if "dp" in parallel.symmetric_memory_groups:
         notes.append(
-            "parallel.symmetric_memory_groups has dp, whose gradients NCCL sums as fast: it changes nothing"
+            "parallel.symmetric_memory_groups has dp, which has no effect: NCCL reduces gradients as fast"
         )
-    alone = parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_exchange
-    if "cp" in parallel.direct_axes and alone:
+    has_no_a2a = parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_exchange
+    if "cp" in parallel.direct_axes and has_no_a2a:
         notes.append(
             "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "
-            f"{parallel.cp_exchange} does not; choose a2a or a2a+p2p where heads divide"
+            f"{parallel.cp_exchange} does not; choose a2a or a2a+p2p if the heads divide"
         )
     return notes

@@ -1,4 +1,4 @@
-"""The rules of a run's length, and of the schedules over it."""
+"""Validation of a run's length and schedules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from megalith.errors import ConfigError
 
 
 def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, int]:
-    """Warm-up, decay and the last decay of WSD, in the unit of the run's length; absent, the decay is all of it.
+    """Check the schedules and return their lengths.
 
-    Raises ConfigError for lengths in the other unit, a warm-up given twice or as long as the decay, a WSD decay that
-    does not fit, and ends that are on the wrong side of each other.
+    Returns:
+        Warm-up, decay and final WSD decay, in the unit of the run's length (steps or samples). The decay defaults to
+        the run's length.
+
+    Raises:
+        ConfigError: lengths in the other unit, a warm-up set twice or as long as the decay, a WSD decay that does not
+            fit, or rates in the wrong order.
     """
     if (train.train_iters is None) == (train.train_samples is None):
         raise ConfigError(
@@ -41,7 +46,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
 
 
 def check_loss_scale(optim: OptimConfig, precision: str) -> None:
-    """Raises ConfigError for a dynamic loss scale that begins below its floor."""
+    """Raise ConfigError if the initial dynamic loss scale is below its minimum."""
     if precision == "fp16" and optim.loss_scale is None and optim.min_loss_scale > optim.initial_loss_scale:
         raise ConfigError(
             f"optim.min_loss_scale ({optim.min_loss_scale}) is above optim.initial_loss_scale "
@@ -80,9 +85,9 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
             f"shorten the warm-up or set optim.lr_decay_{unit} above it"
         )
     if optim.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
-        given = f"is {wsd_decay}" if wsd_decay else "is not set"
+        current = f"is {wsd_decay}" if wsd_decay else "is not set"
         raise ConfigError(
-            f"optim.lr_wsd_decay_{unit} {given}; WSD needs its last decay to be between 1 and "
+            f"optim.lr_wsd_decay_{unit} {current}; WSD needs its last decay to be between 1 and "
             f"{decay - warmup:g} {unit}: the decay ({decay}) less the warm-up ({warmup:g})"
         )
 

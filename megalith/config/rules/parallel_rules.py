@@ -1,4 +1,4 @@
-"""The rules of how a run is spread: sizes that divide, and what cannot be had together."""
+"""Validation of the parallel layout: sizes that must divide, and settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megalith.errors import ConfigError
 
 
 def check_parallel(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError unless the run can be spread over `world_size` processes as it says.
+    """Raise ConfigError unless the layout is valid for `world_size` processes.
 
-    How a pipeline's layers are assigned and its passes ordered is checked beside that: pipeline/pipeline_rules.py.
+    pipeline/pipeline_rules.py checks the assignment of layers to stages and the pipeline schedule.
     """
     model, parallel = config.model, config.parallel
     parallel.check_requirements("parallel", config)
@@ -46,10 +46,7 @@ def _check_decoder_tokens(config: RunConfig) -> None:
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """What tensor, pipeline and context parallelism leave of the world: world / (tensor · pipeline · context).
-
-    Raises ConfigError where that is not a whole number.
-    """
+    """Return world / (tensor · pipeline · context). Raises ConfigError if that is not a whole number."""
     pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     sizes = {"pipeline": pipeline, "context": context, "tensor": parallel.tensor_model_parallel_size}
     product = pipeline * context * sizes["tensor"]
@@ -69,9 +66,9 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def shard_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Over how many ranks of data × context a parameter's optimizer state is sharded; 1 with no_shard.
+    """Return the number of data × context ranks that optimizer state is sharded over; 1 with no_shard.
 
-    Raises ConfigError where num_distributed_optimizer_instances does not divide them.
+    Raises ConfigError if num_distributed_optimizer_instances does not divide them.
     """
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     copies, strategy = parallel.num_distributed_optimizer_instances, parallel.data_parallel_sharding_strategy
@@ -92,7 +89,7 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless the model's matrices, and with sequence_parallel its tokens, can be cut by TP."""
+    """Raise ConfigError unless TP can shard the model's matrices, and with sequence_parallel its tokens."""
     size = parallel.tensor_model_parallel_size
     for name, value in (
         ("num_attention_heads", model.num_attention_heads),
@@ -110,9 +107,9 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         )
     if model.attention_output_gate and model.query_groups % size:
         raise ConfigError(
-            f"model.attention_output_gate goes with whole groups of query heads, of which there are "
-            f"{model.query_groups} and parallel.tensor_model_parallel_size is {size}; choose a tensor size among "
-            f"{divisors(model.query_groups)}"
+            f"model.attention_output_gate requires complete groups of query heads on each rank, but "
+            f"parallel.tensor_model_parallel_size {size} does not divide the {model.query_groups} groups; choose a "
+            f"tensor size among {divisors(model.query_groups)}"
         )
     if model.linear_attention_layers and model.linear_num_key_heads % size:
         raise ConfigError(
@@ -143,7 +140,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
 
 
 def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless sequences, and with all-to-all the heads, can be cut over CP."""
+    """Raise ConfigError unless CP can shard the sequences, and with all-to-all the heads."""
     size, kind = parallel.context_parallel_size, parallel.cp_exchange
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
@@ -198,9 +195,9 @@ def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> N
         return
     if size == 1 or parallel.sequence_parallel:
         raise ConfigError(
-            f"{name} divides what tensor-parallel ranks hold alike, but parallel.tensor_model_parallel_size is {size} "
-            f"and parallel.sequence_parallel {parallel.sequence_parallel}, under which they hold nothing alike; leave "
-            "it out"
+            f"{name} shards activations that tensor-parallel ranks replicate, but with "
+            f"parallel.tensor_model_parallel_size {size} and parallel.sequence_parallel {parallel.sequence_parallel} "
+            "none are replicated; leave it out"
         )
     if parallel.cpu_offloading_num_layers:
         raise ConfigError(
@@ -230,23 +227,23 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "auto":
-        # Judged again when it has chosen.
+        # Checked again when `auto` has been resolved.
         parallel = parallel.model_copy(update={"cp_comm_type": "a2a"})
     check_saved_attention(model, parallel)
 
 
 def check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises ConfigError where full recomputation is to save attention's output and cannot."""
+    """Raise ConfigError if full recomputation cannot save attention's output as configured."""
     saves = parallel.recompute_granularity == "full" and parallel.saves_attention
-    if saves and (obstacle := what_keeps_attention_unsaved(model, parallel)):
+    if saves and (obstacle := saved_attention_obstacle(model, parallel)):
         raise ConfigError(
-            f"parallel.recompute_saves_attention saves what a fused kernel gives, and not with {obstacle}; leave it "
-            "out"
+            f"parallel.recompute_saves_attention saves a fused kernel's output, which is not used with {obstacle}; "
+            "leave it out"
         )
 
 
-def what_keeps_attention_unsaved(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """The setting under which full recomputation cannot save attention's output; empty where it can."""
+def saved_attention_obstacle(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Return the setting that prevents full recomputation from saving attention's output; empty if there is none."""
     if model.attention_dropout:
         return f"model.attention_dropout {model.attention_dropout}"
     if model.attn_logit_softcapping is not None:
@@ -280,8 +277,7 @@ def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None
 
 
 def check_overlap(config: RunConfig) -> None:
-    """Raises ConfigError unless, with tp_comm_overlap, micro-batches have two halves and something that one can hide of
-    the other."""
+    """Raise ConfigError if tp_comm_overlap has no two halves of a micro-batch, or no communication to hide."""
     parallel, size = config.parallel, config.train.micro_batch_size
     if not parallel.overlaps:
         return

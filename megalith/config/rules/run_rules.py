@@ -1,9 +1,7 @@
-"""The rules that no single field can check. Whoever refuses a run, refuses it by `check_training`.
+"""Validation of complete runs: rules that involve several settings. `check_training` applies all of them.
 
-Those of the model alone stand in model_rules.py, of how it is spread in parallel_rules.py and expert_rules.py, of its
-length and schedules in optim_rules.py.
-
-Which runs can be in FP8, and in which sizes.
+model_rules.py has the rules of the model, parallel_rules.py and expert_rules.py those of the layout, optim_rules.py
+those of length and schedules.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from megalith.errors import ConfigError
 
 
 def check_training(config: RunConfig, world_size: int = 1) -> None:
-    """Raises ConfigError unless this run can be trained on `world_size` processes."""
+    """Raise ConfigError unless this run can be trained on `world_size` processes."""
     config.data.check_requirements("data")
     config.checkpoint.check_requirements("checkpoint")
     check_model(config.model)
@@ -49,14 +47,14 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 
 
 def check_base(config: RunConfig) -> None:
-    """Raises ConfigError for adapters that would be trained on frozen random weights, or where none are to evaluate."""
+    """Raise ConfigError for adapters on random weights, and for an evaluation without weights."""
     _check_evaluation(config)
     lora = config.lora
     if config.model.init_from is None and (lora.rank is not None or lora.load is not None):
-        given = f"lora.rank is {lora.rank}" if lora.load is None else f"lora.load is {lora.load}"
+        setting = f"lora.rank is {lora.rank}" if lora.load is None else f"lora.load is {lora.load}"
         raise ConfigError(
-            f"{given}, but model.init_from is not set: adapters would be trained on random weights, which stay as they "
-            "are; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
+            f"{setting}, but model.init_from is not set: adapters would be trained on random weights, which stay "
+            "frozen; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
         )
 
 
@@ -65,8 +63,8 @@ def _check_evaluation(config: RunConfig) -> None:
         return
     if config.checkpoint.load is None and config.model.init_from is None:
         raise ConfigError(
-            "train.skip_train is true, but there are no weights to evaluate; name them by checkpoint.load or "
-            "model.init_from, or leave it out to train"
+            "train.skip_train is true, but there are no weights to evaluate; set checkpoint.load or model.init_from, "
+            "or leave it out to train"
         )
     if not config.train.eval_iters:
         raise ConfigError(
@@ -112,8 +110,8 @@ def _check_adapters(config: RunConfig) -> None:
     }:
         raise ConfigError(
             f"lora.targets {', '.join(lora.targets)} names attention, but with model.experimental_attention_variant "
-            "or model.attention_output_gate other rows stand there, which have no adapters; name linear_fc1 and "
-            "linear_fc2 alone"
+            "or model.attention_output_gate its matrices differ and have no adapters; name linear_fc1 and linear_fc2 "
+            "alone"
         )
     if model.moe_router_enable_expert_bias:
         raise ConfigError(
@@ -122,8 +120,8 @@ def _check_adapters(config: RunConfig) -> None:
         )
     if config.checkpoint.export_hf:
         raise ConfigError(
-            f"checkpoint.export_hf writes a whole model, but with lora.rank {lora.rank} a run holds adapters alone; "
-            "turn it off, and merge or export them afterwards: megalith lora"
+            f"checkpoint.export_hf writes a full model, but with lora.rank {lora.rank} a run only has adapters; turn "
+            "it off, and merge or export them afterwards with megalith lora"
         )
     size = config.parallel.tensor_model_parallel_size
     if parts.get("linear_qkv") == (WHOLE,) and model.query_groups % size:
@@ -195,8 +193,8 @@ def _check_fine_tuning(config: RunConfig) -> None:
     fp8 = config.train.fp8_format
     if config.dpo.enabled and fp8 is not None:
         raise ConfigError(
-            f"train.fp8_format is {fp8}, but dpo asks the reference for log-probabilities before a backward pass has "
-            "given FP8 its scales; leave it out"
+            f"train.fp8_format is {fp8}, but dpo computes the reference's log-probabilities before a backward pass has "
+            "set the FP8 scales; leave it out"
         )
 
 
@@ -236,7 +234,7 @@ def _check_distillation(config: RunConfig) -> None:
 
 
 def check_epochs(config: RunConfig) -> None:
-    """Raises ConfigError where the chat data's num_train_epochs cannot say how long the run is."""
+    """Raise ConfigError if num_train_epochs of the chat data cannot set the length of the run."""
     train, setting = config.train, f"{config.chat.name}.num_train_epochs"
     given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
     given = [f"train.{name} is {value}" for name, value in given.items() if value is not None]
@@ -258,7 +256,7 @@ def _check_profile(log: LogConfig) -> None:
 
 
 def check_rollouts(config: RunConfig) -> None:
-    """Raises ConfigError unless the run can be trained on its rollouts. A run without any passes."""
+    """Raise ConfigError unless the run can be trained on its rollouts. A run without rollouts passes."""
     rl, train = config.rl, config.train
     rl.check_requirements("rl")
     if not rl.prompts_or_rollouts:
@@ -287,25 +285,25 @@ def check_rollouts(config: RunConfig) -> None:
         )
     if train.fp8_format is not None and (rl.beta or rl.computes_old):
         raise ConfigError(
-            f"train.fp8_format is {train.fp8_format}, but log-probabilities are asked for before a backward pass has "
-            "given FP8 its scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
+            f"train.fp8_format is {train.fp8_format}, but log-probabilities are computed before a backward pass has "
+            "set the FP8 scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
         )
     _check_clips(config)
 
 
 def _check_address(url: str) -> None:
-    """Raises ConfigError for what is no address of an engine's server."""
+    """Raise ConfigError unless `url` is the address of a server."""
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    except ValueError:  # a port that is no number, half an IPv6 address
+    except ValueError:  # a port that is not a number, an incomplete IPv6 address
         wrong = True
     if wrong:
         raise ConfigError(f"rl.engine_url is {url!r}; give an address such as http://127.0.0.1:8000")
     if parts.username is not None:
         raise ConfigError(
-            f"rl.engine_url has a user's name for {parts.hostname}, but servers are asked without a password; leave it "
-            "out, and have the server in a network that only the job is in"
+            f"rl.engine_url has a user name for {parts.hostname}, but servers are called without a password; leave it "
+            "out, and run the server in a network that only the job can reach"
         )
 
 
@@ -335,7 +333,7 @@ def _check_prompts(config: RunConfig) -> None:
         _check_address(url)
     if twice := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
-            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would take weights twice; "
+            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would sync weights twice; "
             "name each server once"
         )
     if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
@@ -350,8 +348,8 @@ def _check_prompts(config: RunConfig) -> None:
         )
     if rl.max_staleness and rl.max_resamples:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but which prompts are "
-            "asked again is known only after the batch before; leave one out"
+            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but the prompts to "
+            "sample again are known only after the previous batch; leave one out"
         )
     if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(
@@ -431,11 +429,11 @@ def _check_cispo_bounds(rl: RlConfig) -> None:
         )
 
 
-SIXTEEN, BLOCK = 16, 128  # what sizes have to be multiples of: of any FP8 matmul, and of blocks
+SIXTEEN, BLOCK = 16, 128  # multiples required by FP8 matmuls, and by the blockwise recipe
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raises ConfigError unless the run's FP8 settings can be had, with the sizes that do not divide."""
+    """Raise ConfigError unless the FP8 settings are supported; names the sizes that do not divide."""
     train = config.train
     if train.fp8_format is None:
         return
@@ -474,13 +472,13 @@ def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
     for where, length in lengths.items():
         tokens = config.train.micro_batch_size * length // parallel.context_parallel_size
         yield f"tokens of a micro-batch{where}", tokens
-        if parallel.overlaps:  # by halves
+        if parallel.overlaps:  # micro-batches are halved
             tokens //= 2
             yield f"tokens of half a micro-batch{where}", tokens
         if parallel.sequence_parallel:
             yield f"tokens under sequence_parallel{where}", tokens // parallel.tensor_model_parallel_size
         if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
-            # else a block would have other tokens than in one process
+            # otherwise a block would contain other tokens than in one process
             yield f"tokens of a rank's chunk{where}", length // (2 * parallel.context_parallel_size)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megalith.config.aliases import by_content, by_ending
+from megalith.config.aliases import extension_error, format_error
 from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import ConfigError
 
@@ -26,7 +26,7 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
     """
     tree: dict[str, Any] = {}
     if path is not None:
-        if sentence := by_ending(path):
+        if sentence := extension_error(path):
             raise ConfigError(sentence)
         try:
             tree = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
@@ -40,7 +40,7 @@ def read_configuration(path: str | Path | None, overrides: Sequence[str] = ()) -
             raise ConfigError(
                 f"the configuration {path} is a {type(tree).__name__}; it must have sections: model, data, training"
             )
-        if sentence := by_content(path, tree, but="Oumi"):
+        if sentence := format_error(path, tree, expected="Oumi"):
             raise ConfigError(sentence)
         if {"optim", "train", "parallel"} & tree.keys():
             raise ConfigError(
