@@ -1,10 +1,11 @@
 """Parameters, FLOPs and throughput of a model, counted on the model itself: on the meta device, one layer of each kind.
 
 Every parameter has a part by its place in the model, and a size on a rank by the tables that cut it: ROLES over the
-tensor axis, CUTS for experts. A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice
-that backward (dgrad and wgrad), so a token costs 6 FLOPs for each weight it meets; of the experts it meets those that
-it is sent to. Attention meets no weight: a query against S keys and the sum over S values cost 2·2·S·(heads·head_dim)
-forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12 % apart):
+tensor axis, EXPERT_SHARDING for experts. A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward
+and twice that backward (dgrad and wgrad), so a token costs 6 FLOPs for each weight it meets; of the experts it meets
+those that it is sent to. Attention meets no weight: a query against S keys and the sum over S values cost
+2·2·S·(heads·head_dim) forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12
+% apart):
 
 - **causal** (Megatron-LM): attention counted at half, for the mask hides half of the matrix;
 - **full** (PaLM, torchtitan): counted whole.
@@ -37,7 +38,7 @@ from megalith.models.norm import Norm
 from megalith.models.router import Router
 from megalith.models.transformer import TransformerLayer
 from megalith.models.transformer import layers_of as layers_in
-from megalith.parallel.expert.expert_parallel import CUTS
+from megalith.parallel.expert.expert_parallel import EXPERT_SHARDING
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.roles import role_of
 
@@ -194,7 +195,7 @@ class MetaModel:
         parallel, shape = self.parallel, list(shape)
         tensor = parallel.tensor_model_parallel_size
         if isinstance(module, GroupedLinear):
-            dims = CUTS[name.rpartition(".")[2]][kind]
+            dims = EXPERT_SHARDING[name.rpartition(".")[2]][kind]
             cuts = [
                 (dims["ep"], parallel.expert_model_parallel_size),
                 (dims["etp"], parallel.expert_tensor_parallel_size),

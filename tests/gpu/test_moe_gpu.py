@@ -27,7 +27,7 @@ from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
     pack,
     plan_dispatch,
-    spread,
+    replicate_rows,
     unpack,
     unpack_replicated,
 )
@@ -88,7 +88,7 @@ def alone(weights: torch.Tensor, destinations: torch.Tensor) -> DispatchPlan:
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384, 5000])
-def test_parcels_made_by_kernels_are_those_of_the_host(tokens):
+def test_dispatch_rows_packed_by_kernels_equal_those_of_the_host(tokens):
     torch.manual_seed(0)
     destinations = torch.stack([torch.randperm(65)[:8] for _ in range(tokens)])  # 64: nowhere
     x, weights = torch.randn(tokens, 64).bfloat16(), torch.randn(tokens, 8)
@@ -115,12 +115,12 @@ def test_rows_in_buffers_of_any_routing_are_those_of_the_host(tokens):
     x, weights, results = torch.randn(tokens, 64).bfloat16(), torch.randn(tokens, 8), []
     for device in ("cpu", "cuda"):
         fused, leaves = device == "cuda", [part.to(device).requires_grad_() for part in (x, weights)]
-        parcels, y = spread(*leaves, 2, fused), 0.0
+        packed, y = replicate_rows(*leaves, 2, fused), 0.0
         for rank in range(2):
             here = destinations.to(device) - 32 * rank
             plan = bounded_rows(leaves[1], torch.where((here < 0) | (here >= 32), 32, here), 32)
             end = RowGroups(plan.counts, padded=True).end
-            rows, row_weights, order = unpack_replicated(parcels, plan, end, 64, fused)
+            rows, row_weights, order = unpack_replicated(packed, plan, end, 64, fused)
             behind = torch.arange(len(rows), device=device)[:, None] >= end
             found = torch.where(behind, float("nan"), rows * row_weights)  # as a matmul may leave them
             y = y + sum_rows(found, order, fused)

@@ -150,7 +150,7 @@ def test_parameters_and_what_all_layers_share_stay_and_views_go_once(kept, monke
 def test_the_devices_memory_is_free_one_layer_later_and_back_one_layer_earlier(monkeypatch):
     units, events = [], []
 
-    class Watched(offload._Unit):
+    class Watched(offload._OffloadUnit):
         def __init__(self, *args):
             super().__init__(*args)
             self.number = len(units)
@@ -167,7 +167,7 @@ def test_the_devices_memory_is_free_one_layer_later_and_back_one_layer_earlier(m
             events.append(f"fetch {self.number}")
             assert all(kept.on_device is not None for kept in self._storages.values() if kept.uses)
 
-    monkeypatch.setattr(offload, "_Unit", Watched)
+    monkeypatch.setattr(offload, "_OffloadUnit", Watched)
     model = build(layers=3)
     for number, layer in model.layers.items():
         done = layer.mlp.linear_fc2.weight  # whose gradient is a layer's first

@@ -102,18 +102,18 @@ def test_merged_blocks_equal_the_whole(monkeypatch, device, kernel, dtype, group
         assert error < TOLERANCES[dtype], f"{name}: relative error {error:.1e}"
 
 
-class SameKeys(ring._Route):
-    """The ring's way, where every other rank has this one's keys and values, and all of them are before its queries."""
+class SameKeys(ring.KVExchange):
+    """A ring in which every other rank has this one's keys and values, all of them before its queries."""
 
     def shards(self):
-        yield self.own_shard
+        yield self.local_shard
         for _ in range(1, self.size):
-            yield KeyBlock(self.pair, self.own_shard.places)
+            yield KeyBlock(self.pair, self.local_shard.positions)
 
-    def send(self, shard, grad):
+    def send_gradient(self, shard, grad):
         self.sum = grad + getattr(self, "sum", 0.0)
 
-    def arrived(self):
+    def local_gradient(self):
         return self.sum
 
 

@@ -16,7 +16,7 @@ from megalith.config.rules.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
-from megalith.parallel.expert.expert_parallel import ExpertParallel, _micro_batches
+from megalith.parallel.expert.expert_parallel import ExpertParallel, max_micro_batches
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 from megalith.parity.check import LAYOUTS
@@ -99,7 +99,7 @@ def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout, run):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_as_many_micro_batches_are_gathered_as_the_ranks_of_a_group_have_at_most(ranks, alike):
     groups = [range(first, first + ranks) for first in range(0, ranks * alike, ranks)]
-    assert _micro_batches(ranks, alike) == max(len({rank // alike for rank in group}) for group in groups)
+    assert max_micro_batches(ranks, alike) == max(len({rank // alike for rank in group}) for group in groups)
 
 
 def exchange(sizes: list[list[int]]) -> tuple:

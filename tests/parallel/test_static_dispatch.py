@@ -14,7 +14,7 @@ from megalith.ops import compiled
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.dispatch_buffer import spread, unpack_replicated
+from megalith.parallel.expert.dispatch_buffer import replicate_rows, unpack_replicated
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
@@ -75,12 +75,12 @@ def by_turns(x: Tensor, weights: Tensor, destinations: Tensor, fused: bool) -> T
     """Silu of gates times ups and weights, summed over the experts of two ranks, each with the tokens of both; NaNs
     stand behind the rows as a matmul may leave them."""
     tokens, topk = weights.shape
-    parcels, sums = spread(x, weights, 2, fused), []
+    packed, sums = replicate_rows(x, weights, 2, fused), []
     for rank in range(2):
         here = destinations - 4 * rank
         plan = bounded_rows(weights, torch.where((here < 0) | (here >= 4), 4, here), 4)
         end = RowGroups(plan.counts, padded=True).end
-        rows, row_weights, order = unpack_replicated(parcels, plan, end, x.shape[1], fused)
+        rows, row_weights, order = unpack_replicated(packed, plan, end, x.shape[1], fused)
         assert len(rows) == len(row_weights) == 2 * tokens * topk
         rows = torch.where(torch.arange(len(rows))[:, None] < end, rows, float("nan"))
         rows = weighted_activation(rows, row_weights, ACTIVATIONS["silu"], True, fused, end=end)

@@ -44,11 +44,18 @@ if TYPE_CHECKING:
 def apply_context(
     model: Transformer, axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
 ) -> None:
-    """Lets `model`, in place, attend over sequences that are cut over `axis` as shard_batch cuts them.
+    """Make the attention of `model` work on sequences that shard_batch has sharded, in place. Collective.
 
-    `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
-    Raises ConfigError for mixers that are no attention, and for cross-attention but with a2a in a model that reads
-    encoder_token_index: where its other sequence's tokens stand.
+    Args:
+        model: the model or a stage of it.
+        axis: the context axis.
+        cp_comm_type: how keys and values, or heads, are exchanged.
+        hierarchical_sizes: sizes of a2a and p2p, for a2a+p2p only.
+
+    Raises:
+        ConfigError: a mixer is not attention; or it is cross-attention, and cp_comm_type is not a2a or the model does
+        not
+            read encoder_token_index.
     """
     if axis.size == 1:
         return
@@ -59,12 +66,12 @@ def apply_context(
         others += [m for m in mixers if isinstance(m, CrossAttention)]
     if others:
         raise ConfigError(
-            f"context_parallel_size {axis.size} cuts sequences, and the model has {type(others[0]).__name__}, which "
-            "reads whole ones; set context_parallel_size to 1 and use tensor or sequence parallelism"
+            f"context_parallel_size {axis.size} shards sequences, but the model has {type(others[0]).__name__}, which "
+            "needs full ones; set context_parallel_size to 1 and use tensor or sequence parallelism"
         )
     if crosses and cp_comm_type != "a2a":
         raise ConfigError(
-            f"cp_comm_type {cp_comm_type} is for a sequence that attends to itself, and the model has CrossAttention; "
+            f"cp_comm_type {cp_comm_type} supports only self-attention, but the model has CrossAttention; "
             "set it to a2a"
         )
     core = context_core(axis, cp_comm_type, hierarchical_sizes)
@@ -79,52 +86,56 @@ def apply_context(
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Relative positions' biases of this rank's share of the heads, and all places of the sequence."""
+    """Return the relative position embeddings of this rank's heads, and the index of all tokens of the sequence."""
     if layout.full_sequence:
         return weight, token_index
-    return weight.chunk(axis.size, 1)[axis.rank], torch.arange(
-        len(token_index) * axis.size, device=token_index.device
-    )
+    full_index = torch.arange(len(token_index) * axis.size, device=token_index.device)
+    return weight.chunk(axis.size, 1)[axis.rank], full_index
 
 
 def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None) -> Callable:
-    """The core of attention over sequences that are cut over `axis`."""
-    inner, outer = _levels(axis, cp_comm_type, hierarchical_sizes)
+    """Return the attention core for sequences that are sharded over `axis`."""
+    inner, outer = _inner_and_outer(axis, cp_comm_type, hierarchical_sizes)
     return partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_position_ids: bool
+    before: Callable[..., PassLayout], cp_size: int, tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
-    """A pass that gets the positions of its tokens has a shard of every sequence; any other, as one that generates a
-    token at a time, has whole ones, the same on every rank."""
+    """Passes with position ids get a shard of every sequence. Others, such as generation, get full sequences."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids:
         return replace(layout, full_sequence=True)
-    return replace(layout, cp_size=parts)
+    return replace(layout, cp_size=cp_size)
 
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
-    """This rank's part of `batch` along seq, and where its tokens stand in the whole sequence: int64 [seq / size].
-    Of a sequence that an encoder reads the batch has the places. Documents' ends and padding masks stay those of the
-    whole sequences.
+    """Return this rank's shard of `batch` along seq, and the index of its tokens in the full sequence.
 
-    The places are those of `Transformer.forward(token_index=...)`. seq is a multiple of 2 · size (rules.check_context).
+    Document ends and padding masks stay those of full sequences. If an encoder reads another sequence, the batch also
+    gets that one's encoder_token_index.
+
+    Args:
+        batch: seq is a multiple of 2 · size (rules.check_context).
+        axis: the context axis.
+
+    Returns:
+        The batch, and int64 [seq / size] for `Transformer.forward(token_index=...)`.
     """
     if axis.size == 1:
         return batch, torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
     token_index = _local_token_index(batch.input_ids, axis)
-    cut = {name: batch[name][:, token_index] for name in batch.of_tokens if batch[name] is not None}
+    shards = {name: batch[name][:, token_index] for name in batch.of_tokens if batch[name] is not None}
     for name in batch.of_encoder_tokens:
-        cut["encoder_token_index"] = _local_token_index(batch[name], axis)
-        cut[name] = batch[name][:, cut["encoder_token_index"]]
-    return replace(batch, **cut), token_index
+        shards["encoder_token_index"] = _local_token_index(batch[name], axis)
+        shards[name] = batch[name][:, shards["encoder_token_index"]]
+    return replace(batch, **shards), token_index
 
 
 def _local_token_index(tokens: Tensor, axis: Axis) -> Tensor:
-    """Of this rank's among tokens [batch, seq]."""
+    """Return the index of this rank's tokens among `tokens` [batch, seq]."""
     seq = tokens.shape[1]
-    assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
+    assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be split into 2 · {axis.size} chunks"
     token_index = torch.cat(
         [torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)]
     )
@@ -132,20 +143,19 @@ def _local_token_index(tokens: Tensor, axis: Axis) -> Tensor:
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """Every rank's part of x along `dim` joined into the whole sequence, on every rank; has a gradient."""
+    """All-gather x along `dim` into the full sequence, in order. Differentiable; gradients are summed over ranks."""
     if axis.size == 1:
         return x
     return from_zigzag(all_gather(x[None], axis), dim)
 
 
 def unshard_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """As `unshard` along dimension 1, where every rank goes on to compute the same: the gradient is that of its own
-    part."""
+    """Unshard along dimension 1, for ranks that then all compute the same. The gradient is this rank's slice."""
     return x if axis.size == 1 else from_zigzag(all_gather_replicated(x[None], axis), 1)
 
 
 def context_attention(
-    query: Tensor,  # [batch, seq, heads, head_dim]: this rank's part of the sequence
+    query: Tensor,  # [batch, seq, heads, head_dim]: this rank's shard of the sequence
     key: Tensor,  # [batch, seq, groups, head_dim]
     value: Tensor,  # [batch, seq, groups, head_dim]
     *,
@@ -153,8 +163,8 @@ def context_attention(
     outer: Axis,
     gather: bool,
     causal: bool = True,
-    mask: Tensor | None = None,  # bool [batch, 1, queries, keys], of the whole sequences; with a2a alone
-    documents: Tensor | None = None,  # int32 [batch, documents], of the whole sequences
+    mask: Tensor | None = None,  # bool [batch, 1, queries, keys] of full sequences; a2a only
+    documents: Tensor | None = None,  # int32 [batch, documents]: ends in the full sequences
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -163,11 +173,13 @@ def context_attention(
     first_head: int = 0,
     alibi: int | None = None,
     saved: bool = False,
-    bias: Tensor | None = None,  # [1, heads after the exchange, queries, keys]; with a2a alone
+    bias: Tensor | None = None,  # [1, heads after the exchange, queries, keys]; a2a only
     sink: Tensor | None = None,  # float32 [heads]
 ) -> Tensor:
-    """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
-    assert outer.size == 1 or (mask is None and bias is None), "a ring takes documents, and no mask or bias"
+    """Compute ops.attention_core.attention over a sharded sequence. Returns [batch, seq, heads, head_dim]."""
+    assert outer.size == 1 or (mask is None and bias is None), (
+        "a ring supports documents, but no mask or bias"
+    )
     query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
@@ -183,18 +195,20 @@ def context_attention(
         alibi=alibi,
         sink=sink,
     )
-    if sink is not None and inner.size > 1:  # that of the heads that are here now
+    if sink is not None and inner.size > 1:  # that of the heads after the exchange
         settings["sink"] = sink.narrow(0, inner.rank * query.shape[2], query.shape[2])
     if outer.size == 1:
         out = attention(query, key, value, mask=mask, bias=bias, saved=saved, **settings)
-    else:  # a ring has nothing saved
+    else:  # a ring ignores `saved`
         ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
         out = ring_attention(query, key, value, **ring, **settings)
     return tokens_from_heads(out, inner)
 
 
-def _levels(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None) -> tuple[Axis, Axis]:
-    """The axis of the exchange of heads, and that of the ring or gather."""
+def _inner_and_outer(
+    axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None
+) -> tuple[Axis, Axis]:
+    """Return the axis of the all-to-all of heads, and that of the ring or all-gather."""
     if cp_comm_type == "a2a":
         return axis, Axis()
     if cp_comm_type != "a2a+p2p":

@@ -1,11 +1,11 @@
-"""Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
+"""Ulysses (Jacobs et al. 2023), the a2a of context parallelism: an all-to-all of tokens for heads, and back.
 
-After the exchange a rank has the whole sequence of some heads. Cross-attention (T5) always goes this way: its queries
-and its keys are each cut by the length of their own sequence, and after the exchange a rank has whole sequences of
-both. Biases of relative positions are then computed for this rank's heads alone.
+After the exchange a rank has the full sequence for some heads. Cross-attention (T5) always uses it: queries and keys
+are each sharded along their own sequence, and after the exchange a rank has full sequences of both. Relative position
+biases are then computed for the local heads only.
 
-With NCCL or gloo, the shares are packed, sent and unpacked. Copy engines (copy_engine_heads.py) fetch them to their
-final addresses, so that nothing is packed.
+With NCCL or gloo, shards are packed, sent and unpacked. Copy engines (copy_engine_heads.py) copy them to their final
+addresses without packing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from megalith.parallel.context.zigzag import from_zigzag, zigzag
 
 
 def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one exchange for the three.
+    """Exchange local tokens of all heads for all tokens of local heads, in order, in one all-to-all.
 
-    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
-    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
-    sum over its copies.
+    Maps [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. If size does not divide the key
+    and value heads, they are first repeated to the smallest multiple; gradients of repeated heads are summed.
     """
     if axis.size == 1:
         return query, key, value
@@ -35,14 +34,14 @@ def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
     if query.shape[1] == key.shape[1]:
-        return _exchanged([query, key, value], axis)
-    (query,) = _exchanged([query], axis)  # cross-attention's, over a sequence of another length
-    (both,) = _exchanged([torch.cat([key, value], dim=-1)], axis)
+        return _exchange([query, key, value], axis)
+    (query,) = _exchange([query], axis)  # cross-attention: the sequences have different lengths
+    (both,) = _exchange([torch.cat([key, value], dim=-1)], axis)
     return query, *both.chunk(2, dim=-1)
 
 
 def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
-    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
+    """Invert the exchange: [batch, size · seq, heads / size, head_dim] -> [batch, seq, heads, head_dim]."""
     if axis.size == 1:
         return out
     if axis.uses_copy_engine(out):
@@ -50,13 +49,13 @@ def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
     return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
 
 
-def _exchanged(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """One exchange for one tensor, or for queries, keys and values, [batch, seq, ·, head_dim] each."""
+def _exchange(xs: list[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """Exchange one tensor, or queries, keys and values, each [batch, seq, ·, head_dim], in one all-to-all."""
     if axis.uses_copy_engine(xs[0]):
         return _HeadsFromTokens.apply(axis, *xs)
-    shares = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
-    exchanged = all_to_all(torch.cat(shares, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
-    return from_zigzag(exchanged, dim=1).split([share.shape[3] for share in shares], dim=2)
+    shards = [x.unflatten(2, (axis.size, -1)) for x in xs]  # [batch, seq, size, ·, head_dim]
+    exchanged = all_to_all(torch.cat(shards, dim=3).movedim(2, 0), axis)  # [size, batch, seq, ·, head_dim]
+    return from_zigzag(exchanged, dim=1).split([shard.shape[3] for shard in shards], dim=2)
 
 
 class _HeadsFromTokens(torch.autograd.Function):

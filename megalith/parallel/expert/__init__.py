@@ -1,1 +1,1 @@
-"""Expert parallelism: experts spread over ranks."""
+"""Expert parallelism: experts distributed over ranks."""

@@ -1,16 +1,14 @@
-"""The dispatch buffer of expert parallelism: one row holds a token and its routing.
+"""The dispatch buffer of expert parallelism: one dispatch row holds a token and its routing.
 
-    row of a parcel    | x [hidden] | weights of its experts, float32 [topk] | numbers of its rows, int32 [topk] |
+    dispatch row    | x [hidden] | router weights, float32 [topk] | expert row ids, int32 [topk] |
 
 The buffer is one tensor of x's dtype. Its last columns hold the bits of other dtypes, so no arithmetic may touch them.
-The ranks exchange how many pairs of token and expert they have for every expert. From that, a sender numbers the rows
-of the experts of all ranks: by expert, within an expert by rank, within a rank in the order of the tokens. The
-receiver of a parcel picks the numbers that are rows on this rank, and needs neither a sort nor a count.
+The ranks exchange their number of (token, expert) pairs per expert. From that, a sender numbers the rows of the experts
+of all ranks: by expert, then by rank, then in the order of the tokens. The receiver picks the ids that are rows on this
+rank, and needs neither a sort nor a count. The gradient of a dispatch row is a dispatch row with zeros for the ids.
 
-The gradient of a parcel is a parcel: x's, the weights', and zeros.
-
-With buffers as large as any routing needs, every rank gets a parcel of each token, without row numbers: it knows the
-experts of all ranks' tokens and finds the rows itself.
+Static dispatch (buffers sized for any routing) sends each token to every rank, without row ids: a rank knows the
+experts of all ranks' tokens, and computes the row ids itself.
 """
 
 from __future__ import annotations
@@ -35,76 +33,89 @@ from megalith.ops.permute import (
     sum_at,
 )
 
-NOWHERE = 2**31 - 1  # behind all rows
-# Of four bytes, of which a parcel without numbers of rows has a multiple: 16 bytes, what a GPU loads at once.
+DROPPED = 2**31 - 1  # row id of a dropped pair, larger than any row
+# Dispatch rows without row ids are padded to this many float32: 16 bytes, the widest load of a GPU.
 ROW_ALIGNMENT = 4
 
 
 class DispatchPlan(NamedTuple):
-    """Which tokens go where; every parcel's place is known, but not how many there are."""
+    """The destinations of tokens: the position of every dispatch row, but not yet the number of rows."""
 
     weights: Tensor  # float32 [tokens, topk]
-    choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the numbers of the rows
-    token: Tensor  # int64 [parcels or more]
-    row: Tensor  # int64 [tokens, ranks]: the parcels of each token, by the rank that they go to
-    first: Tensor  # int64 [1]: the number of the first row here
-    counts: Tensor  # int64 [experts here]: rows of each
-    sizes: Tensor  # int64 [2 · ranks + experts here]: parcels to each rank, from each rank, and counts
+    choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the row ids
+    token: Tensor  # int64 [dispatch rows or more]: the token of each
+    row: Tensor  # int64 [tokens, ranks]: the dispatch row of each token for each rank
+    first: Tensor  # int64 [1]: id of the first local expert row
+    counts: Tensor  # int64 [local experts]: rows of each
+    sizes: Tensor  # int64 [2 · ranks + local experts]: dispatch rows to each rank, from each rank; counts
 
 
-def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> DispatchPlan:
-    """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
-    number behind the last expert is nowhere."""
-    ranks, experts = axis.size, here * axis.size
-    # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
-    groups = torch.cat([destinations, destinations // here + experts + 1], 1)
+def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, local_experts: int) -> DispatchPlan:
+    """Plan the dispatch of this rank's tokens. Collective over `axis`.
+
+    Args:
+        weights: router weights, float32 [tokens, topk].
+        destinations: expert ids, int64 [tokens, topk]; the id after the last expert drops the pair.
+        axis: the expert-parallel axis.
+        local_experts: number of experts per rank.
+    """
+    ranks, experts = axis.size, local_experts * axis.size
+    # Count experts and ranks together: ids of experts, then of ranks, each followed by one id for dropped pairs.
+    groups = torch.cat([destinations, destinations // local_experts + experts + 1], 1)
     sizes, before, has = count_destinations(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)
     token, row = replicate_tokens(sizes[to], before[:, to], has[:, to])
     table = all_gather_no_grad(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
-    to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
+    to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # by sending rank
     totals = to_experts.sum(0)
     begin = group_starts(totals)
     mine = begin + to_experts[: axis.rank].sum(0)
-    number = torch.cat([mine, totals.sum()[None]])[destinations] + before.gather(1, destinations)
-    choices = torch.cat([weights.detach().view(torch.int32), number.int()], 1)
-    own = slice(axis.rank * here, axis.rank * here + here)
-    counts = totals[own]
-    told = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
-    return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
+    row_ids = torch.cat([mine, totals.sum()[None]])[destinations] + before.gather(1, destinations)
+    choices = torch.cat([weights.detach().view(torch.int32), row_ids.int()], 1)
+    local = slice(axis.rank * local_experts, axis.rank * local_experts + local_experts)
+    counts = totals[local]
+    host_sizes = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
+    return DispatchPlan(weights, choices, token, row, begin[local][:1].clone(), counts.clone(), host_sizes)
 
 
 def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Permutation]:
-    """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
+    """Return the `count` dispatch rows of x [tokens, hidden], and their order."""
     order = Permutation(plan.token[:count], plan.row, all_kept=False)
     return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
 
 
 def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Permutation]:
-    """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
-    [rows, 1]; and the order of these rows."""
+    """Return the rows of local experts in received dispatch rows.
+
+    Returns:
+        The `count` rows [rows, hidden], their weights, float32 [rows, 1], and their order.
+    """
     topk = plan.weights.shape[1]
     rows, weights, token, row = _Unpack.apply(packed, plan.first, topk, count, fused)
     return rows, weights, Permutation(token, row, all_kept=False)
 
 
-def spread(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
-    """The parcels of the tokens x [tokens, hidden] with weights float32 [tokens, topk], the same for each of the
-    ranks: [ranks · tokens, hidden and the weights' bits]."""
-    return _Spread.apply(x, weights, ranks, fused)
+def replicate_rows(x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
+    """Return dispatch rows without row ids, repeated for each rank: [ranks · tokens, hidden + bits of the weights].
+
+    x is [tokens, hidden], weights are float32 [tokens, topk].
+    """
+    return _ReplicateRows.apply(x, weights, ranks, fused)
 
 
 def unpack_replicated(
-    parcels: Tensor, plan: ExpertRows, end: Tensor, hidden: int, fused: bool
+    packed: Tensor, plan: ExpertRows, end: Tensor, hidden: int, fused: bool
 ) -> tuple[Tensor, Tensor, Permutation]:
-    """As unpack, of parcels that have come from spread, with as many rows as there may be; from `end` on, int32 [1],
-    they may hold anything."""
-    rows, weights = _GatheredRows.apply(parcels, plan.pair, plan.row, end, hidden, fused)
+    """Unpack rows that were sent by `replicate_rows`, into a buffer sized for any routing.
+
+    Returns as `unpack`. Rows from `end`, int32 [1], on are undefined.
+    """
+    rows, weights = _UnpackReplicated.apply(packed, plan.pair, plan.row, end, hidden, fused)
     order = Permutation(plan.pair // plan.row.shape[1], plan.row, all_kept=False, all_hold=False, end=end)
     return rows, weights, order
 
 
-class _Spread(torch.autograd.Function):
+class _ReplicateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, ranks: int, fused: bool) -> Tensor:
         ctx.hidden, ctx.topk, ctx.ranks, ctx.fused = x.shape[1], weights.shape[1], ranks, fused
@@ -115,28 +126,30 @@ class _Spread(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
         args = grad[:, : ctx.hidden], weights, ctx.ranks
-        sums = (
-            as_one_kernel(_sums_over_ranks, *args, sizes_vary=True) if ctx.fused else _sums_over_ranks(*args)
-        )
+        sums = as_one_kernel(_sum_over_ranks, *args, sizes_vary=True) if ctx.fused else _sum_over_ranks(*args)
         return *sums, None, None
 
 
-class _GatheredRows(torch.autograd.Function):
+class _UnpackReplicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parcels: Tensor, pair: Tensor, row: Tensor, end: Tensor, hidden: int, fused: bool):
-        x, weights, topk = parcels[:, :hidden], parcels[:, hidden:].view(torch.float32), row.shape[1]
+    def forward(ctx, packed: Tensor, pair: Tensor, row: Tensor, end: Tensor, hidden: int, fused: bool):
+        x, weights, topk = packed[:, :hidden], packed[:, hidden:].view(torch.float32), row.shape[1]
         ctx.row, ctx.width, ctx.fused = row, weights.shape[1], fused
         weights = weights[:, :topk]
         if fused and kernels.AVAILABLE and x.is_cuda:
-            taken = as_one_kernel(rows_at, weights.reshape(-1, 1), pair, False, sizes_vary=True)
-            return kernels.take_rows(x, pair, end, topk), taken
+            row_weights = as_one_kernel(rows_at, weights.reshape(-1, 1), pair, False, sizes_vary=True)
+            return kernels.take_rows(x, pair, end, topk), row_weights
         args = x, weights, pair
-        return as_one_kernel(_rows_of_pairs, *args, sizes_vary=True) if fused else _rows_of_pairs(*args)
+        return as_one_kernel(_take_pairs, *args, sizes_vary=True) if fused else _take_pairs(*args)
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_weights: Tensor):
         args = grad, grad_weights, ctx.row, ctx.width
-        x, weights = as_one_kernel(_both_taken, *args, sizes_vary=True) if ctx.fused else _both_taken(*args)
+        x, weights = (
+            as_one_kernel(_place_row_gradients, *args, sizes_vary=True)
+            if ctx.fused
+            else _place_row_gradients(*args)
+        )
         return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None, None
 
 
@@ -150,7 +163,11 @@ class _Pack(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
         args = grad[:, : ctx.hidden], weights, ctx.row
-        sums = as_one_kernel(_both_sums, *args, rows_vary=True) if ctx.fused else _both_sums(*args)
+        sums = (
+            as_one_kernel(_sum_row_gradients, *args, rows_vary=True)
+            if ctx.fused
+            else _sum_row_gradients(*args)
+        )
         return *sums, None, None, None
 
 
@@ -158,48 +175,56 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, packed: Tensor, first: Tensor, topk: int, count: int, fused: bool):
         bits = packed.view(torch.int32)
-        weights, numbers = bits[:, -2 * topk : -topk].view(torch.float32), bits[:, -topk:]
+        weights, row_ids = bits[:, -2 * topk : -topk].view(torch.float32), bits[:, -topk:]
         x = packed.narrow(1, 0, packed.shape[1] - 2 * topk * 4 // packed.element_size())
-        args = x, weights, numbers, first, packed.new_empty(count, dtype=torch.bool)
-        found = as_one_kernel(_unpacked, *args, rows_vary=True) if fused else _unpacked(*args)
-        rows, row_weights, token, ctx.row = found
+        args = x, weights, row_ids, first, packed.new_empty(count, dtype=torch.bool)
+        outputs = as_one_kernel(_unpack_rows, *args, rows_vary=True) if fused else _unpack_rows(*args)
+        rows, row_weights, token, ctx.row = outputs
         ctx.fused = fused
         ctx.mark_non_differentiable(token, ctx.row)
         return rows, row_weights, token, ctx.row
 
     @staticmethod
-    def backward(ctx, grad: Tensor, grad_weights: Tensor, *nothing):
+    def backward(ctx, grad: Tensor, grad_weights: Tensor, *_):
         args = grad, grad_weights, ctx.row, 2 * ctx.row.shape[1]
-        x, weights = as_one_kernel(_both_taken, *args, rows_vary=True) if ctx.fused else _both_taken(*args)
+        x, weights = (
+            as_one_kernel(_place_row_gradients, *args, rows_vary=True)
+            if ctx.fused
+            else _place_row_gradients(*args)
+        )
         return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
 
 
-def _both_sums(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a token's parcels, added."""
+def _sum_row_gradients(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of each token's dispatch rows."""
     return sum_at(x, row, False), sum_at(weights, row, False)
 
 
-def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows, as many as `rows` has, and their weights; the parcel of each row, and the rows of each parcel."""
-    topk, count = numbers.shape[1], len(rows)
-    row = numbers - first
-    row = torch.where(row < 0, NOWHERE, row).clamp(max=count)
+def _unpack_rows(
+    x: Tensor, weights: Tensor, row_ids: Tensor, first: Tensor, rows: Tensor
+) -> tuple[Tensor, ...]:
+    """Return len(`rows`) rows, their weights, the dispatch row of each, and the rows of each dispatch row."""
+    topk, count = row_ids.shape[1], len(rows)
+    row = row_ids - first
+    row = torch.where(row < 0, DROPPED, row).clamp(max=count)
     pair = inverse(row.flatten(), count + 1)[:-1]
     token = pair // topk
     return x[token], weights.reshape(-1, 1)[pair], token, row
 
 
-def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, width]."""
+def _place_row_gradients(
+    grad: Tensor, grad_weights: Tensor, row: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, and of the weights padded with zeros: float32 [dispatch rows, width]."""
     weights = rows_at(grad_weights, row.flatten(), False).view(row.shape)
     return sum_at(grad, row, False), F.pad(weights, (0, width - row.shape[1]))
 
 
-def _rows_of_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of pairs of a token and one of its weights, and those weights."""
+def _take_pairs(x: Tensor, weights: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of (token, weight) pairs, and their weights."""
     return rows_at(x, pair // weights.shape[1], False), rows_at(weights.reshape(-1, 1), pair, False)
 
 
-def _sums_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The sums of the ranks' parts, which stand one after the other, in fp32 at least, rounded once."""
+def _sum_over_ranks(x: Tensor, weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Sum the ranks' consecutive blocks of rows, in fp32 at least, rounded once."""
     return tuple(part.unflatten(0, (ranks, -1)).sum(0) for part in (x, weights))

@@ -1,8 +1,4 @@
-"""What ranks count together of their routers' choices.
-
-A router whose tokens are one of several parts of a micro-batch; the tokens of each expert in a step, over all ranks,
-and the expert bias that follows from them.
-"""
+"""Token counts per expert over all ranks: for load-balancing losses, for the log, and for expert biases."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from megalith.parallel.mesh import Mesh
 
 
 class ShardedTokens(LocalTokens):
-    """The tokens here are one of `axis.size` parts of their micro-batch."""
+    """Local tokens that are one of `axis.size` shards of their micro-batch."""
 
     def __init__(self, axis: Axis):
         self.axis, self.shards = axis, axis.size
@@ -38,9 +34,12 @@ class ShardedTokens(LocalTokens):
 def gather_tallies(
     chunks: Sequence[Transformer], mesh: Mesh, sequence_parallel: bool, device: torch.device
 ) -> Tensor | None:
-    """The tallies of the step's micro-batches, summed: float32 [layers with experts, experts + 3], on every rank.
+    """Sum the routers' tallies over micro-batches and ranks, and reset them. Collective.
 
-    Every rank calls it after its backward passes; its own tallies begin anew. None where there are no experts.
+    Call it after the backward passes of a step.
+
+    Returns:
+        float32 [layers with experts, experts + 3], the same on every rank. None without experts.
     """
     config = chunks[0].config
     if not config.expert_layers:
@@ -50,13 +49,13 @@ def gather_tallies(
         tallies[index] = router.tally
         router.tally.zero_()
     tallies = all_reduce_no_grad(tallies, mesh.dp_cp)
-    if sequence_parallel:  # else the ranks of the tensor axis have the same tokens
+    if sequence_parallel:  # otherwise the tensor-parallel ranks have the same tokens
         tallies = all_reduce_no_grad(tallies, mesh.tp)
     return all_reduce_no_grad(tallies, mesh.pp)
 
 
 def update_expert_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
-    """Moves the expert bias of every layer that has one, by the tallies of the step; `skipped` is 1 or 0."""
+    """Update the expert bias of every layer that has one from the step's tallies. `skipped` is 1 if the step was."""
     config = chunks[0].config
     for index, router in _routers(chunks):
         if router.expert_bias is not None:
@@ -65,7 +64,7 @@ def update_expert_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped
 
 
 def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
-    """The routers here, each with the number of its layer among those with experts."""
+    """Yield each local router, with the index of its layer among the layers with experts."""
     for chunk in chunks:
         for layer in layers_of(chunk).values():
             if layer.has_experts:

@@ -1,17 +1,17 @@
-"""Expert parallelism (Lepikhin et al. 2020): the experts of a layer are spread over ranks, and tokens are dispatched.
+"""Expert parallelism (Lepikhin et al. 2020): a layer's experts are distributed over ranks, and tokens are dispatched.
 
 The ranks of a pipeline stage (data × context × tensor for everything else) are for the experts edp replicas of ep
-ranks, with each expert sharded over etp of them (mesh.py). Every rank brings its own tokens:
+ranks, with each expert sharded over etp of them (mesh.py). Every rank has its own tokens:
 
-    1. Without sequence parallelism the TP ranks have the same tokens: each dispatches its share.
-    2. The etp ranks of an expert need the same tokens: they all-gather each other's.
-    3. alltoall   each token goes once to each rank that has some of its experts, and the sum of their outputs
-                  comes back: fewer bytes than a row for each pair of token and expert
-       allgather  all ranks with experts all-gather all tokens; each computes the part of its own experts
-    4. Partial outputs are reduced where tokens were gathered, and the shares of 1 are all-gathered.
+    1. Without sequence parallelism the TP ranks have the same tokens: each dispatches a part of them.
+    2. The etp ranks of an expert need the same tokens, and all-gather them.
+    3. alltoall   each token is sent once to each rank with some of its experts, which returns the sum of their
+                  outputs: fewer bytes than one row per (token, expert)
+       allgather  the ranks all-gather all tokens, and each computes its own experts
+    4. Partial outputs are reduced where tokens were gathered, and the parts of 1 are all-gathered.
 
-Every step is the gradient of another step. So an expert's gradient covers all tokens of its replica, and only has to
-be reduced over edp.
+Every collective is the gradient of another one. So an expert's gradient covers all tokens of its replica, and only has
+to be reduced over edp.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megalith.parallel.expert.dispatch_buffer import (
     DispatchPlan,
     pack,
     plan_dispatch,
-    spread,
+    replicate_rows,
     unpack,
     unpack_replicated,
 )
@@ -57,10 +57,10 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
-# The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
-# fc1, rows of fc2. Of the bias of fc2 each rank adds some columns, so that the ranks' sum has it once, and none shares
-# its gradient with another.
-CUTS = {
+# The dimensions of weights [experts, out, in] and biases [experts, out] that are sharded over ep and etp: fc1 by
+# columns, fc2 by rows. Each rank adds some columns of the bias of fc2, so that the sum over ranks contains it once and
+# no two ranks have gradients of the same element.
+EXPERT_SHARDING = {
     "linear_fc1": {"weight": {"ep": 0, "etp": 1}, "bias": {"ep": 0, "etp": 1}},
     "linear_fc2": {"weight": {"ep": 0, "etp": 2}, "bias": {"ep": 0, "etp": 1}},
 }
@@ -69,35 +69,39 @@ CUTS = {
 def apply_expert(
     model: Transformer, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str, bounded: bool = False
 ) -> None:
-    """Spreads the experts of `model`, on the meta device, over the mesh, in place; `dispatcher` is how tokens travel,
-    `bounded`: in buffers as large as any routing needs.
+    """Distribute the experts of `model` over the mesh, in place.
 
-    `tensor` is what apply_tensor returned. The sizes divide as config.expert_rules demands.
+    Args:
+        model: on the meta device. Its sizes have passed the checks of config.rules.expert_rules.
+        mesh: this rank's axes.
+        tensor: the result of apply_tensor.
+        dispatcher: "alltoall" or "allgather".
+        bounded: static dispatch, with buffers sized for any routing.
     """
     sequence_parallel = tensor is not None and tensor.sequence_parallel
-    parts = mesh.cp_tp if sequence_parallel else mesh.cp
+    token_axis = mesh.cp_tp if sequence_parallel else mesh.cp
     for layer in layers_of(model).values():
         if not layer.has_experts:
             continue
-        if parts.size > 1:
-            plug(layer.mlp.router, "local_tokens", ShardedTokens(parts))
+        if token_axis.size > 1:
+            plug(layer.mlp.router, "local_tokens", ShardedTokens(token_axis))
         if mesh.experts is not None:
-            _cut(layer.mlp.experts, mesh)
+            _shard_experts(layer.mlp.experts, mesh)
         if mesh.ep_etp.size > 1 or tensor is not None:
             plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher, bounded))
 
 
 class HostCopy:
-    """What a tensor holds, on its way to the host while the device goes on with what is launched after."""
+    """An asynchronous copy of a tensor to the host, which overlaps later work of the device."""
 
     def __init__(self, x: Tensor):
         self._copy = x.to("cpu", non_blocking=True)
-        self._made = torch.cuda.current_stream().record_event() if x.is_cuda else None
+        self._done = torch.cuda.current_stream().record_event() if x.is_cuda else None
 
     def values(self) -> list:
-        """Waits for it."""
-        if self._made is not None:
-            self._made.synchronize()
+        """Wait for the copy, and return its values."""
+        if self._done is not None:
+            self._done.synchronize()
         return self._copy.tolist()
 
 
@@ -109,8 +113,8 @@ class ExpertParallel(Dispatch):
     so buffers have one size for any routing, and the number of rows of the experts here stays on the device, where
     grouped matmuls read it. It also reads nothing with experts padded to their capacity, where each pair is a row.
 
-    Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two lines
-    hide its all-to-alls too:
+    Work that needs no tokens overlaps the all-to-alls. The backward pass runs in reverse order, so the same two
+    rows hide its all-to-alls too:
 
                          forward                              backward, read upwards
         dispatch         weights cast, while the host reads   wgrads of the experts
@@ -130,152 +134,162 @@ class ExpertParallel(Dispatch):
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
         self.overlaps = config.moe_shared_expert_overlap
-        # Where FSDP2 gathers the experts' weights it does so as their module begins: not earlier.
-        self.prepares = mesh.expert_fsdp is None
-        self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
+        # FSDP2 gathers expert weights when their module starts, so they cannot be cast earlier.
+        self.casts_early = mesh.expert_fsdp is None
+        self.uses_alltoall = dispatcher == "alltoall" and mesh.ep.size > 1
         self.dispatch_axis = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
-        self.micro_batches = _micro_batches(self.dispatch_axis.size, mesh.cp.size * mesh.tp.size)
+        self.micro_batches = max_micro_batches(self.dispatch_axis.size, mesh.cp.size * mesh.tp.size)
 
     def plan(self, routing: Routing, layout: PassLayout) -> DispatchPlan | ExpertRows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
-        if self._shares(layout):
-            # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
+        if self._splits_tokens(layout):
+            # Padding of the last ranks has weight 0. It goes to any experts, but is dropped if experts have a capacity.
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
-            weights, destinations = self._share(weights), self._share(destinations, filler)
+            weights, destinations = self._local_tokens(weights), self._local_tokens(destinations, filler)
         weights = all_gather(weights, self.dispatch_axis)
         destinations = all_gather_no_grad(destinations, self.dispatch_axis)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
-        if not self.sends:
-            destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
+        if not self.uses_alltoall:
+            destinations = local_expert_ids(destinations, self.ep.rank, self.local_experts, self.experts)
             return self.rows(weights, destinations, capacity, self.local_experts)
         if capacity is not None and self.fills_up:
             return self.rows(weights, destinations, capacity, self.experts)
         if self.bounded:
-            everywhere = all_gather_no_grad(destinations.int(), self.ep).long()
-            here = _numbers_here(everywhere, self.ep.rank, self.local_experts, self.experts)
-            return bounded_rows(weights, here, self.local_experts)
+            all_destinations = all_gather_no_grad(destinations.int(), self.ep).long()
+            local_ids = local_expert_ids(all_destinations, self.ep.rank, self.local_experts, self.experts)
+            return bounded_rows(weights, local_ids, self.local_experts)
         return plan_dispatch(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
         self, x: Tensor, plan: DispatchPlan | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
-        """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
+        """Run x [tokens, hidden] through the experts of `plan`, and add the output of `shared`: [tokens, hidden]."""
         sizes = HostCopy(plan.sizes) if isinstance(plan, DispatchPlan) else None
-        shared = None if shared is None else cache(shared)  # called early, where it overlaps
-        beside = shared if self.overlaps else None
-        tokens, shares = len(x), self._shares(layout)
-        x = all_gather(self._share(x) if shares else x, self.dispatch_axis)
+        shared = None if shared is None else cache(shared)  # may be called early, to overlap
+        overlapped_fn = shared if self.overlaps else None
+        tokens, splits_tokens = len(x), self._splits_tokens(layout)
+        x = all_gather(self._local_tokens(x) if splits_tokens else x, self.dispatch_axis)
         if sizes is not None:
-            y = self._send(x, plan, sizes, experts, beside)
-        elif self.sends and plan.bounded:
-            y = self._send_bounded(x, plan, experts, beside)
-        elif self.sends:
-            y = self._send_filled(x, plan, experts, beside)
+            y = self._run_alltoall(x, plan, sizes, experts, overlapped_fn)
+        elif self.uses_alltoall and plan.bounded:
+            y = self._run_static(x, plan, experts, overlapped_fn)
+        elif self.uses_alltoall:
+            y = self._run_padded(x, plan, experts, overlapped_fn)
         else:
             y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.dispatch_axis)
-        y = all_gather_replicated(y, self.tensor.axis)[:tokens] if shares else y
+        y = all_gather_replicated(y, self.tensor.axis)[:tokens] if splits_tokens else y
         return y if shared is None else y + shared()
 
-    def _shares(self, layout: PassLayout) -> bool:
-        """Whether all ranks of the tensor axis have the same tokens, and each takes a part of them."""
+    def _splits_tokens(self, layout: PassLayout) -> bool:
+        """Return whether the tensor-parallel ranks have the same tokens, of which each dispatches a part."""
         return self.tensor is not None and not layout.sharded
 
-    def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
-        """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
+    def _local_tokens(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
+        """Return this rank's part of x [tokens, width], padded with `filler` to the same length on all ranks."""
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
         return local_chunk(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
-    def _send(
-        self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, beside: Shared
+    def _run_alltoall(
+        self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, overlapped_fn: Shared
     ) -> Tensor:
-        """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
-        its experts, and comes back as the sum of what these add.
+        """Dispatch x [tokens, hidden] by all-to-all, run the experts, and return the combined outputs.
 
-        `beside` is called while tokens are on their way back.
+        Each token is sent once to each rank that has some of its experts. `overlapped_fn` is called during the
+        all-to-all back.
         """
-        cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
+        cast = experts.cast(x.dtype) if self.casts_early else None  # while the host reads
         ranks, values = self.ep.size, sizes.values()
-        there, back, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
-        packed, order = pack(x, plan, sum(there), self.fusion)
-        way = begin_all_to_all(packed, self.ep, there, back)
-        # Made here, wgrads are computed in the backward pass during the all-to-all of the tokens' gradients.
+        sent, received, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
+        packed, order = pack(x, plan, sum(sent), self.fusion)
+        pending = begin_all_to_all(packed, self.ep, sent, received)
+        # Prepared here, so that the backward pass computes wgrads during the all-to-all of the tokens' gradients.
         matrices = None if cast is None else experts.prepare_weights(cast)
-        rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fusion)
+        rows, row_weights, row_order = unpack(end_all_to_all(pending), plan, sum(counts), self.fusion)
         rows = experts(rows, row_weights, RowGroups(plan.counts, counts), matrices)
-        return self._back(sum_rows(rows, here, self.fusion), back, there, order, beside)
+        return self._combine(sum_rows(rows, row_order, self.fusion), received, sent, order, overlapped_fn)
 
-    def _send_filled(self, x: Tensor, plan: ExpertRows, experts: Experts, beside: Shared) -> Tensor:
-        """As _send, with a row for each pair: `plan.size` for every expert from every rank, so that nothing is read."""
-        ranks, here, size = self.ep.size, self.local_experts, plan.size
+    def _run_padded(self, x: Tensor, plan: ExpertRows, experts: Experts, overlapped_fn: Shared) -> Tensor:
+        """Run as _run_alltoall, with experts padded to their capacity.
+
+        Every rank sends `plan.size` rows to every expert, so the host reads no sizes.
+        """
+        ranks, experts_per_rank, size = self.ep.size, self.local_experts, plan.size
         rows, row_weights, order = self.take(x, plan, None)
-        each = [here * size] * ranks
-        way = [begin_all_to_all(part, self.ep, each, each) for part in (row_weights, rows)]
-        matrices = experts.prepare_weights(experts.cast(x.dtype)) if self.prepares else None
-        counts = torch.full((ranks, here), size, device=x.device)
+        each = [experts_per_rank * size] * ranks
+        pending = [begin_all_to_all(part, self.ep, each, each) for part in (row_weights, rows)]
+        matrices = experts.prepare_weights(experts.cast(x.dtype)) if self.casts_early else None
+        counts = torch.full((ranks, experts_per_rank), size, device=x.device)
         by_expert = transpose_blocks(counts, sum(each))
-        row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in way)
-        rows = experts(rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * here), matrices)
-        return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
+        row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in pending)
+        rows = experts(
+            rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * experts_per_rank), matrices
+        )
+        return self._combine(take_rows(rows, by_expert.inverse()), each, each, order, overlapped_fn)
 
-    def _send_bounded(self, x: Tensor, plan: ExpertRows, experts: Experts, beside: Shared) -> Tensor:
-        """As _send, with a parcel of each token for every rank and as many rows as these may have, so that nothing is
-        read; the plan's weights are of the tokens here, its rows of those of all ranks."""
+    def _run_static(self, x: Tensor, plan: ExpertRows, experts: Experts, overlapped_fn: Shared) -> Tensor:
+        """Run as _run_alltoall, with static dispatch: each token goes to every rank, so the host reads no sizes.
+
+        The plan has the weights of local tokens, and the rows of the tokens of all ranks.
+        """
         ranks, tokens = self.ep.size, len(x)
-        cast = experts.cast(x.dtype) if self.prepares else None
-        way = begin_all_to_all(
-            spread(x, plan.weights, ranks, self.fusion), self.ep, [tokens] * ranks, [tokens] * ranks
+        cast = experts.cast(x.dtype) if self.casts_early else None
+        pending = begin_all_to_all(
+            replicate_rows(x, plan.weights, ranks, self.fusion), self.ep, [tokens] * ranks, [tokens] * ranks
         )
         matrices = None if cast is None else experts.prepare_weights(cast)
-        groups, parcels = RowGroups(plan.counts, padded=True), end_all_to_all(way)
-        rows, row_weights, order = unpack_replicated(parcels, plan, groups.end, x.shape[1], self.fusion)
+        groups, packed = RowGroups(plan.counts, padded=True), end_all_to_all(pending)
+        rows, row_weights, order = unpack_replicated(packed, plan, groups.end, x.shape[1], self.fusion)
         rows = experts(rows, row_weights, groups, matrices)
-        y = self._exchanged(sum_rows(rows, order, self.fusion), [tokens] * ranks, [tokens] * ranks, beside)
+        y = self._return_rows(
+            sum_rows(rows, order, self.fusion), [tokens] * ranks, [tokens] * ranks, overlapped_fn
+        )
         return y.unflatten(0, (ranks, tokens)).sum(0)  # in fp32, rounded once
 
-    def _back(
-        self, y: Tensor, sent: list[int], received: list[int], order: Permutation, beside: Shared
+    def _combine(
+        self, y: Tensor, sent: list[int], received: list[int], order: Permutation, overlapped_fn: Shared
     ) -> Tensor:
-        """The sum for each token here of what all ranks send back."""
-        return sum_rows(self._exchanged(y, sent, received, beside), order, self.fusion)
+        """Return each token's rows from all ranks, and sum them."""
+        return sum_rows(self._return_rows(y, sent, received, overlapped_fn), order, self.fusion)
 
-    def _exchanged(self, y: Tensor, sent: list[int], received: list[int], beside: Shared) -> Tensor:
-        """What all ranks send back; `beside` is called while it is on its way."""
-        way = begin_all_to_all(y, self.ep, sent, received)
+    def _return_rows(self, y: Tensor, sent: list[int], received: list[int], overlapped_fn: Shared) -> Tensor:
+        """Return outputs to the ranks of their tokens. `overlapped_fn` is called during the all-to-all."""
+        pending = begin_all_to_all(y, self.ep, sent, received)
         try:
-            if beside is not None:
-                beside()
-        finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
-            y = end_all_to_all(way)
+            if overlapped_fn is not None:
+                overlapped_fn()
+        finally:  # recomputation stops, by an exception, at the last missing tensor, maybe in `overlapped_fn`
+            y = end_all_to_all(pending)
         return y
 
 
-def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
-    """The numbers of the experts here, int64, and for all others the one that is nowhere."""
-    own = destinations - rank * here
-    return torch.where((own < 0) | (own >= here) | (destinations == nowhere), here, own)
+def local_expert_ids(destinations: Tensor, rank: int, local_experts: int, dropped: int) -> Tensor:
+    """Map global expert ids to local ones, int64. Experts of other ranks and dropped pairs become `local_experts`."""
+    ids = destinations - rank * local_experts
+    is_elsewhere = (ids < 0) | (ids >= local_experts) | (destinations == dropped)
+    return torch.where(is_elsewhere, local_experts, ids)
 
 
-def _micro_batches(ranks: int, alike: int) -> int:
-    """The most micro-batches that `ranks` neighbours have between them, where each `alike` neighbours share one.
+def max_micro_batches(ranks: int, sharing: int) -> int:
+    """Return the maximum number of micro-batches on `ranks` adjacent ranks, if each `sharing` adjacent ranks share one.
 
-    Each lets an expert take its capacity, so this many times it is what an expert may get of what they gather. Both
-    kinds of neighbours begin at multiples of their number.
+    An expert accepts its capacity from each micro-batch, so this bounds the rows that it gets from the gathered tokens.
+    Both kinds of groups start at multiples of their size.
     """
-    return 1 + -(-(ranks - math.gcd(ranks, alike)) // alike)
+    return 1 + -(-(ranks - math.gcd(ranks, sharing)) // sharing)
 
 
-def _cut(experts: Experts, mesh: Mesh) -> None:
-    """Makes the experts' parameters DTensors over ("ep", "etp"), or the one of them that there is."""
+def _shard_experts(experts: Experts, mesh: Mesh) -> None:
+    """Replace the experts' parameters by DTensors over "ep" and "etp", or the one of them with more than one rank."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for name, kinds in CUTS.items():
+    for name, kinds in EXPERT_SHARDING.items():
         linear = getattr(experts, name)
         for kind, parameter in list(linear.named_parameters()):
             placements = [Shard(kinds[kind][axis]) for axis in mesh.experts.mesh_dim_names]
-            placed = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
-            replace_parameter(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            dtensor = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
+            replace_parameter(linear, kind, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
     bias = experts.linear_fc2.bias
     if bias is not None:
         plug(experts.linear_fc2, "first_row", local_shape_and_offset(bias)[1][1])

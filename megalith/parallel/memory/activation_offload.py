@@ -36,9 +36,9 @@ SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is wo
 
 
 def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> None:
-    """Lets the first cpu_offloading_num_layers layers of `model`, or of a stage of it, keep their activations there.
+    """Offload the activations of the first cpu_offloading_num_layers layers of a model or stage to the host.
 
-    With full recomputation that is the input of each unit of layers; units that begin among these layers count.
+    With full recomputation these are the inputs of the units of layers that start among them.
     """
     if parallel.cpu_offloading_num_layers:
         for stack in stacks_of(model):
@@ -47,16 +47,16 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
 
 
 class ActivationOffload:
-    """A runner around another, and so around compiled layers and all that is recomputed inside them."""
+    """A runner around another one, and so outside of compiled and recomputed layers."""
 
     def __init__(self, run_layers: Runner, layers: int, unit: int = 1):
-        """The first `layers` layers, `unit` of them at a time."""
+        """Offload the first `layers` layers, `unit` layers at a time."""
         self._run_layers, self._layers, self._unit = run_layers, layers, unit
         self._streams: _CopyStreams | None = None
-        self._last: _Unit | None = None  # of the last pass: it has copies of what is still on the device, too
+        self._last: _OffloadUnit | None = None  # of the last pass; its tensors are still on the device too
 
     def __call__(self, layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-        """x [batch, seq, hidden] through these layers."""
+        """Run x [batch, seq, hidden] through these layers."""
         if not torch.is_grad_enabled():
             return self._run_layers(layers, x, context)
         self._streams = self._streams or _CopyStreams(x.device)
@@ -65,7 +65,7 @@ class ActivationOffload:
             some = layers[first : first + self._unit]
             unit = None
             if first < self._layers:
-                unit = _Unit(self._streams, some, context)
+                unit = _OffloadUnit(self._streams, some, context)
                 with saved_tensors_hooks(unit.pack, _unpack):
                     x = self._run_layers(some, x, context)
             else:
@@ -79,7 +79,7 @@ class ActivationOffload:
 
 
 class _CopyStreams:
-    """The streams for copies between a device and the host."""
+    """The streams for copies between the device and the host."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -87,7 +87,7 @@ class _CopyStreams:
         self.down, self.up = self.module.Stream(), self.module.Stream()
 
     def copied(self, target: Tensor, source: Tensor, stream: torch.Stream) -> torch.Event:
-        """Copies on `stream` what the device will have reached; the event is when it is done."""
+        """Start a copy on `stream` after the work queued on the current stream. Return an event after the copy."""
         event = self.module.Event()
         stream.wait_stream(self.module.current_stream())
         with self.module.stream(stream):
@@ -96,12 +96,12 @@ class _CopyStreams:
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """Lets the device, not the host, wait for a copy."""
+        """Make the current stream wait for a copy."""
         event.wait(self.module.current_stream())
 
 
 class _SavedStorage:
-    """A storage that the backward pass needs: on the device, on the host, or both."""
+    """A storage that the backward pass needs, on the device, on the host, or both."""
 
     def __init__(self, streams: _CopyStreams, storage: torch.UntypedStorage):
         self.streams = streams
@@ -110,7 +110,7 @@ class _SavedStorage:
             storage.nbytes(), dtype=torch.uint8, pin_memory=streams.device.type != "cpu"
         )
         self.event = streams.copied(self.on_host, self.on_device, streams.down)  # of the last copy
-        self.uses = 0  # tensors in it that have not been asked for again
+        self.uses = 0  # saved tensors in it that have not been unpacked yet
 
     def release(self) -> None:
         if self.on_device is not None:
@@ -128,15 +128,15 @@ class _SavedStorage:
         storage = self.on_device.untyped_storage()
         self.uses -= 1
         if self.uses <= 0:
-            self.on_device = None  # whoever has it needs it last
+            self.on_device = None  # the last user holds it
         return storage
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """A saved tensor: where it lies in its storage."""
+class _SavedTensor:
+    """A saved tensor, as a view of its storage."""
 
-    unit: _Unit  # which lives as long as a tensor of it is saved
+    unit: _OffloadUnit  # kept alive as long as a tensor of it is saved
     stored: _SavedStorage
     dtype: torch.dtype
     offset: int
@@ -144,68 +144,68 @@ class _Packed:
     stride: tuple[int, ...]
 
 
-class _Unit:
-    """What one pass through some layers has saved."""
+class _OffloadUnit:
+    """The tensors saved by one pass through some layers."""
 
     def __init__(self, streams: _CopyStreams, layers: Sequence[nn.Module], context: Context):
         self._streams, self._layers = streams, layers
-        encoded = context.encoded  # which all layers attend to
+        encoded = context.encoded  # read by all layers
         read = None if encoded is None else encoded.hidden
         self._shared = [*(context.rotary or ()), context.mask, context.documents, read]
         self._storages: dict[int, _SavedStorage] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         storage = tensor.untyped_storage()
         if tensor.device != self._streams.device or storage.nbytes() < SMALLEST:
             return tensor
         address = storage.data_ptr()
         if address not in self._storages:
-            if self._stays(address):
+            if self._is_kept(address):
                 return tensor
             self._storages[address] = _SavedStorage(self._streams, storage)
         stored = self._storages[address]
         stored.uses += 1
-        return _Packed(
+        return _SavedTensor(
             self, stored, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
-    def _stays(self, address: int) -> bool:
-        """Whether what stands there is a parameter, its cast for the step, or shared by all layers.
+    def _is_kept(self, address: int) -> bool:
+        """Return whether the storage is of a parameter, of its cast for the step, or shared by all layers.
 
-        Modules inside a layer that FSDP2 shards by themselves, experts, have their parameters gathered when they begin,
-        and freed before the layer ends: what the layer saves after that may stand where they stood.
+        FSDP2 gathers the parameters of experts when they start, and frees them before the layer ends. Tensors saved
+        after that may reuse their addresses, so these are looked up each time.
         """
-        inner = (local(parameter) for module in self._inner for parameter in module.parameters())
-        return address in self._staying or address in map(_address, inner)
+        inner = (local(parameter) for module in self._inner_fsdp_modules for parameter in module.parameters())
+        return address in self._kept or address in map(_address, inner)
 
     @cached_property
-    def _staying(self) -> set[int]:
-        """Asked for first in the layers' forward pass, where their parameters are gathered."""
-        staying = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
-        staying += [cast for layer in self._layers for cast in step_cast_tensors(layer)]
-        return {_address(tensor) for tensor in staying + self._shared if isinstance(tensor, Tensor)}
+    def _kept(self) -> set[int]:
+        """Addresses that are not offloaded. First read in the forward pass, while parameters are gathered."""
+        kept = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
+        kept += [cast for layer in self._layers for cast in step_cast_tensors(layer)]
+        return {_address(tensor) for tensor in kept + self._shared if isinstance(tensor, Tensor)}
 
     @cached_property
-    def _inner(self) -> list[nn.Module]:
+    def _inner_fsdp_modules(self) -> list[nn.Module]:
         modules = (module for layer in self._layers for module in layer.modules() if module is not layer)
         return [module for module in modules if isinstance(module, FSDPModule)]
 
     def release(self) -> None:
-        """Frees the device's memory, from where the device is now on."""
+        """Free the device memory, after the work queued on the current stream."""
         for stored in self._storages.values():
             stored.release()
 
     def fetch(self) -> None:
-        """Begins to copy everything back, the last first."""
+        """Start copying everything back, the last first."""
         for stored in reversed(self._storages.values()):
             if stored.uses:
                 stored.fetch()
 
 
 class _Prefetch:
-    """A hook on the gradient that comes to the next layers: calls back a unit's tensors if it still has any."""
+    """A hook on the gradient of the layers above, which starts copying a unit's tensors back."""
 
-    def __init__(self, unit: _Unit):
+    def __init__(self, unit: _OffloadUnit):
         self._unit = weakref.ref(unit)
 
     def __call__(self, grad: Tensor) -> None:
@@ -213,7 +213,7 @@ class _Prefetch:
             unit.fetch()
 
 
-def _unpack(saved: Tensor | _Packed) -> Tensor:
+def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     empty = torch.empty(0, dtype=saved.dtype, device=saved.stored.streams.device)

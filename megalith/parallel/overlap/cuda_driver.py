@@ -1,8 +1,8 @@
 """Copies between addresses and flags between GPUs, by CUDA's driver and runtime.
 
 A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets it to a number
-when all work before it is done, or waits until it has that number or a later one; numbers may wrap around. Neither
-takes an SM. A kernel that synchronizes with other ranks would wait for the matmul that occupies all of them.
+after all work queued before, or waits until it has that number or a later one; numbers may wrap around. Neither takes
+an SM. A kernel that synchronizes with other ranks would wait for the matmul that occupies all SMs.
 
 Streams are passed as handles and addresses are device addresses. Raises TrainingError with the driver's answer if it
 refuses a call, and if the package cuda-bindings is missing.
@@ -18,8 +18,10 @@ from megalith.errors import TrainingError
 
 
 class StridedRows(NamedTuple):
-    """`height` rows of `width`, which stand apart by one pitch at the source and by another at the target. All is in
-    bytes; source and target are where the first row begins, in something whose address comes later."""
+    """A two-dimensional copy: `height` rows of `width` bytes, with a pitch at the source and one at the target.
+
+    All sizes are in bytes. source and target are offsets of the first row from addresses that are passed later.
+    """
 
     source: int
     source_pitch: int
@@ -30,17 +32,17 @@ class StridedRows(NamedTuple):
 
 
 def copy(source: int, target: int, size: int, stream: int) -> None:
-    """Copies `size` bytes from one address to another."""
+    """Copy `size` bytes from one address to another."""
     _, cuda = _bindings()
     (status,) = cuda.cudaMemcpyAsync(
         target, source, size, cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice, stream
     )
     if int(status):
-        raise _refusal(status, f"copying {size:,} bytes from another GPU")
+        raise _driver_error(status, f"copying {size:,} bytes from another GPU")
 
 
 def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
-    """Copies rows from what begins at address `source` to what begins at `target`."""
+    """Copy rows from the memory at address `source` to that at `target`."""
     _, cuda = _bindings()
     (status,) = cuda.cudaMemcpy2DAsync(
         target + rows.target,
@@ -53,13 +55,17 @@ def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
         stream,
     )
     if int(status):
-        raise _refusal(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
+        raise _driver_error(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
 
 
 class Flags:
-    """Flags, by their addresses, that a stream raises and others that it then awaits: at most 255, in one call.
+    """Flags that a stream sets, and others that it then waits for, at most 255 in one driver call.
 
-    The call is made ready here, once; with all its flags it takes the host as long as one for a single flag.
+    The call is prepared once here. It takes the host as long as a call for a single flag.
+
+    Args:
+        raised: addresses of the flags to set.
+        awaited: addresses of the flags to wait for.
     """
 
     def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()):
@@ -70,28 +76,27 @@ class Flags:
         self._steps, self._values = zip(*raising, *awaiting, strict=True)
 
     def _step(self, kind: Any, name: str, address: int) -> tuple[Any, Any]:
-        """What the driver is to do, and the part of it that has the number."""
+        """Return the driver's operation, and its field for the number."""
         step = self._cuda.CUstreamBatchMemOpParams()
         step.operation, value = kind, getattr(step, name)
-        # By the default of a write all that stands before it in the stream is seen with it, by a wait's numbers are
-        # compared by a difference of int32 that is ≥ 0.
+        # By default, a write comes after all work queued before it, and a wait is over once the int32 difference is ≥
+        # 0.
         value.address, value.flags = self._cuda.CUdeviceptr(address), 0
         return step, value
 
     def __call__(self, number: int, stream: int) -> None:
-        """When all that stands before in the stream is done, the raised ones have this number; the stream goes on when
-        the awaited ones have it or a later one."""
+        """Set the raised flags to `number` after the queued work, and make the stream wait for the awaited flags."""
         number = self._cuda.cuuint32_t(number % 2**32)
         for value in self._values:
             value.value = number
         (status,) = self._cuda.cuStreamBatchMemOp(stream, len(self._steps), self._steps, 0)
         if int(status):
-            raise _refusal(status, "raising and awaiting flags of GPUs")
+            raise _driver_error(status, "raising and awaiting flags of GPUs")
 
 
 @cache
 def _bindings() -> tuple[Any, Any]:
-    """CUDA's driver and its runtime."""
+    """Return the bindings of CUDA's driver and runtime."""
     try:
         from cuda.bindings import driver, runtime
     except ImportError as error:
@@ -102,7 +107,7 @@ def _bindings() -> tuple[Any, Any]:
     return driver, runtime
 
 
-def _refusal(status: Any, doing: str) -> TrainingError:
+def _driver_error(status: Any, doing: str) -> TrainingError:
     return TrainingError(
         f"CUDA answered {status.name} ({int(status)}) to {doing}; "
         "leave out parallel.symmetric_memory_groups, whose collectives need that"

@@ -16,36 +16,36 @@ from torch.utils.flop_counter import flop_registry
 
 from megalith.parallel.overlap.interleave import ATTENTION_FLOPS, Interleave
 
-MAX_WIDTH = 8192  # elements that a program holds in registers
+MAX_WIDTH = 8192  # elements that a Triton program holds in registers
 
 
-def set_activation_budget(share: float) -> None:
-    """`share`: of what layers compiled from here on would keep for the backward pass what they may, 0 to 1."""
-    torch._functorch.config.activation_memory_budget = share
+def set_activation_budget(fraction: float) -> None:
+    """Set the fraction of activations, 0 to 1, that layers compiled from now on may save for the backward pass."""
+    torch._functorch.config.activation_memory_budget = fraction
 
 
 def prepare_compiler() -> None:
-    """Once for the process, before a layer is compiled for GPUs."""
+    """Configure Inductor. Call it once per process, before a layer is compiled for GPUs."""
     V.set_choices_handler(_Choices())
-    flop_registry.update(ATTENTION_FLOPS)  # by which torch weighs what to compute again
+    flop_registry.update(ATTENTION_FLOPS)  # torch uses these to choose what to recompute
     cache_whole_layers()
 
 
 def cache_whole_layers() -> None:
-    """Lets torch keep on disk what it makes of a layer's two passes, so that a later start need not trace them anew.
+    """Let torch cache the compiled passes of a layer on disk, so that later runs skip tracing.
 
-    It keeps none with an autograd function or a choice of attention kernels inside, as it cannot know in general what
-    these depend on. Ours depend on their code alone: what is traced is in the key, and of operators of our own, which
-    torch does not look into, the files are put there.
+    By default torch does not cache graphs with autograd functions or a choice of attention kernels, because it cannot
+    know what they depend on. Ours depend only on their code: traced code is part of the cache key already, and a hash
+    of the files that define operators is added to it.
     """
     key = torch.__version__ + operators_hash()
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    choices = ("_sdpa_kernel", "_backend_from_string")  # what `with sdpa_kernel(...)` is traced to
+    choices = ("_sdpa_kernel", "_backend_from_string")  # `with sdpa_kernel(...)` is traced to these
     config.unsafe_marked_cacheable_functions = {f"torch.nn.attention.{function}": key for function in choices}
 
 
 def operators_hash() -> str:
-    """Of the files that define operators, this one too, which chooses among kernels."""
+    """Return a hash of the files that define operators, and of this one, which chooses among kernels."""
     package = Path(__file__).parents[2]
     files = sorted(file for name in ("comm", "ops", "parallel") for file in package.glob(f"{name}/**/*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -54,10 +54,10 @@ def operators_hash() -> str:
 class _Choices(InductorChoices):
     @staticmethod
     def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:
-        """A norm reads its row once: Inductor by itself does so up to 1,024 elements, and reads longer rows twice.
+        """Make norms read each row once. By default Inductor reads rows of more than 1,024 elements twice.
 
-        On an H200 the forward norms of a layer of width 1,280 take 0.18 ms and not 0.35. The choice must not be made
-        by timing at the start, as Inductor's multi-kernels make it: a run that goes on would round in another way.
+        On an H200 the forward norms of a layer of width 1,280 take 0.18 ms instead of 0.35. The choice must not depend
+        on timing, as with Inductor's multi-kernels, because a resumed run could then round differently.
         """
         along_rows = features.get_reduction_hint() is ReductionHint.INNER
         if along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_WIDTH):
@@ -68,15 +68,18 @@ class _Choices(InductorChoices):
     def can_fuse_horizontal(
         scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
     ) -> bool:
-        """The halves of a micro-batch share weights, for which Inductor would put the norms of both into one kernel:
-        it would wait for the collectives of both, and neither would overlap the other's matmuls."""
-        if isinstance(config.post_grad_custom_post_pass, Interleave) and _awaited(
+        """Keep the two halves of a ping-pong micro-batch apart.
+
+        They share weights, so Inductor would fuse their norms into one kernel, which would wait for the collectives of
+        both halves. Then neither would overlap the matmuls of the other.
+        """
+        if isinstance(config.post_grad_custom_post_pass, Interleave) and _waits_before(
             scheduler, node1
-        ) != _awaited(scheduler, node2):
+        ) != _waits_before(scheduler, node2):
             return False
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
 
-def _awaited(scheduler: Scheduler, node: BaseSchedulerNode) -> set[str]:
-    """The waits for collectives that stand before a kernel."""
+def _waits_before(scheduler: Scheduler, node: BaseSchedulerNode) -> set[str]:
+    """Return the waits for collectives that a kernel depends on."""
     return {name for name in node.ancestors if isinstance(scheduler.name_to_node[name].node, ir._WaitKernel)}

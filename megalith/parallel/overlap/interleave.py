@@ -27,16 +27,22 @@ from torch.utils.flop_counter import flop_registry
 
 from megalith.ops import block_attention  # noqa: F401 (it registers operators)
 
-FLOPS = 600e12  # a second, of matmuls and of attention counted whole: an H200's
-LINK = 180e9  # bytes a second that a rank sends by NCCL beside matmuls; by copy engines it is twice as much
-LATENCY = 20e-6  # seconds that a collective takes at least
-MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are matmuls to fill in
+FLOPS = 600e12  # per second, of matmuls and of attention (counted without a mask), on an H200
+LINK = 180e9  # bytes per second that a rank sends by NCCL during matmuls; copy engines are twice as fast
+LATENCY = 20e-6  # minimum seconds of a collective
+MARGIN = (
+    0.5  # fraction of its time by which a collective may be late and still be hidden, if matmuls can fill in
+)
 
 
 def _attention_flops(first: int, over_keys: int, over_values: int) -> Callable[..., int]:
-    """The FLOPs of a kernel with its query, key and value [batch, ·, seq, head_dim] from argument `first` on, and so
-    many matmuls over the head dimension of keys and of values: each has a row for each query of each head, however few
-    heads of keys and values there are. torch 2.11's own formulas refuse grouped heads."""
+    """Return a FLOP formula for an attention kernel. torch 2.11's own formulas reject grouped query attention.
+
+    Args:
+        first: index of the query argument, followed by key and value: [batch, heads, seq, head_dim] each.
+        over_keys: number of matmuls over the head dimension of keys.
+        over_values: number of matmuls over the head dimension of values.
+    """
 
     def flops(*args, **_) -> int:
         query, key, value = args[first : first + 3]
@@ -63,7 +69,7 @@ ATTENTION_FLOPS = {
 
 
 class Interleave(CustomGraphPass):
-    """Puts the nodes of a graph of two halves in order; leaves any other graph as it is."""
+    """A graph pass that orders the nodes of a graph of two halves, and leaves other graphs unchanged."""
 
     def __call__(self, graph: Graph) -> None:
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -75,27 +81,30 @@ class Interleave(CustomGraphPass):
             output.prepend(node)
 
     def uuid(self) -> bytes:
-        """Lets torch keep what it has compiled: it depends on this file alone."""
+        """Return the cache key of the pass, which depends only on this file."""
         return get_hash_for_files((__file__,))
 
 
 def split(nodes: list[Node]) -> list[list[Node]] | None:
-    """The nodes of each half, and the rest, in order: what is made of both, and what no collective stands before or
-    behind, such as the gradient of the last matrix.
+    """Split the nodes into those of each half and the rest, each in order.
 
-    The first half of the collectives is one half's, the rest are the other's. None where they are not alike, or depend
-    on each other: then the graph is not of two halves.
+    The rest depends on both halves, or neither depends on a collective nor leads to one, such as the gradient of the
+    last weight. The first half of the collectives belongs to one half of the micro-batch, the others to the other.
+
+    Returns:
+        The three lists. None if the collectives of the halves differ or depend on each other: then the graph does not
+        consist of two halves.
     """
     starts = [node for node in nodes if starts_collective(node)]
     count = len(starts) // 2
     if not count or [node.target for node in starts[:count]] != [node.target for node in starts[count:]]:
         return None
     owners = {node: {int(number >= count)} for number, node in enumerate(starts)}
-    for node in nodes:  # what a half's collectives lead to is that half's
+    for node in nodes:  # nodes that depend on a half's collectives belong to that half
         owners[node] = owners.get(node, set()).union(*(owners.get(n, ()) for n in node.all_input_nodes))
     if any(len(owners[node]) > 1 for node in starts):
         return None
-    for node in reversed(nodes):  # and so is what leads to them alone
+    for node in reversed(nodes):  # and so do nodes that lead only to them
         owners[node] = owners[node] or set().union(*(owners.get(user, ()) for user in node.users))
     halves = [[node for node in nodes if owners[node] == {half}] for half in (0, 1)]
     return [*halves, [node for node in nodes if len(owners[node]) != 1]]
@@ -104,21 +113,21 @@ def split(nodes: list[Node]) -> list[list[Node]] | None:
 class Merge:
     """The simulated execution. `order` has every node once, after all of its inputs.
 
-    Whenever a matmul ends, the half that does not have to wait continues; if neither has to, the one that comes to its
-    next collective first. A collective begins as soon as its input is there, but not before earlier collectives of its
-    half. So the all-gather of a column-parallel linear's backward pass, whose input was saved, begins long before its
+    Whenever a matmul ends, the half that does not have to wait continues; if neither has to, the one that reaches its
+    next collective first. A collective starts once its input exists and earlier collectives of its half have started.
+    So the all-gather in the backward pass of a column-parallel linear, whose input was saved, starts long before its
     matmul.
 
-    Without the nodes that no collective depends on, the chains come to their collectives earlier. The inputs of these
-    nodes stay in memory until they run, within one layer. Those that fill no gap overlap the last collectives.
+    Nodes that no collective depends on leave their chains, so that these reach their collectives earlier. The inputs of
+    such nodes stay in memory until they run, within one layer. Those that fill no gap overlap the last collectives.
     """
 
     def __init__(self, nodes: list[Node], chains: list[list[Node]]):
         self.order: list[Node] = []
-        self._left = dict.fromkeys(nodes)  # to be placed
+        self._unplaced = dict.fromkeys(nodes)
         self._seconds = {node: seconds(node) for node in nodes}
         self._now = self._link_is_free = 0.0
-        self._done: dict[Node, float] = {}  # when a collective that has begun will be over
+        self._done: dict[Node, float] = {}  # end times of started collectives
         urgent = _leading_to_collectives(nodes)
         self._chains = [
             [node for node in chain if node in urgent and self._is_step(node)] for chain in chains
@@ -144,7 +153,7 @@ class Merge:
         return waits(node) or (self._seconds[node] > 0 and not starts_collective(node))
 
     def _next(self, current: int) -> int:
-        """The chain to go on with; at the end, waits come last."""
+        """Return the chain to continue. At the end, waits come last."""
 
         def key(number: int) -> tuple[float, float, bool, bool]:
             chain = self._chains[number]
@@ -153,21 +162,21 @@ class Merge:
         return min((number for number, chain in enumerate(self._chains) if chain), key=key)
 
     def _stall(self, step: Node, margin: float = 0.0) -> float:
-        """How long the device would be idle if it went on with this step, collectives being late by `margin`."""
+        """Return how long the device would be idle before this step if collectives were late by `margin`."""
         starts = [awaited(node) for node in (*self._missing(step), step) if waits(node)]
-        over = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]
-        stall = max(over, default=0.0) - self._now
+        ends = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]
+        stall = max(ends, default=0.0) - self._now
         return stall if stall > LATENCY else 0.0
 
     def _filler_before(self, step: Node) -> Node | None:
-        """What to compute while the device would wait for this step: the oldest that fits, or the shortest."""
+        """Return the filler to run while the device would wait for this step: the oldest that fits, or the shortest."""
         stall = self._stall(step, MARGIN)
         ready = [node for node in self._fillers if not self._stall(node, MARGIN)] if stall else []
         fitting = [node for node in ready if self._fillers[node] <= stall]
         return fitting[0] if fitting else min(ready, key=self._fillers.get, default=None)
 
     def _horizon(self, chain: list[Node]) -> float:
-        """When this chain by itself would begin its next collective."""
+        """Return the time at which this chain alone would start its next collective."""
         time = self._now
         for step in chain:
             if starts_collective(step):
@@ -178,31 +187,31 @@ class Merge:
         return math.inf
 
     def _begin_collectives(self, chain: list[Node]) -> None:
-        """Begins those of a half that come next, as long as nothing that takes time stands before them."""
+        """Start a half's next collectives, as long as no step that takes time comes before them."""
         for start in [step for step in chain if starts_collective(step)]:
             if any(self._takes_time(node) for node in self._missing(start)):
                 break
             self._place(start)
-        chain[:] = [step for step in chain if step in self._left]
+        chain[:] = [step for step in chain if step in self._unplaced]
 
     def _missing(self, node: Node) -> list[Node]:
-        """What has to be placed before `node` can be, in order."""
-        found: dict[Node, None] = {}
+        """Return the unplaced nodes that `node` depends on, in order."""
+        missing: dict[Node, None] = {}
 
         def visit(node: Node) -> None:
             for needed in node.all_input_nodes:
-                if needed in self._left and needed not in found:
+                if needed in self._unplaced and needed not in missing:
                     visit(needed)
-                    found[needed] = None
+                    missing[needed] = None
 
         visit(node)
-        return list(found)
+        return list(missing)
 
     def _place(self, node: Node) -> None:
-        if node not in self._left:
+        if node not in self._unplaced:
             return
         for each in [*self._missing(node), node]:
-            del self._left[each]
+            del self._unplaced[each]
             self.order.append(each)
             self._fillers.pop(each, None)
             if starts_collective(each):
@@ -215,12 +224,12 @@ class Merge:
 
 
 def _leading_to_collectives(nodes: list[Node]) -> set[Node]:
-    """The collectives, and all that one of them depends on."""
-    found: set[Node] = set()
+    """Return the collectives, and all nodes that one of them depends on."""
+    leading: set[Node] = set()
     for node in reversed(nodes):
-        if starts_collective(node) or not found.isdisjoint(node.users):
-            found.add(node)
-    return found
+        if starts_collective(node) or not leading.isdisjoint(node.users):
+            leading.add(node)
+    return leading
 
 
 def starts_collective(node: Node) -> bool:
@@ -232,7 +241,7 @@ def waits(node: Node) -> bool:
 
 
 def awaited(wait: Node) -> Node:
-    """The collective, of which the result that comes later is one of two where the other is there at once."""
+    """Return the collective of a wait. Its result may be one of two outputs."""
     result = wait.args[0]
     return result.args[0] if result.target is operator.getitem else result
 
@@ -242,8 +251,10 @@ def _is_functional_collective(node: Node) -> bool:
 
 
 def seconds(node: Node) -> float:
-    """How long a node keeps the device, or a collective the link. What only goes through memory counts for nothing: it
-    runs as a part of some other kernel, or beside the matmuls hardly matters."""
+    """Return the duration of a node on the device, or of a collective on the link.
+
+    Memory-bound nodes count as 0: they are fused into other kernels, or are short compared with matmuls.
+    """
     if starts_collective(node):
         return LATENCY + _bytes_sent(node) / LINK
     target = getattr(node.target, "overloadpacket", None)
@@ -251,29 +262,29 @@ def seconds(node: Node) -> float:
     if formula is None:
         return 0.0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return _known(formula(*args, **kwargs, out_val=node.meta["val"])) / FLOPS
+    return _size_hint(formula(*args, **kwargs, out_val=node.meta["val"])) / FLOPS
 
 
-def _known(size: int | torch.SymInt) -> int:
-    """A size as it is in the pass that the graph is traced for: a comparison would tie the graph to it."""
+def _size_hint(size: int | torch.SymInt) -> int:
+    """Return the size in the traced pass. Comparing the symbolic size would specialize the graph to it."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _bytes_sent(node: Node) -> int:
-    """By a rank, of a few; an all-reduce over many sends up to twice as much."""
+    """Return the bytes that one of a few ranks sends. An all-reduce over many ranks sends up to twice as much."""
     before = _bytes(node.args[0])
     if node.target is torch.ops._c10d_functional.all_to_all_single.default:
         ranks = len(node.args[1])
         return before * (ranks - 1) // ranks
-    if isinstance(node.args[0], list | tuple):  # heads for tokens (copy_engine_heads.py), among args[1] ranks
+    if isinstance(node.args[0], list | tuple):  # exchange of heads (copy_engine_heads.py) over args[1] ranks
         return before * (node.args[1] - 1) // node.args[1]
     after = _bytes(node)
     if str(node.target) == "megalith_copy_engine.scatter.default":
-        return after  # what the others send; the own part stays where it is
+        return after  # the local part is not sent
     return abs(before - after) or before
 
 
-def _bytes(given: Node | Sequence[Node]) -> int:
-    if isinstance(given, Node):
-        return _known(given.meta["val"].numel()) * given.meta["val"].element_size()
-    return sum(_bytes(node) for node in given)
+def _bytes(nodes: Node | Sequence[Node]) -> int:
+    if isinstance(nodes, Node):
+        return _size_hint(nodes.meta["val"].numel()) * nodes.meta["val"].element_size()
+    return sum(_bytes(node) for node in nodes)

@@ -35,8 +35,10 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
-    """Lets `model`, in place, run its layers, or attention alone, on two halves of each micro-batch, where the
-    configuration says so. `tensor` None: there is no tensor parallelism."""
+    """Make layers, or attention only, run on two halves of each micro-batch, in place, if the configuration says so.
+
+    `tensor` is None without tensor parallelism.
+    """
     if not parallel.overlaps:
         return
     if tensor is None:
@@ -46,69 +48,73 @@ def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: Tensor
         return
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout))
-        plug(stack, "runner", _run_side_by_side)
+        plug(stack, "runner", _run_ping_pong)
 
 
 def interleaving() -> dict[str, Any]:
-    """Inductor's options for ping-pong layers: the order of their nodes, and to leave it as it is."""
-    from megalith.parallel.overlap.interleave import Interleave  # imports torch's compiler: seconds
+    """Return Inductor's options for ping-pong layers: order the nodes, and do not reorder them afterwards."""
+    from megalith.parallel.overlap.interleave import (
+        Interleave,
+    )  # imports torch's compiler, which takes seconds
 
     return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
 
 
 def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
-    """A runner of attention, its linears included, for one half of the sequences and then for the other: x [batch, seq,
-    hidden]. One function for all layers, so that they share compiled code."""
+    """Run attention and its linears on one half of the sequences of x [batch, seq, hidden], then on the other.
+
+    One function serves all layers, so that they share compiled code.
+    """
     if context.cache is not None or context.batch % 2:  # generation
         return forward(x, context)
     parts = []
     for number, rows in enumerate(x.flatten(0, 1).chunk(2)):
-        half = rows.unflatten(0, (-1, x.shape[1])), _part(context, number, 2, torch.chunk)
+        half = rows.unflatten(0, (-1, x.shape[1])), _slice_context(context, number, 2, torch.chunk)
         parts.append(forward(*half).flatten(0, 1))
-    # joined as rows, for so they are results of matmuls: Inductor lets those write to their places
+    # Concatenated as rows, as matmuls return them: then Inductor makes the matmuls write into the result directly.
     return torch.cat(parts).unflatten(0, x.shape[:2])
 
 
 def _pass_layout(
     before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
-    """Training and evaluation ping-pong, generation does not."""
+    """Use two micro-batches in training and evaluation, but not in generation."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     return replace(layout, micro_batches=2 if trains else 1)
 
 
-def _run_side_by_side(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-    """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], in parts through these layers."""
+def _run_ping_pong(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    """Run x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], in parts through these layers."""
     sharded, count = context.layout.sharded, context.layout.micro_batches
-    stream = _stream_parts if sharded else torch.chunk
+    stream = _split_stream if sharded else torch.chunk
     parts = tuple(stream(x, count))
-    contexts = [_part(context, number, count, stream) for number in range(count)]
+    contexts = [_slice_context(context, number, count, stream) for number in range(count)]
     for layer in layers:
         parts = layer(parts, tuple(each.at_layer(layer.number) for each in contexts))
     return torch.cat(parts, 1 if sharded else 0)
 
 
-Parts = Callable[[Tensor, int], Sequence[Tensor]]
+Split = Callable[[Tensor, int], Sequence[Tensor]]
 
 
-def _stream_parts(x: Tensor, count: int) -> list[Tensor]:
-    """Parts of a stream that is one row, [1, tokens, ...], with the strides of such rows."""
+def _split_stream(x: Tensor, count: int) -> list[Tensor]:
+    """Split a stream [1, tokens, ...] by tokens, into parts with the strides of such tensors."""
     return [part[None] for part in x[0].chunk(count)]
 
 
-def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
-    """What layers need to know of one of `count` parts of the sequences, where `stream` gives those of the stream."""
+def _slice_context(context: Context, number: int, count: int, stream: Split) -> Context:
+    """Return the context of part `number` of `count` parts of the sequences. `stream` splits the residual stream."""
 
-    def own(x: Tensor | None, parts: Parts = torch.chunk) -> Tensor | None:
+    def part_of(x: Tensor | None, parts: Split = torch.chunk) -> Tensor | None:
         return None if x is None else parts(x, count)[number]
 
     def tables(both: Tables | None) -> Tables | None:
-        return None if both is None else (own(both[0]), own(both[1]))
+        return None if both is None else (part_of(both[0]), part_of(both[1]))
 
     dropout, rows = context.dropout, None
     if dropout is not None:
-        stream_keys = own(dropout.stream, stream)
-        dropout = replace(dropout, queries=own(dropout.queries), stream=stream_keys, outputs=None)
+        stream_keys = part_of(dropout.stream, stream)
+        dropout = replace(dropout, queries=part_of(dropout.queries), stream=stream_keys, outputs=None)
         if context.layers is not None:
             rows = output_rows(stream_keys, context.layers)
     return replace(
@@ -116,19 +122,19 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         batch=context.batch // count,
         rotary=tables(context.rotary),
         rotary_local=tables(context.rotary_local),
-        mask=own(context.mask),
-        documents=own(context.documents),
-        padding=own(context.padding),
+        mask=part_of(context.mask),
+        documents=part_of(context.documents),
+        padding=part_of(context.padding),
         dropout=dropout,
         output_rows=rows,
-        mtp_embeddings=own(context.mtp_embeddings, stream),
-        encoded=None if context.encoded is None else _encoded_part(context.encoded, number, count),
+        mtp_embeddings=part_of(context.mtp_embeddings, stream),
+        encoded=None if context.encoded is None else _slice_encoded(context.encoded, number, count),
     )
 
 
-def _encoded_part(encoded: Encoded, number: int, count: int) -> Encoded:
-    stream = _stream_parts if encoded.context.layout.sharded else torch.chunk
+def _slice_encoded(encoded: Encoded, number: int, count: int) -> Encoded:
+    stream = _split_stream if encoded.context.layout.sharded else torch.chunk
     mask = None if encoded.mask is None else encoded.mask.chunk(count)[number]
     ends = None if encoded.documents is None else encoded.documents.chunk(count, 1)[number]
     hidden = stream(encoded.hidden, count)[number]
-    return Encoded(hidden, _part(encoded.context, number, count, stream), mask, ends)
+    return Encoded(hidden, _slice_context(encoded.context, number, count, stream), mask, ends)
