@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "RunConfig": "megalith.config",
     "train": "megalith.training.trainer",
-    "grpo": "megalith.rl.grpo",
+    "grpo": "megalith.rl.grpo:train_grpo",
     "load": "megalith.training.loading",
     "plan": "megalith.planner.search",
     # custom training loops
@@ -53,7 +53,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'megalith' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_MODULES[name]), name)
+    module, _, attribute = _MODULES[name].partition(":")
+    value = getattr(import_module(module), attribute or name)
     globals()[name] = value
     return value
 

@@ -18,7 +18,7 @@ from megalith.parallel.tensor.building_blocks import ColumnParallelLinear as Col
 from megalith.parallel.tensor.building_blocks import RowParallelLinear as RowParallelLinear
 from megalith.parallel.tensor.building_blocks import VocabParallelEmbedding as VocabParallelEmbedding
 from megalith.planner.search import plan as plan
-from megalith.rl.grpo import grpo as grpo
+from megalith.rl.grpo import train_grpo as _train_grpo
 from megalith.training.custom_loop import Optimizer as Optimizer
 from megalith.training.custom_loop import init_mesh as init_mesh
 from megalith.training.custom_loop import load_checkpoint as load_checkpoint
@@ -28,3 +28,5 @@ from megalith.training.loading import load as load
 from megalith.training.trainer import train as train
 
 __version__: str
+
+grpo = _train_grpo

@@ -151,5 +151,8 @@ def api_page() -> str:
     import megalith  # no part of it, which would need torch
 
     heading = "    options:\n      heading: megalith.{0}\n      toc_label: {0}\n"
-    entries = (f"\n::: {home}.{name}\n{heading.format(name)}" for name, home in megalith._MODULES.items())
+    homes = {name: home.partition(":") for name, home in megalith._MODULES.items()}
+    entries = (
+        f"\n::: {home}.{other or name}\n{heading.format(name)}" for name, (home, _, other) in homes.items()
+    )
     return API + "".join(entries)

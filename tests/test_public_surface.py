@@ -22,7 +22,8 @@ def test_every_name_is_there_and_says_what_it_is():
     }
     for name in megalith.__all__:
         value = getattr(megalith, name)
-        assert value.__name__ == name and inspect.getdoc(value), name
+        assert value.__name__ == (megalith._MODULES[name].partition(":")[2] or name), name
+        assert inspect.getdoc(value), name
         for method, function in inspect.getmembers(value, inspect.isfunction):
             own = (
                 method in vars(value) and not method.startswith("_") and name != "MockDataset"
@@ -64,4 +65,7 @@ def test_the_page_of_licences_names_every_dependency_and_what_it_is_for():
 def test_type_checkers_are_given_every_name_from_where_it_is():
     stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)
-    assert sorted(imports) == sorted((home, name, name) for name, home in megalith._MODULES.items())
+    aliases = {private: name for name, private in re.findall(r"^(\w+) = (_\w+)$", stub, re.MULTILINE)}
+    exported = [(home, name, aliases.get(imported, imported)) for home, name, imported in imports]
+    homes = {name: home.partition(":") for name, home in megalith._MODULES.items()}
+    assert sorted(exported) == sorted((home, other or name, name) for name, (home, _, other) in homes.items())

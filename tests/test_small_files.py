@@ -26,7 +26,7 @@ from megalith.data.tokenizers.huggingface import SIDE_FILES
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import DataError, MegalithError
 from megalith.report.metrics import read_records
-from megalith.rl.rollouts import unzstd
+from megalith.rl.rollouts import decompress_zstd
 from megalith.small_files import LARGEST, read_small_file
 
 SECRET = "PRIVATE KEY of the user"
@@ -152,9 +152,9 @@ def test_the_metrics_of_a_run_are_bounded_and_no_link_out_of_its_folder(tmp_path
 
 def test_what_zstd_unpacks_to_is_bounded() -> None:
     content = zstandard.compress(bytes(2**25))
-    assert unzstd(content, 2**25) == bytes(2**25)
+    assert decompress_zstd(content, 2**25) == bytes(2**25)
     with pytest.raises(DataError, match="unpacks to more than 33,554,431 bytes"):
-        unzstd(content, 2**25 - 1)
+        decompress_zstd(content, 2**25 - 1)
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])

@@ -58,11 +58,11 @@ def run_rollout(args: Arguments) -> int:
     from megalith.generation.sync import engine_for
     from megalith.hardware import pick_device
     from megalith.progress import Progress
-    from megalith.rl.judged_groups import GroupRecord, sample_groups
     from megalith.rl.prompts import open_prompts
     from megalith.rl.rewards import Rewards
-    from megalith.rl.rollout_data import absent_rewards, absent_text
+    from megalith.rl.rollout_data import absent_message, absent_rewards
     from megalith.rl.rollouts import Rollouts, save_rollouts
+    from megalith.rl.scored_groups import GroupRecord, sample_groups
     from megalith.training.loading import load_with_tokenizer
 
     for option in ("limit", "num_generations", "rows"):
@@ -86,12 +86,12 @@ def run_rollout(args: Arguments) -> int:
     rl = RlConfig(**settings, reward_funcs=args.reward)
     vocabulary = model.config.vocab_size
     opened = open_prompts(
-        rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0, show_progress=True
+        rl, tokenizer, max_tokens=room - longest, vocab_size=vocabulary, seed=0, show_progress=True
     )
     for note in opened.notes():
         print(printable(f"note: {note}"))
     prompts = opened.prompts[: args.limit]
-    rewards = Rewards(args.reward, prompts, longest=longest)
+    rewards = Rewards(args.reward, prompts, max_tokens=longest)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
     sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
@@ -113,7 +113,7 @@ def run_rollout(args: Arguments) -> int:
         rewards.close()
     groups = [record.group(prompts) for record in records]
     for name in absent_rewards(rewards.names, groups):
-        print(printable(f"warning: {absent_text(name, groups)}"))
+        print(printable(f"warning: {absent_message(name, groups)}"))
     if args.output:
         save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
         print(f"wrote {len(groups):,} groups into {args.output}")
@@ -204,7 +204,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     first = found.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
     text = first.text  # any text works
-    rewards = Rewards(rl.rewards, found.prompts, longest=rl.max_completion_length, workers=rl.reward_workers,
+    rewards = Rewards(rl.rewards, found.prompts, max_tokens=rl.max_completion_length, workers=rl.reward_workers,
                       timeout=rl.reward_timeout)  # fmt: skip
     try:
         verdicts = rewards([(0, [text] * 2, [list(map(int, tokenizer.encode(text)))] * 2)])

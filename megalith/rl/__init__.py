@@ -1,5 +1,4 @@
-"""Training on what a model has generated, on preferences, and by a teacher: objectives, advantages, rollouts, and the
-runs made of them."""
+"""Training on generated completions, on preferences and on a teacher's predictions."""
 
 from megalith.rl.distill import train_distilled
 from megalith.rl.dpo import train_dpo

@@ -1,12 +1,12 @@
-"""From rewards to advantages: how much better a completion is than the others of its prompt.
+"""Group-relative advantages from rewards.
 
-    reward     r_i = Σ_k w_k · r_ik                     over the rewards that are there; − DAPO's overlong penalty
-    baseline   the mean of the group, or of the others in it (leave one out)
-    advantage  A_i = (r_i − baseline) / (s + ε)         s: the group's standard deviation (n − 1), that of the others in
-                                                        it, the batch's, or no division at all
+    reward     r_i = Σ_k w_k · r_ik − DAPO's overlong penalty      over the rewards that are present
+    baseline   mean of the group, or of the other completions in it (leave one out)
+    advantage  A_i = (r_i − baseline) / (s + ε)      s: standard deviation (n − 1) of the group, of the other
+                                                     completions in it, or of the rollout batch; or no division
 
-A reward that is None or NaN is absent; a completion with none at all is in no baseline and has advantage 0. Everything
-is computed in float64 on the host, from whole groups, so that no layout changes it.
+A reward of None or NaN is absent. A completion without any reward is in no baseline and has advantage 0. The arithmetic
+is float64 on the host over complete groups, so that results are the same in every layout.
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ import numpy as np
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError
 
-NO_SPREAD = 1e-8  # standard deviations up to this count as none
+ZERO_STD = 1e-8  # standard deviations up to this count as 0
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of the groups of a rollout batch: float64 arrays [groups, completions of a group]."""
+    """Rewards and advantages of a rollout batch: float64 arrays [groups, completions per group]."""
 
-    rewards: np.ndarray  # the weighted sums; NaN where none was given
+    rewards: np.ndarray  # weighted sums; NaN if all are absent
     values: np.ndarray
-    spread: np.ndarray  # [groups]: the standard deviation of each
+    group_std: np.ndarray  # [groups]: standard deviation of the rewards
 
 
 def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Weighted sums [groups, completions] of rewards [groups, completions, kinds], NaN where all are absent.
+    """Return the weighted sum of each completion's rewards, minus the overlong penalty.
 
-    `lengths`: tokens of each completion, for the overlong penalty. Raises ConfigError for a wrong number of weights.
+    Args:
+        rl: section `rl` of the configuration.
+        rewards: float64 [groups, completions, kinds], NaN where absent.
+        lengths: int [groups, completions], tokens per completion.
+
+    Returns:
+        float64 [groups, completions], NaN where all rewards are absent.
+
+    Raises:
+        ConfigError: if `rl.reward_weights` does not have one weight per kind of reward.
     """
     kinds = rewards.shape[-1]
     weights = [1.0] * kinds if rl.reward_weights is None else rl.reward_weights
@@ -48,45 +57,55 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def overlong_penalty(rl: RlConfig, lengths: np.ndarray) -> np.ndarray:
-    """DAPO's: 0 up to max_completion_length − overlong_buffer_len, from there linear to overlong_penalty_factor."""
+    """Return DAPO's length penalty [groups, completions].
+
+    It is 0 up to max_completion_length − overlong_buffer_len tokens and grows linearly to overlong_penalty_factor.
+    """
     if not rl.overlong_buffer_len:
         return np.zeros(lengths.shape)
     over = lengths - (rl.max_completion_length - rl.overlong_buffer_len)
     return rl.overlong_penalty_factor * np.clip(over / rl.overlong_buffer_len, 0.0, 1.0)
 
 
-def advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> Advantages:
-    """Of a rollout batch: rewards [groups, completions, kinds], lengths [groups, completions]."""
+def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> Advantages:
+    """Return the advantages of a rollout batch.
+
+    Args:
+        rl: section `rl` of the configuration.
+        rewards: float64 [groups, completions, kinds], NaN where absent.
+        lengths: int [groups, completions], tokens per completion.
+    """
     total = total_rewards(rl, rewards, lengths)
-    there = ~np.isnan(total)
-    count = there.sum(-1, keepdims=True)  # [groups, 1]
-    filled = np.where(there, total, 0.0)
-    sums = filled.sum(-1, keepdims=True)
+    present = ~np.isnan(total)
+    count = present.sum(-1, keepdims=True)  # [groups, 1]
+    present_rewards = np.where(present, total, 0.0)
+    sums = present_rewards.sum(-1, keepdims=True)
     mean = sums / np.maximum(count, 1)
-    off = np.where(there, total - mean, 0.0)  # [groups, completions]
-    spread = np.sqrt((off**2).sum(-1) / np.maximum(count[:, 0] - 1, 1))  # [groups]
-    values = off
+    centered = np.where(present, total - mean, 0.0)  # [groups, completions]
+    group_std = np.sqrt((centered**2).sum(-1) / np.maximum(count[:, 0] - 1, 1))  # [groups]
+    values = centered
     if rl.advantage_baseline == "leave_one_out":
-        others = (sums - filled) / np.maximum(count - 1, 1)
-        values = np.where(there & (count > 1), total - others, 0.0)
+        other_mean = (sums - present_rewards) / np.maximum(count - 1, 1)
+        values = np.where(present & (count > 1), total - other_mean, 0.0)
     if rl.scale_rewards == "group" and rl.advantage_deviation == "others":
-        deviations = _deviations_of_others(off, there)
-        values = np.where(deviations > NO_SPREAD, values / (deviations + rl.advantage_epsilon), values)
+        std = _leave_one_out_std(centered, present)
+        values = np.where(std > ZERO_STD, values / (std + rl.advantage_epsilon), values)
     elif rl.scale_rewards == "group":
-        values = values / (spread[:, None] + rl.advantage_epsilon)
+        values = values / (group_std[:, None] + rl.advantage_epsilon)
     elif rl.scale_rewards == "batch":
-        values = values / (_deviation(total[there]) + rl.advantage_epsilon)
-    return Advantages(total, values, spread)
+        values = values / (_std(total[present]) + rl.advantage_epsilon)
+    return Advantages(total, values, group_std)
 
 
-def _deviations_of_others(off: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """float64 [groups, completions], of the group without each completion; 0 for fewer than two others."""
-    others = there[:, None, :] & ~np.eye(there.shape[1], dtype=bool)  # [groups, completions, completions]
+def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Return the group's standard deviation without each completion, float64 [groups, completions]; 0 for fewer than
+    two."""
+    others = present[:, None, :] & ~np.eye(present.shape[1], dtype=bool)  # [groups, completions, completions]
     count = others.sum(-1, keepdims=True)
-    means = np.where(others, off[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
-    squares = np.where(others, (off[:, None, :] - means) ** 2, 0.0).sum(-1)
+    means = np.where(others, centered[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    squares = np.where(others, (centered[:, None, :] - means) ** 2, 0.0).sum(-1)
     return np.sqrt(squares / np.maximum(count[..., 0] - 1, 1)) * (count[..., 0] > 1)
 
 
-def _deviation(values: np.ndarray) -> float:
+def _std(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0

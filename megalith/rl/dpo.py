@@ -1,8 +1,8 @@
-"""`megalith dpo`: a run that is trained on preferences, by the trainer's own loop.
+"""Training on preferences with DPO (`megalith dpo`).
 
-Data are chat data whose samples are pairs: a unit of the batch sizes is two rows, one of chosen answers and one of the
-rejected ones, which no micro-batch and no rank takes apart. The reference's log-probabilities are made a step at a
-time, for all of its micro-batches at once.
+Data are chat data whose samples are pairs. One unit of the batch sizes is a pair of rows, the chosen and the rejected
+answers, which are never split across micro-batches or ranks. Log-probabilities of the reference model are computed for
+all micro-batches of a step at once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,25 @@ from megalith.training.trainer import TrainingResult, train
 
 
 def train_dpo(config: RunConfig) -> TrainingResult:
-    """Trains on pairs of a chosen and a rejected answer, as `megalith.train` does on a dataset; raises as it does."""
+    """Train on pairs of a chosen and a rejected answer.
+
+    Args:
+        config: run configuration with `dpo.enabled` set.
+
+    Returns:
+        The result, as for `megalith.train`.
+
+    Raises:
+        ConfigError: if `dpo.enabled` is off, and as for `megalith.train`.
+    """
     require_run_config(config, "train_dpo")
     if not config.dpo.enabled:
-        raise ConfigError("dpo.enabled is off, so there are no preferences to train on; turn it on")
+        raise ConfigError("dpo.enabled is off, so there are no preferences to train on; set it to true")
     return train(config, PreferenceTask())
 
 
 class PreferenceTask(Task):
-    """What the trainer's loop needs to know of DPO."""
+    """Task of DPO: its data, loss and metrics."""
 
     console_metrics = ("rewards/accuracies", "rewards/margins")
 
@@ -42,34 +52,42 @@ class PreferenceTask(Task):
         return PreferenceData(run)
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        sums = self.loss.take_all_sums(run.mesh, run.device)
+        sums = self.loss.reduce_sums(run.mesh, run.device)
         return lambda: self.loss.means(sums)
 
     def evaluation_metrics(self, run: Run) -> dict[str, float]:
-        return self.evaluation_loss.means(self.evaluation_loss.take_all_sums(run.mesh, run.device))
+        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
 
 
 def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> PreferenceBatch:
-    """A PreferenceBatch of int64 rows [batch, 2, 4, seq] (ChatDataset) and their places in the stream, int64 [batch].
+    """Collate pairs into a PreferenceBatch of 2 · batch rows.
 
-    It has 2 · batch rows of tokens, and as many sequences for each unit as the one with the most has.
+    Args:
+        rows: int64 [batch, 2, 4, seq] from ChatDataset.
+        sample_numbers: int64 [batch], positions in the sample stream.
+
+    Returns:
+        A batch in which every pair has as many sequences as the longest one, padded with empty sequences.
     """
-    batch, each, _, seq = rows.shape
+    batch, answers, _, seq = rows.shape
     flat: Batch = make_chat_batch(
-        rows.reshape(batch * each, 4, seq), (sample_numbers[:, None] * each + np.arange(each)).reshape(-1)
+        rows.reshape(batch * answers, 4, seq),
+        (sample_numbers[:, None] * answers + np.arange(answers)).reshape(-1),
     )
     documents = rows[:, :, 3]  # [batch, 2, seq]
-    most = int(documents.max()) + 1
-    pairs = np.arange(batch)[:, None, None] * most + documents
-    numbers = torch.from_numpy((pairs * each + np.arange(each)[:, None]).reshape(batch * each, seq))
-    tokens = torch.zeros(batch * most * each)
-    tokens.index_add_(0, numbers.flatten(), flat.loss_mask.flatten())
-    inherited = {item.name: flat[item.name] for item in fields(Batch)}
-    return PreferenceBatch(**inherited, numbers=numbers, sequence_tokens=tokens)
+    max_sequences = int(documents.max()) + 1
+    pairs = np.arange(batch)[:, None, None] * max_sequences + documents
+    sequence_ids = torch.from_numpy(
+        (pairs * answers + np.arange(answers)[:, None]).reshape(batch * answers, seq)
+    )
+    tokens = torch.zeros(batch * max_sequences * answers)
+    tokens.index_add_(0, sequence_ids.flatten(), flat.loss_mask.flatten())
+    batch_fields = {item.name: flat[item.name] for item in fields(Batch)}
+    return PreferenceBatch(**batch_fields, sequence_ids=sequence_ids, sequence_tokens=tokens)
 
 
 class PreferenceData(StepData):
-    """A run's pairs, in micro-batches with the reference's log-probabilities."""
+    """A run's preference pairs, in micro-batches with the reference model's log-probabilities."""
 
     make_chat_batch = staticmethod(make_preference_batch)
 
@@ -79,10 +97,10 @@ class PreferenceData(StepData):
         model = run.config.model
         if dropout := {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}:
             self.notes.append(
-                f"model.{' and model.'.join(sorted(dropout))} blur the policy's log-probabilities, and not the "
-                "reference's, which is without dropout; TRL turns dropout off for preferences"
+                f"model.{' and model.'.join(sorted(dropout))} adds noise to the policy's log-probabilities but not "
+                "to the reference's; TRL turns dropout off for preference training"
             )
 
-    def completed(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
-        found = self._reference(batches)
-        return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, found, strict=True)]
+    def augment(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
+        logprobs = self._reference(batches)
+        return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, logprobs, strict=True)]

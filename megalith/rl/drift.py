@@ -1,17 +1,12 @@
-"""Drift: what the engine and the trainer compute differently, and which fault that is.
+"""Drift: the difference between the engine's and the trainer's log-probabilities, and its likely cause.
 
-A completion is sampled by the engine and trained on by the trainer. Where their log-probabilities of the same tokens
-are not the same, the ratio of the objective is wrong, and a run learns something else or nothing, without an error. So
-each step gives, over its tokens with d = log π_trainer − log π_engine, the mean of exp|d|, of k3 = exp(d) − d − 1, the
-largest |d| and the share of |d| > 1; a token that one of them has no log-probability of is left out. After each sync a
-canary is sampled too: a few prompts, the same each time. What is above rl.max_drift ends the run before the optimizer
-uses it, and so does a step or a canary without a token that can be compared. The cause is found by experiments on the
-canary:
-
-    the engine sampled as it did before the last steps                         weights one version behind
-    the log-probabilities are those of another temperature, or with BOS twice  that
-    some of its weights are not those that an engine made anew has             which, and whether rows are permuted
-    it says more than the trainer of every token                               probabilities renormalised over a top-p
+The engine samples completions and the trainer trains on them. If their log-probabilities of the same tokens differ,
+the policy ratio is wrong and training degrades without an error. Each step therefore logs, over its tokens with d =
+log π_trainer − log π_engine, the mean of exp|d| and of k3 = exp(d) − d − 1, the largest |d| and the fraction with |d|
+> 1. Tokens without a log-probability from both are excluded. After each weight sync, a canary of fixed prompts is
+also sampled. A mean above rl.max_drift stops the run before the optimizer step, and so does a step or canary without
+a comparable token. `Canary` then tests for stale weights, a different temperature, a doubled BOS token, tensors that
+were not synced or have permuted rows, and log-probabilities renormalized over top-p.
 """
 
 from __future__ import annotations
@@ -28,22 +23,22 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import TrainingError
 from megalith.rl.engines.rollout_engine import WeightPair
 from megalith.rl.objective import RolloutBatch
-from megalith.rl.prompts import policy_entries
-from megalith.rl.rollout_data import Sample, any_logprobs, make_batch
+from megalith.rl.prompts import policy_vocab_size
+from megalith.rl.rollout_data import Sample, has_rollout_logprobs, make_batch
 from megalith.rl.rollouts import RatedCompletion
 from megalith.training.run_state import Run
 
-CANARY_KEY = 2**46  # of its prompts: behind all positions of a run
+CANARY_KEY = 2**46  # sampling key of its first prompt, above all positions of a run
 CANARY_PROMPTS, CANARY_TOKENS = 4, 16
-SAME = 1e-4  # log-probabilities this close are the same in an experiment, at the least
+TOLERANCE = 1e-4  # minimum difference of log-probabilities that counts as different
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Where trainer and engine differ most."""
+class LargestDrift:
+    """The token where trainer and engine differ most."""
 
-    where: str  # the prompt
-    position: int  # of the token in the completion
+    where: str  # prompt, for errors
+    position: int  # index of the token in the completion
     trainer: float
     engine: float
 
@@ -53,35 +48,36 @@ class Gap:
 
 
 def mean_ratio(trainer: np.ndarray, engine: np.ndarray) -> float:
-    """The mean of exp|d| over the tokens that both have a log-probability of; NaN where there is none."""
+    """Return the mean of exp|d| over the tokens that have both log-probabilities; NaN if there are none."""
     d = trainer - engine
     d = d[~np.isnan(d)]
     return float(np.exp(np.abs(d)).mean()) if d.size else math.nan
 
 
-def nothing_to_compare(what: str) -> TrainingError:
-    """The error that ends a run whose drift cannot be measured."""
+def no_comparable_token(scope: str) -> TrainingError:
+    """Return the error for a run whose drift cannot be measured. `scope` names the tokens, such as "of the canary"."""
     return TrainingError(
-        f"the engine and the trainer cannot be compared: no token {what} has a log-probability by both, so nothing "
-        "would show that the engine has other weights. Weights of the trainer that are NaN give none, nor does a "
-        "server that leaves them out; look at the losses before, and at the engine's log"
+        f"the engine and the trainer cannot be compared: no token {scope} has a log-probability from both, so "
+        "different weights would go unnoticed. NaN weights of the trainer and a server that omits log-probabilities "
+        "have this effect; check the preceding losses and the engine's log"
     )
 
 
-def stop_for(
-    found: float, limit: float, what: str, gap: Gap, versions: tuple[int, int], cause: str
+def drift_error(
+    ratio: float, limit: float, scope: str, largest: LargestDrift, versions: tuple[int, int], cause: str
 ) -> TrainingError:
-    """The error that ends the run. `versions`: of the trainer's weights and of the engine's."""
+    """Return the error that stops the run. `versions` are the steps of the trainer's and the engine's weights."""
     return TrainingError(
-        f"the engine and the trainer differ: mean exp|Δ log-probability| is {found:.6g} {what}, above {limit:g} "
-        f"(rl.max_drift); most at {gap.where}, token {gap.position}: the trainer, with weights of step {versions[0]}, "
-        f"says {gap.trainer:.6f}, the engine, of step {versions[1]}, {gap.engine:.6f}. Likely cause: {cause}"
+        f"the engine and the trainer differ: mean exp|Δ log-probability| is {ratio:.6g} {scope}, above {limit:g} "
+        f"(rl.max_drift); the largest difference is at {largest.where}, token {largest.position}: "
+        f"{largest.trainer:.6f} from the trainer (weights of step {versions[0]}), {largest.engine:.6f} from the engine "
+        f"(weights of step {versions[1]}). Likely cause: {cause}"
     )
 
 
 @dataclass(frozen=True)
 class CanarySample:
-    """What the engine sampled for a prompt of the canary."""
+    """The engine's completion of a canary prompt."""
 
     prompt: list[int]
     ids: list[int]
@@ -89,9 +85,9 @@ class CanarySample:
 
 
 class Canary:
-    """Prompts that are the same after each sync, sampled by `sample(prompts, keys, tokens)` of the engine at hand.
+    """Fixed prompts that are sampled after each weight sync.
 
-    Every rank samples all of them and scores them with the trainer, together.
+    Every rank samples all of them and scores them with the trainer.
     """
 
     def __init__(self, run: Run, prompts: Sequence[Sequence[int]], names: Sequence[str]):
@@ -106,153 +102,166 @@ class Canary:
         versions: tuple[int, int],
         engine_weights: Callable[[], WeightPair | None],
     ) -> float:
-        """The mean of exp|d| over the canary's tokens. Raises TrainingError, on every rank, above the limit.
+        """Sample the canary and compare it with the trainer. Every rank calls it.
 
-        `versions`: of the trainer's weights and those that the engine says it has. `engine_weights()`: the tensors of
-        the engine, and of one made anew; None where they cannot be looked at.
+        Args:
+            sample: samples with the engine: (prompts, keys, max_tokens) → completions.
+            versions: steps of the trainer's weights and of the engine's.
+            engine_weights: returns the tensors of the engine and of a newly built one; None if they are not accessible.
+
+        Returns:
+            The mean of exp|d| over the canary's tokens, the largest over the ranks.
+
+        Raises:
+            TrainingError: on every rank, if the mean is above the limit or no token can be compared.
         """
         keys = [CANARY_KEY + n for n in range(len(self._prompts))]
         tokens = min(CANARY_TOKENS, self._rl.max_completion_length)
-        found = sample(self._prompts, keys, tokens)
-        trainer = self._score(found)
-        ratio = self._ratio(trainer, found)
+        samples = sample(self._prompts, keys, tokens)
+        trainer = self._score(samples)
+        ratio = self._ratio(trainer, samples)
         world = self._run.mesh.world
         ratios = gather_json(ratio, world)
         if any(map(math.isnan, ratios)):
-            raise nothing_to_compare("of the canary")
+            raise no_comparable_token("of the canary")
         worst = max(ratios)
         limit = self._rl.drift_limit(self._run.config.train.precision)
         if worst > limit:
-            cause = self._cause(found, trainer, versions, engine_weights)
-            causes = [said for mine, said in gather_json([ratio, cause], world) if mine > limit]
-            gaps = gather_json(vars(self._gap(trainer, found)), world)
-            gap = max((Gap(**one) for one in gaps), key=lambda one: one.size)
-            raise stop_for(worst, limit, "over the canary", gap, versions, causes[0])
-        self._before = found
+            cause = self._cause(samples, trainer, versions, engine_weights)
+            causes = [text for local, text in gather_json([ratio, cause], world) if local > limit]
+            drifts = gather_json(vars(self._largest_drift(trainer, samples)), world)
+            largest = max((LargestDrift(**one) for one in drifts), key=lambda one: one.size)
+            raise drift_error(worst, limit, "over the canary", largest, versions, causes[0])
+        self._before = samples
         return worst
 
-    def _ratio(self, trainer: Sequence[np.ndarray], found: Sequence[CanarySample]) -> float:
-        return mean_ratio(np.concatenate(trainer), np.concatenate([one.logprobs for one in found]))
+    def _ratio(self, trainer: Sequence[np.ndarray], samples: Sequence[CanarySample]) -> float:
+        return mean_ratio(np.concatenate(trainer), np.concatenate([one.logprobs for one in samples]))
 
-    def _gap(self, trainer: Sequence[np.ndarray], found: Sequence[CanarySample]) -> Gap:
-        def largest(number: int) -> Gap:
-            mine, theirs = trainer[number], found[number].logprobs
-            at = int(np.nan_to_num(np.abs(mine - theirs)).argmax())
-            return Gap(self._names[number], at, float(mine[at]), float(theirs[at]))
+    def _largest_drift(self, trainer: Sequence[np.ndarray], samples: Sequence[CanarySample]) -> LargestDrift:
+        def largest(number: int) -> LargestDrift:
+            ours, theirs = trainer[number], samples[number].logprobs
+            index = int(np.nan_to_num(np.abs(ours - theirs)).argmax())
+            return LargestDrift(self._names[number], index, float(ours[index]), float(theirs[index]))
 
-        return max(map(largest, range(len(found))), key=lambda gap: gap.size)
+        return max(map(largest, range(len(samples))), key=lambda drift: drift.size)
 
     def _score(
-        self, found: Sequence[CanarySample], temperature: float | None = None, twice: bool = False
+        self, samples: Sequence[CanarySample], temperature: float | None = None, double_first: bool = False
     ) -> list[np.ndarray]:
-        """The trainer's log-probabilities of each completion; `twice`: with the prompt's first token doubled."""
+        """Return the trainer's log-probabilities of each completion; `double_first` repeats the first prompt token."""
         config, rows = self._run.config, []
-        for one in found:
-            prompt = one.prompt[:1] * twice + one.prompt
-            completion = RatedCompletion(np.array(one.ids), np.zeros(1))
+        for sample in samples:
+            prompt = sample.prompt[:1] * double_first + sample.prompt
+            completion = RatedCompletion(np.array(sample.ids), np.zeros(1))
             rows.append([Sample(np.array(prompt), completion, 0.0, True)])
-        longest = max(row[0].tokens for row in rows)
-        if longest > config.data.seq_length:
-            rows = [[_cut(row[0], config.data.seq_length)] for row in rows]
+        if max(row[0].tokens for row in rows) > config.data.seq_length:
+            rows = [[_truncate(row[0], config.data.seq_length)] for row in rows]
         size = config.train.micro_batch_size
         rows += [[] for _ in range(-len(rows) % size)]
         batches = [make_batch(config, rows[at : at + size], 0) for at in range(0, len(rows), size)]
-        entries = policy_entries(config, self._run.tokenizer)
+        entries = policy_vocab_size(config, self._run.tokenizer)
         scored = self._run.model.all_logprobs(batches, temperature or self._rl.temperature, entries)
-        flat = np.concatenate([_inside(x, batch) for x, batch in zip(scored, batches)])
+        flat = np.concatenate([_loss_tokens(x, batch) for x, batch in zip(scored, batches)])
         ends = np.cumsum([len(row[0].completion.ids) for row in rows if row])
         return np.split(flat, ends[:-1])
 
     def _cause(
         self,
-        found: Sequence[CanarySample],
+        samples: Sequence[CanarySample],
         trainer: Sequence[np.ndarray],
         versions: tuple[int, int],
         engine_weights: Callable[[], WeightPair | None],
     ) -> str:
-        """Every rank calls it, for the passes of the model are all ranks'."""
-        usual, said = self._ratio(trainer, found), None
-        close = 1 + max(SAME, (usual - 1) / 20)
-        if versions[0] != versions[1] or self._is_as_before(found):
-            said = (
+        """Return the likely cause. Every rank calls it, because the forward passes need all ranks."""
+        ratio, cause = self._ratio(trainer, samples), None
+        matching_ratio = 1 + max(TOLERANCE, (ratio - 1) / 20)
+        if versions[0] != versions[1] or self._equals_previous(samples):
+            cause = (
                 f"the engine's weights are one version behind: they were not synced before step {versions[0]}"
             )
         for temperature in {1.0, self._rl.temperature**2, 1 / self._rl.temperature} - {self._rl.temperature}:
-            if self._ratio(self._score(found, temperature), found) < close and said is None:
-                said = (
+            if self._ratio(self._score(samples, temperature), samples) < matching_ratio and cause is None:
+                cause = (
                     f"the engine's log-probabilities are those at temperature {temperature:g}, not at "
-                    f"rl.temperature {self._rl.temperature:g}: it was forgotten, or taken twice"
+                    f"rl.temperature {self._rl.temperature:g}: it was omitted, or applied twice"
                 )
-        if self._ratio(self._score(found, twice=True), found) < close and said is None:
-            said = (
-                "the engine's prompts have their first token (BOS) doubled: it was added to ids that have it"
-            )
+        if self._ratio(self._score(samples, double_first=True), samples) < matching_ratio and cause is None:
+            cause = "the engine's prompts have their first token (BOS) twice: it was added to ids that already have it"
         weights = engine_weights()
-        differing = weight_differences(*weights) if weights is not None else []
-        if differing and said is None:
-            said = "; ".join(differing[:3]) + f" and {len(differing) - 3} tensors more" * (len(differing) > 3)
-        if said is None and all((one.logprobs >= mine - SAME).all() for one, mine in zip(found, trainer)):
-            said = (
-                "the engine's log-probabilities are renormalised over the tokens that top-p, top-k or min-p kept: each "
+        differences = weight_differences(*weights) if weights is not None else []
+        if differences and cause is None:
+            cause = "; ".join(differences[:3]) + f" and {len(differences) - 3} more tensors" * (
+                len(differences) > 3
+            )
+        if cause is None and all(
+            (sample.logprobs >= ours - TOLERANCE).all() for sample, ours in zip(samples, trainer)
+        ):
+            cause = (
+                "the engine's log-probabilities are renormalized over the tokens that top-p, top-k or min-p kept: each "
                 "is above the trainer's; sample from all tokens"
             )
-        if said is None and weights is None:
-            said = (
-                "the server's weights cannot be looked at from here: a tensor that it did not take or took wrongly, or "
-                "kernels and precision that compute otherwise (its dtype, train.precision); raise rl.max_drift only "
-                "where the latter is known"
+        if cause is None and weights is None:
+            cause = (
+                "the server's weights cannot be inspected: either it loaded a tensor wrongly or not at all, or its "
+                "kernels or precision differ (its dtype, train.precision); raise rl.max_drift only if the latter is "
+                "certain"
             )
-        return said or (
-            "the engine's weights are the trainer's, so it computes otherwise: kernels or precision (try "
-            "train.precision fp32), or routes of experts that flip; raise rl.max_drift only where that is known"
+        return cause or (
+            "the engine's weights are the trainer's, so its kernels or precision differ (try train.precision fp32), or "
+            "tokens are routed to other experts; raise rl.max_drift only if that is certain"
         )
 
-    def _is_as_before(self, found: Sequence[CanarySample]) -> bool:
+    def _equals_previous(self, samples: Sequence[CanarySample]) -> bool:
         return bool(self._before) and all(
             now.ids == then.ids and np.array_equal(now.logprobs, then.logprobs)
-            for now, then in zip(found, self._before)
+            for now, then in zip(samples, self._before)
         )
 
 
-def _cut(sample: Sample, longest: int) -> Sample:
-    return replace(sample, prompt_ids=sample.prompt_ids[sample.tokens - longest :])
+def _truncate(sample: Sample, max_tokens: int) -> Sample:
+    return replace(sample, prompt_ids=sample.prompt_ids[sample.tokens - max_tokens :])
 
 
-def _inside(x: Tensor, batch: RolloutBatch) -> np.ndarray:
+def _loss_tokens(x: Tensor, batch: RolloutBatch) -> np.ndarray:
     return x.cpu()[batch.loss_mask > 0].double().numpy()
 
 
 def weight_differences(engine: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:
-    """Of each tensor of the engine that is not bitwise that of an engine made anew a sentence's part."""
-    found = []
-    for name, now in fresh.items():
-        then = engine[name]
-        if torch.equal(now, then):
+    """Describe each tensor of the engine that is not bitwise equal to that of a newly built engine."""
+    differences = []
+    for name, expected in fresh.items():
+        actual = engine[name]
+        if torch.equal(expected, actual):
             continue
-        rows = [x.flatten(1) if x.ndim > 1 else x[:, None] for x in (now, then)] if now.ndim else []
+        rows = (
+            [x.flatten(1) if x.ndim > 1 else x[:, None] for x in (expected, actual)] if expected.ndim else []
+        )
         sums = [x.double().sum(1).sort().values for x in rows]
         permuted = bool(sums) and torch.allclose(*sums, rtol=1e-9, atol=1e-12)
-        found.append(f"{name} of the engine " + ("has its rows permuted" if permuted else "was not synced"))
-    return found
+        differences.append(
+            f"{name} of the engine " + ("has its rows permuted" if permuted else "was not synced")
+        )
+    return differences
 
 
-def step_gap(run: Run, largest: Tensor | None) -> Gap | None:
-    """Where engine and trainer differ most in the step that has its gradients, on every rank; None: nothing to compare.
+def largest_drift_of_step(run: Run, largest: Tensor | None) -> LargestDrift | None:
+    """Return the largest drift over all ranks after a step's backward passes; None: nothing to compare.
 
-    `largest`: PolicyLoss.take_largest. Every rank calls it.
+    `largest` is PolicyLoss.take_largest_drifts(). Every rank calls it.
     """
-    own = None
+    local = None
     if largest is not None:
         values = largest.cpu().numpy()
         micro = int(np.abs(np.nan_to_num(values[:, 1] - values[:, 2])).argmax())
-        at, trainer, engine = values[micro].tolist()
-        row, column = divmod(int(at), run.config.data.seq_length)
-        begin = 0
-        scored = [rows for _, rows in run.data.own_rows(run.step) if any_logprobs(rows)]
+        index, trainer, engine = values[micro].tolist()
+        row, column = divmod(int(index), run.config.data.seq_length)
+        start = 0
+        scored = [rows for _, rows in run.data.local_rows(run.step) if has_rollout_logprobs(rows)]
         for sample in scored[micro][row]:
-            if column < begin + sample.tokens:
-                own = [sample.where, column - begin - len(sample.prompt_ids) + 1, trainer, engine]
+            if column < start + sample.tokens:
+                local = [sample.where, column - start - len(sample.prompt_ids) + 1, trainer, engine]
                 break
-            begin += sample.tokens
-    gaps = [Gap(*one) for one in gather_json(own, run.mesh.world) if one is not None]
-    return max(gaps, key=lambda gap: gap.size, default=None)
+            start += sample.tokens
+    drifts = [LargestDrift(*fields) for fields in gather_json(local, run.mesh.world) if fields is not None]
+    return max(drifts, key=lambda drift: drift.size, default=None)

@@ -1,7 +1,7 @@
-"""`megalith grpo`: a policy trained on what it samples, or on rollouts from files, by the trainer's own loop.
+"""GRPO (`megalith grpo`): train a policy on completions that it samples, or on rollouts from files.
 
-The loop, optimizer, checkpoints and report are those of pre-training; what differs is the Task: the data, the loss and
-the figures of a step. Where rollouts come from: rollout_data.py (files) and loop.py (prompts).
+Loop, optimizer, checkpoints and report are those of pre-training. This file has the task: data, loss, metrics and
+evaluation. Rollouts come from files (rollout_data.py) or are sampled (live_rollouts.py).
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ from megalith.config import RunConfig, require_run_config
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
-from megalith.rl.drift import Gap, nothing_to_compare, step_gap, stop_for
-from megalith.rl.judged_groups import prefixed
-from megalith.rl.loop import LiveRollouts
+from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
+from megalith.rl.live_rollouts import LiveRollouts
 from megalith.rl.objective import PolicyLoss
-from megalith.rl.prompts import held_out_prompts, policy_entries, run_prompts
+from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
 from megalith.rl.reference import reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import FileRollouts, RolloutData
 from megalith.rl.rollouts import RolloutFiles
+from megalith.rl.scored_groups import prefixed
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
-RewardGiven = Callable[..., Any]
+RewardFunc = Callable[..., Any]
 
 
-def grpo(
+def train_grpo(
     config: RunConfig,
-    reward_funcs: str | RewardGiven | Sequence[str | RewardGiven] | None = None,
+    reward_funcs: str | RewardFunc | Sequence[str | RewardFunc] | None = None,
     train_dataset: Iterable[Mapping[str, Any]] | None = None,
     eval_dataset: Iterable[Mapping[str, Any]] | None = None,
 ) -> TrainingResult:
-    """Trains on the prompts that `rl.prompts` names, or on the files of `rl.rollouts`, as `megalith.train` does on a
-    dataset; raises as it does.
+    """Train a policy with GRPO. Exported as `megalith.grpo`.
 
-    `reward_funcs`: names or functions (rewards.py) in the place of `rl.reward_funcs`. `train_dataset`: records with
-    prompts in the place of `rl.prompts`; `eval_dataset`: in that of `rl.eval_prompts`.
+    Args:
+        config: run configuration with `rl.prompts` or `rl.rollouts`.
+        reward_funcs: reward names or functions (rewards.py) that replace `rl.reward_funcs`.
+        train_dataset: records with prompts that replace `rl.prompts`.
+        eval_dataset: records with prompts that replace `rl.eval_prompts`.
+
+    Returns:
+        The result, as for `megalith.train`.
+
+    Raises:
+        ConfigError: if there are no prompts or rollouts; other errors as for `megalith.train`.
     """
     require_run_config(config, "megalith.grpo")
     if reward_funcs is not None:
@@ -65,11 +73,8 @@ def grpo(
         task.close()
 
 
-train_grpo = grpo  # as megalith.rl has it, where the module bears the short name
-
-
 def require_source(config: RunConfig) -> None:
-    """Raises ConfigError for a run that has nothing to train on."""
+    """Raise ConfigError if the run has neither prompts nor rollouts."""
     if not config.rl.prompts_or_rollouts:
         raise ConfigError(
             "neither rl.prompts nor rl.rollouts is set; name the prompts to sample completions of, with "
@@ -78,7 +83,7 @@ def require_source(config: RunConfig) -> None:
 
 
 def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises what opening the run's prompts and rewards, or rollouts, would."""
+    """Open the run's prompts and rewards, or its rollouts, and raise the errors that a run would raise."""
     if config.rl.prompts:
         run_prompts(config, tokenizer, show_progress=True)
         held_out_prompts(config, tokenizer, show_progress=True)
@@ -89,11 +94,11 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = Axis()) -> RolloutFiles:  # noqa: B008 (immutable)
-    """The run's rollouts, checked against its model, lengths, groups and tokenizer. Raises DataError."""
+    """Open the run's rollouts. Raise DataError if they do not fit its model, lengths, groups or tokenizer."""
     return RolloutFiles(
         config.rl.files,
         world,
-        vocab_size=policy_entries(config, tokenizer),
+        vocab_size=policy_vocab_size(config, tokenizer),
         max_tokens=config.data.seq_length + 1,
         num_generations=config.rl.num_generations,
         version=config.rl.rollout_version,
@@ -102,25 +107,25 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = 
 
 
 class PolicyTask(Task):
-    """What the trainer's loop needs to know of GRPO."""
+    """Task of GRPO: its data, loss, metrics and evaluation."""
 
     console_metrics = ("rewards_mean",)
 
     def __init__(
         self,
-        reward_funcs: Sequence[str | RewardGiven] | None = None,
+        reward_funcs: Sequence[str | RewardFunc] | None = None,
         records: Iterable[Mapping[str, Any]] | None = None,
         held_out: Iterable[Mapping[str, Any]] | None = None,
     ):
-        """In the place of `rl.reward_funcs` and of the files of `rl.prompts` and `rl.eval_prompts`."""
+        """Take replacements for `rl.reward_funcs`, `rl.prompts` and `rl.eval_prompts`."""
         self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
-        self._own = {one.name for one in fields(ExpertStepMetrics)}  # names of the run's own figures
-        self._renamed: set[str] = set()  # figures of rewards that had such a name
+        self._metric_names = {one.name for one in fields(ExpertStepMetrics)}  # the run's, not the rewards'
+        self._renamed: set[str] = set()  # metrics of rewards that had such a name
 
     def build_data(self, run: Run) -> RolloutData:
         config = run.config
-        self.loss = PolicyLoss(config.rl, policy_entries(config, run.tokenizer))
+        self.loss = PolicyLoss(config.rl, policy_vocab_size(config, run.tokenizer))
         reference = (
             reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
         )
@@ -134,12 +139,12 @@ class PolicyTask(Task):
         rewards = Rewards(
             self._reward_funcs or rl.rewards,
             [*prompts.prompts, *held_out],
-            longest=rl.max_completion_length,
+            max_tokens=rl.max_completion_length,
             workers=rl.reward_workers if run.mesh.tp.rank == 0 else 0,
             timeout=rl.reward_timeout,
         )
         self._live = LiveRollouts(run, prompts, rewards, held_out)
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
         return RolloutData(run, self._live, reference)
 
     def state_files(self, run: Run) -> dict[str, bytes]:
@@ -155,114 +160,128 @@ class PolicyTask(Task):
             self._live.close()
 
     def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
-        """Of the step that `run` is about to count. Every rank calls it. Raises TrainingError for drift."""
+        """Return a function that reads the metrics of the current step. Every rank calls it.
+
+        Raises:
+            TrainingError: if engine and trainer differ too much.
+        """
         if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
             self._live.settle()
-        sums = self.loss.take_all_sums(run.mesh, run.device)
-        gap = step_gap(run, self.loss.take_largest())
+        sums = self.loss.reduce_sums(run.mesh, run.device)
+        largest_drift = largest_drift_of_step(run, self.loss.take_largest_drifts())
         step = run.data.step(run.step)
-        known = step.figures | ({"drift_largest": gap.size} if gap else {})
+        metrics = step.metrics | ({"drift_largest": largest_drift.size} if largest_drift else {})
         if self._live is None:
-            return lambda: {**self._read(sums), **known}
+            return lambda: {**self._read(sums), **metrics}
         ratio = self._read(sums)["mismatch"]
         if ratio is None and sums[0] > 0:
-            raise nothing_to_compare(f"of step {run.step + 1}")
-        self._check_drift(run, ratio, gap)
-        number = run.step + 1  # figures may be read when later steps are counted
+            raise no_comparable_token(f"of step {run.step + 1}")
+        self._check_drift(run, ratio, largest_drift)
+        number = run.step + 1  # the metrics may be read during a later step
         tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
         times, logged = self._times(run, tokens)
-        known |= times
+        metrics |= times
 
         def read() -> dict[str, Any]:
-            found = {**self._read(sums), **known}
-            run.log(step_line(number, found))
-            return self._with_logged(run, found, logged)
+            values = {**self._read(sums), **metrics}
+            run.log(step_line(number, values))
+            return self._with_reward_metrics(run, values, logged)
 
         return read
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
     ) -> dict[str, float] | None:
-        """Of the held-out prompts. The seconds are none of a step's."""
+        """Evaluate the held-out prompts. Evaluation time does not count toward a step's."""
         if self._live is None:
             return None
         self._live.settle()
-        began = time.perf_counter()
-        figures = self._live.judge_held_out(before, stops)
-        seconds = time.perf_counter() - began
-        self._began += seconds
-        return figures and figures | {"seconds": seconds}
+        start = time.perf_counter()
+        metrics = self._live.evaluate(before, stops)
+        seconds = time.perf_counter() - start
+        self._step_start += seconds
+        return metrics and metrics | {"seconds": seconds}
 
-    def _check_drift(self, run: Run, ratio: float | None, gap: Gap | None) -> None:
-        """Where the old policy is the one that sampled."""
+    def _check_drift(self, run: Run, ratio: float | None, largest_drift: LargestDrift | None) -> None:
+        """Raise TrainingError if the drift is too large. Skipped if the old policy did not sample the batch."""
         rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
         comparable = (rl.computes_old or run.step % rl.steps_per_batch == 0) and not self._live.is_stale
-        if comparable and ratio is not None and gap is not None and not ratio <= limit:
+        if comparable and ratio is not None and largest_drift is not None and not ratio <= limit:
             version = run.step - run.step % rl.steps_per_batch
-            raise stop_for(
-                ratio, limit, f"over the tokens of step {run.step + 1}", gap, (version, version), STEP_CAUSE
+            raise drift_error(
+                ratio,
+                limit,
+                f"over the tokens of step {run.step + 1}",
+                largest_drift,
+                (version, version),
+                STEP_CAUSE,
             )
 
-    def _with_logged(self, run: Run, found: dict[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
-        """The figures of a step with what rewards logged, none of which takes the place of the run's own."""
-        self._own |= found.keys()
-        named = {name: prefixed(name, self._own) for name in logged}
-        for name, other in named.items():
+    def _with_reward_metrics(
+        self, run: Run, metrics: dict[str, Any], logged: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Return a step's metrics with those logged by rewards, which are renamed if the run has a metric of that
+        name."""
+        self._metric_names |= metrics.keys()
+        names = {name: prefixed(name, self._metric_names) for name in logged}
+        for name, other in names.items():
             if name != other and name not in self._renamed:
                 run.log(
-                    f"a reward logs a metric {name}, which is a figure of the run's own: it is logged as {other}"
+                    f"a reward logs the metric {name}, a name that the run uses itself: it is logged as {other}"
                 )
                 self._renamed.add(name)
-        return found | {named[name]: value for name, value in logged.items()}
+        return metrics | {names[name]: value for name, value in logged.items()}
 
     def _times(self, run: Run, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """Seconds of the step by phase, and tokens a second over all of it; and what the rewards logged. A step is
-        timed from the moment that the one before has its gradients."""
+        """Return the step's seconds by phase and throughput, and the metrics logged by rewards.
+
+        A step starts when the previous one has finished its backward passes.
+        """
         now = time.perf_counter()
-        whole, self._began = now - self._began, now
-        seconds, found, logged = self._live.take_figures()
-        seconds["training"] = max(0.0, whole - sum(seconds.values()))
+        step_seconds, self._step_start = now - self._step_start, now
+        seconds, metrics, logged = self._live.take_metrics()
+        seconds["training"] = max(0.0, step_seconds - sum(seconds.values()))
         times = {f"time_{phase}": value for phase, value in seconds.items()}
-        rate = tokens / whole / run.mesh.world.size
-        return {**found, **times, "tokens_per_second_per_device": rate}, logged
+        rate = tokens / step_seconds / run.mesh.world.size
+        return {**metrics, **times, "tokens_per_second_per_device": rate}, logged
 
     def _read(self, sums: Tensor) -> dict[str, float | None]:
-        found = self.loss.means(sums)
-        found["kl"] = found["kl"] if self.loss.rl.beta else None
-        found["entropy"] = found["entropy"] if self.loss.needs_entropy else None
-        return found
+        means = self.loss.means(sums)
+        means["kl"] = means["kl"] if self.loss.rl.beta else None
+        means["entropy"] = means["entropy"] if self.loss.needs_entropy else None
+        return means
 
 
 STEP_CAUSE = (
-    "the canary agreed, so the weights are the same; log-probabilities differ with the length or the batch: kernels, "
-    "precision, or routes of experts that flip"
+    "the canary agreed, so the weights are the same and the difference depends on the sequence length or the batch: "
+    "kernels, precision, or tokens that are routed to other experts"
 )
 
 
-def step_line(step: int, found: Mapping[str, Any]) -> str:
-    """What a reader of the log sees of a step; a figure that is not known is a dash."""
+def step_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """Return the log line of a step; an unknown metric is a dash."""
 
-    def of(name: str, form: str) -> str:
-        return "–" if found.get(name) is None else format(found[name], form)
+    def text(name: str, format_spec: str) -> str:
+        return "–" if metrics.get(name) is None else format(metrics[name], format_spec)
 
     asynchrony = (
-        f"staleness {of('staleness', '.2f')}, at most {of('staleness_max', 'd')}, "
-        f"dropped {of('tokens_dropped', ',d')} tokens, queue {of('queue_length', 'd')}"
+        f"staleness {text('staleness', '.2f')}, at most {text('staleness_max', 'd')}, "
+        f"dropped {text('tokens_dropped', ',d')} tokens, queue {text('queue_length', 'd')}"
     )
     seconds = ", ".join(
-        f"{name.removeprefix('time_')} {found[name]:.2f}" for name in found if name.startswith("time_")
+        f"{name.removeprefix('time_')} {metrics[name]:.2f}" for name in metrics if name.startswith("time_")
     )
     parts = [
         f"step {step}",
-        f"reward {of('rewards_mean', '.4f')} ± {of('rewards_std', '.4f')}",
-        f"without spread {of('groups_without_spread', '.0%')}",
-        f"length {of('completion_length', '.1f')}, truncated {of('completions_truncated', '.0%')}",
-        f"entropy {of('entropy', '.3f')}",
-        f"KL {of('kl', '.2e')}",
-        f"clipped {of('clip_low', '.1%')} / {of('clip_high', '.1%')}",
-        f"drift {of('mismatch', '.6f')}, largest {of('drift_largest', '.1e')}",
-        *[asynchrony] * ("staleness" in found),
+        f"reward {text('rewards_mean', '.4f')} ± {text('rewards_std', '.4f')}",
+        f"without spread {text('groups_without_spread', '.0%')}",
+        f"length {text('completion_length', '.1f')}, truncated {text('completions_truncated', '.0%')}",
+        f"entropy {text('entropy', '.3f')}",
+        f"KL {text('kl', '.2e')}",
+        f"clipped {text('clip_low', '.1%')} / {text('clip_high', '.1%')}",
+        f"drift {text('mismatch', '.6f')}, largest {text('drift_largest', '.1e')}",
+        *[asynchrony] * ("staleness" in metrics),
         f"seconds: {seconds}",
-        f"{of('tokens_per_second_per_device', ',.0f')} tok/s/GPU",
+        f"{text('tokens_per_second_per_device', ',.0f')} tok/s/GPU",
     ]
     return " | ".join(parts)

@@ -1,9 +1,9 @@
-"""Prompts: what a policy is asked, from JSONL, parquet, a saved dataset or records in memory.
+"""Prompts of a GRPO run from JSONL, Parquet, a saved dataset or records in memory.
 
-A record has a prompt in the column that rl.prompt_column names: a text, or a list of messages that goes through the
-tokenizer's chat template with the header that asks for an answer. What else the record has are its columns, which
-rewards are given. Position p of the run's stream is prompt order(p), by the data loader's orders: with shuffling each
-pass in a permutation of its own, made of the seed. So a prompt follows from the seed and how many were consumed.
+The column rl.prompt_column of a record has the prompt: a text, or messages that are rendered by the tokenizer's chat
+template with a generation prompt. The other columns are passed to the rewards. Position p in the run's stream is
+prompt order(p), with the same orders as in pre-training: with shuffling, each epoch is a permutation derived from the
+seed. The next prompt therefore depends only on the seed and the number of consumed prompts.
 """
 
 from __future__ import annotations
@@ -29,38 +29,36 @@ REPEATS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question, as tokens and as it was given."""
+    """A prompt as token ids and as text or messages."""
 
     id: str | int
     ids: list[int]
-    text: str  # after the chat template, where there is one
+    text: str  # after the chat template, if there is one
     messages: list[Message] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
-    where: str = ""  # file and line, for errors
+    where: str = ""  # file and line number, for errors
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts of a run that are short enough, in the files' order."""
+    """The prompts of a run that are short enough, in file order."""
 
     prompts: list[Prompt]
-    dropped: int  # those that were too long
+    dropped: int  # number of prompts that were too long
     order: SampleOrder
 
     def notes(self) -> list[str]:
-        """What a reader of the run's log should know of them."""
+        """Return notes for the run's log."""
         notes = []
         if self.dropped:
-            notes.append(
-                f"{self.dropped:,} prompts were dropped, longer than they may be (rl.overlong_prompts)"
-            )
+            notes.append(f"{self.dropped:,} prompts were too long and were dropped (rl.overlong_prompts)")
         first: dict[str | int, str] = {}
         pairs = ((p, first.setdefault(p.id, p.where)) for p in self.prompts)
-        if again := [f"{p.id!r} of {p.where} is that of {where}" for p, where in pairs if where != p.where]:
+        if repeats := [f"{p.id!r} of {p.where} is also in {where}" for p, where in pairs if where != p.where]:
             notes.append(
-                f"{len(again):,} prompts have the id of an earlier one, and messages and files name them alike: "
-                + "; ".join(again[:REPEATS_SHOWN])
-                + "; …" * (len(again) > REPEATS_SHOWN)
+                f"{len(repeats):,} prompts have the id of an earlier one, so logs and files cannot tell them apart: "
+                + "; ".join(repeats[:REPEATS_SHOWN])
+                + "; …" * (len(repeats) > REPEATS_SHOWN)
             )
         return notes
 
@@ -68,25 +66,28 @@ class Prompts:
         return len(self.prompts)
 
     def index(self, position: int) -> int:
-        """Which prompt stands at a position of the run's stream."""
+        """Return the index of the prompt at a position of the run's stream."""
         return self.order(position)
 
     def identity(self) -> str:
-        """SHA-256 of ids and tokens, in hexadecimal."""
+        """Return the SHA-256 of all ids and tokens, in hexadecimal."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(f"{prompt.id}\0{prompt.ids}\n".encode())
         return digest.hexdigest()
 
 
-def row_tokens(config: RunConfig) -> int:
-    """Of a prompt with its completion, at most: what a row of the trainer holds, its last token being a label alone."""
+def max_sequence_tokens(config: RunConfig) -> int:
+    """Return the maximum tokens of a prompt with its completion: a trainer's row plus the last token, which is only a
+    label."""
     return min(config.data.seq_length + 1, config.model.max_position_embeddings)
 
 
-def policy_entries(config: RunConfig, tokenizer: Tokenizer | None) -> int:
-    """Entries of the vocabulary that a policy chooses among, in the engine and in the trainer: the tokenizer's, where
-    the model's table has more rows. A server chooses among all of the table's."""
+def policy_vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """Return the number of vocabulary entries that a policy samples from, in the engine and in the trainer.
+
+    It is the tokenizer's if the model's embedding has more rows. A server samples from all rows.
+    """
     if config.rl.engine != "own":
         return config.model.vocab_size
     return min(config.model.vocab_size, tokenizer.vocab_size if tokenizer else config.model.vocab_size)
@@ -98,14 +99,24 @@ def run_prompts(
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
 ) -> Prompts:
-    """Those of a run, which leave room for their completions."""
-    rl, room = config.rl, row_tokens(config) - config.rl.max_completion_length
-    longest = min(room, rl.max_prompt_length or room)
-    vocabulary, seed = policy_entries(config, tokenizer), config.train.seed
+    """Return the run's prompts, which leave room for their completions.
+
+    Args:
+        config: run configuration.
+        tokenizer: the model's tokenizer.
+        records: records that replace the files of `rl.prompts`.
+        show_progress: show a progress bar.
+
+    Raises:
+        DataError: if a prompt is unusable or none is left.
+    """
+    rl, room = config.rl, max_sequence_tokens(config) - config.rl.max_completion_length
+    max_tokens = min(room, rl.max_prompt_length or room)
+    vocabulary, seed = policy_vocab_size(config, tokenizer), config.train.seed
     return open_prompts(
         rl,
         tokenizer,
-        longest=longest,
+        max_tokens=max_tokens,
         vocab_size=vocabulary,
         seed=seed,
         records=records,
@@ -119,26 +130,30 @@ def held_out_prompts(
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
 ) -> list[Prompt]:
-    """Those of `rl.eval_prompts`, or of `records`, that an evaluation asks; none where there is no evaluation."""
+    """Return the prompts of `rl.eval_prompts`, or of `records`, for evaluation; empty without evaluation."""
     rl = config.rl
     if not rl.eval_prompts or not config.train.eval_iters:
         return []
-    asked = config.with_settings({"rl.prompts": rl.eval_prompts})
-    return run_prompts(asked, tokenizer, records, show_progress).prompts[: rl.max_eval_prompts]
+    eval_config = config.with_settings({"rl.prompts": rl.eval_prompts})
+    return run_prompts(eval_config, tokenizer, records, show_progress).prompts[: rl.max_eval_prompts]
 
 
 def open_prompts(
     rl: RlConfig,
     tokenizer: Tokenizer | None,
     *,
-    longest: int,
+    max_tokens: int,
     vocab_size: int,
     seed: int,
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
 ) -> Prompts:
-    """The prompts that `rl.prompts` names, or of `records`, of at most `longest` tokens each. Raises DataError for one
-    that cannot be used, and ConfigError for files that are not there."""
+    """Read and tokenize the prompts of `rl.prompts`, or of `records`, with at most `max_tokens` tokens each.
+
+    Raises:
+        DataError: if a prompt is unusable.
+        ConfigError: if a file does not exist.
+    """
     reader = _PromptReader(rl, tokenizer, vocab_size)
     made: list[Prompt] = []
     dropped = 0
@@ -147,10 +162,10 @@ def open_prompts(
             prompt = reader.prompt(record, where, number)
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{where} has no usable prompt: {error}; correct or remove it") from None
-        if len(prompt.ids) > longest:
+        if len(prompt.ids) > max_tokens:
             if rl.overlong_prompts == "refuse":
                 raise DataError(
-                    f"{where} has a prompt of {len(prompt.ids):,} tokens, but at most {longest:,} fit "
+                    f"{where} has a prompt of {len(prompt.ids):,} tokens, but at most {max_tokens:,} fit "
                     "(rl.max_prompt_length, and data.seq_length + 1 less rl.max_completion_length); raise them, or set "
                     "rl.overlong_prompts to drop"
                 )
@@ -160,8 +175,8 @@ def open_prompts(
     if not made:
         raise DataError(
             f"there is no prompt in {', '.join(rl.prompt_files) or 'the records'}"
-            + f" ({dropped:,} were longer than {longest:,} tokens)" * bool(dropped)
-            + "; give some"
+            + f" ({dropped:,} were longer than {max_tokens:,} tokens)" * bool(dropped)
+            + "; add some"
         )
     order = CyclicOrder(len(made), seed) if rl.shuffle_dataset else SingleOrder(len(made), wrap=True)
     return Prompts(made, dropped, order)
@@ -195,9 +210,9 @@ class _PromptReader:
         self.template: ChatTemplate | None = template_of(tokenizer) if tokenizer is not None else None
 
     def prompt(self, record: Mapping[str, Any], where: str, number: int) -> Prompt:
-        """ValueError: the reason why there is none."""
-        said = record.get(self.column)
-        if said is None:
+        """Return the prompt of a record. Raise ValueError with the reason if there is none."""
+        content = record.get(self.column)
+        if content is None:
             raise ValueError(
                 f"it has no {self.column!r} (rl.prompt_column), only {', '.join(map(repr, record))}"
             )
@@ -209,20 +224,24 @@ class _PromptReader:
             raise DataError(
                 "prompts are text, but data.tokenizer_type is not set; name the model's tokenizer"
             )
-        if isinstance(said, str) and not self.chat:
-            unicode_text(said)
-            return Prompt(id, self._ids(said, self.tokenizer.encode_prompt(said)), said, None, columns, where)
-        messages = prompt_messages([{"role": "user", "content": said}] if isinstance(said, str) else said)
+        if isinstance(content, str) and not self.chat:
+            unicode_text(content)
+            return Prompt(
+                id, self._ids(content, self.tokenizer.encode_prompt(content)), content, None, columns, where
+            )
+        messages = prompt_messages(
+            [{"role": "user", "content": content}] if isinstance(content, str) else content
+        )
         if self.template is None:
             raise DataError(
-                f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja beside it, or "
+                f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja in its folder, or "
                 "chat_template in its tokenizer_config.json); add one, or give prompts as text"
             )
         text = self.template.render(messages, ask=True, **template_arguments(columns))
-        found = self.tokenizer.encode_marked([text], [[(0, len(text))]])[0]
-        if isinstance(found, str):
-            raise ValueError(found)
-        return Prompt(id, self._ids(text, list(found[0])), text, messages, columns, where)
+        ids = self.tokenizer.encode_marked([text], [[(0, len(text))]])[0]
+        if isinstance(ids, str):
+            raise ValueError(ids)
+        return Prompt(id, self._ids(text, list(ids[0])), text, messages, columns, where)
 
     def _ids(self, text: str, ids: list[int]) -> list[int]:
         if not ids:

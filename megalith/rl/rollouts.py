@@ -1,16 +1,16 @@
-"""Files of rollouts: what a model has generated, with its rewards, to be trained on again anywhere.
+"""Rollout files: sampled completions with their rewards, to train on.
 
-JSONL, or compressed: .jsonl.zst, .jsonl.gz. The first line is a header, every other line a group, a prompt with its
-completions.
+JSONL, plain or compressed (.jsonl.zst, .jsonl.gz). The first line is a header; every other line is a group: a prompt
+with its completions.
 
     {"format": "megalith-rollouts", "version": 1, "tokenizer": fingerprint or null, "rewards": ["gsm8k", …]}
     {"prompt_ids": [5, 17], "samples": [{"completion_ids": [3, 2], "logprobs": [-0.1, -1.2], "rewards": [1.0],
                                          "version": 40, "truncated": false}, …]}
 
-`logprobs` are the engine's, at its temperature, one a token of the completion, and may be absent; a token without one
-has null. A reward that could not be given is null. `version` says by which step's weights the completion was sampled:
-one number, or one a token; absent: not known. A group may have a `prompt_id`, a text or a number.
-Ids, never text: a text may be tokenized otherwise.
+`logprobs` (optional) are the engine's, at its temperature, one per token; null for a token without one. A missing
+reward is null. `version` (optional) is the step of the weights that sampled the completion: one number, or one per
+token. A group may have a `prompt_id`, a string or a number. Files have token ids and no text, which could be
+tokenized differently.
 """
 
 from __future__ import annotations
@@ -34,34 +34,21 @@ from megalith.remote import open_location
 
 FORMAT, VERSION = "megalith-rollouts", 1
 COMPRESS = {".zst": zstandard.compress, ".gz": gzip.compress}
-MAX_LINE_BYTES = 256 << 20  # of a group: a thousand completions of ten thousand tokens
-MOST_UNPACKED = 2**32  # bytes of a file that a checkpoint keeps of a rollout batch
+MAX_LINE_BYTES = 256 << 20  # enough for a group of a thousand completions of ten thousand tokens
 
-
-def unzstd(content: bytes, largest: int = MOST_UNPACKED) -> bytes:
-    """Return what zstd content unpacks to. Raises DataError for more than `largest` bytes."""
-    pieces, size = [], 0
-    with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-        while piece := reader.read(2**24):
-            pieces.append(piece)
-            size += len(piece)
-            if size > largest:
-                raise DataError(
-                    f"a compressed file of a rollout batch unpacks to more than {largest:,} bytes"
-                )
-    return b"".join(pieces)
+MAX_DECOMPRESSED_BYTES = 2**32  # of a rollout batch's file in a checkpoint
 
 
 @dataclass(frozen=True)
 class RatedCompletion:
-    """One answer to a prompt."""
+    """A completion with its rewards."""
 
     ids: np.ndarray  # int64 [tokens], at least one
-    rewards: np.ndarray  # float64 [kinds], NaN where one could not be given
-    logprobs: np.ndarray | None = None  # float32 [tokens], the engine's; NaN for a token without
+    rewards: np.ndarray  # float64 [kinds], NaN where absent
+    logprobs: np.ndarray | None = None  # float32 [tokens], from the engine; NaN where absent
     version: np.ndarray | None = None  # int64 [1] or [tokens]: the step of the weights that sampled it
-    truncated: bool = False  # cut off at its longest
-    extra: dict[str, str] = field(default_factory=dict)  # what a reward function logs of it; in no file
+    truncated: bool = False  # reached the maximum length
+    extra: dict[str, str] = field(default_factory=dict)  # logged by reward functions; not saved
 
 
 @dataclass(frozen=True)
@@ -71,29 +58,51 @@ class PromptGroup:
     prompt_ids: np.ndarray  # int64 [tokens], at least one
     completions: list[RatedCompletion]
     where: str = ""  # file and line, for errors
-    id: str | int | None = None  # the prompt's own
+    id: str | int | None = None  # the prompt's id
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The groups of one or several files, in order."""
+    """The groups of one or more files, in order."""
 
     groups: list[PromptGroup]
     rewards: list[str]
-    """The names of the kinds of reward."""
+    """Names of the rewards."""
     tokenizer: str | None = None
-    """The fingerprint of the tokenizer that made the ids."""
+    """Fingerprint of the tokenizer that the ids belong to."""
 
 
 def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
-    """Writes a file of rollouts, compressed where its name ends in .zst or .gz. DataError: it cannot be written."""
-    content = rollout_file(path, rollouts)
+    """Write a rollout file, compressed if its name ends in .zst or .gz.
+
+    Args:
+        path: file to write.
+        rollouts: groups to save.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    content = encode_rollouts(path, rollouts)
     with atomic_file(path) as file:
         file.write(content)
 
 
-def rollout_file(path: str | Path, rollouts: Rollouts) -> bytes:
-    """The content of a file of rollouts of this name."""
+def decompress_zstd(content: bytes, max_bytes: int = MAX_DECOMPRESSED_BYTES) -> bytes:
+    """Return decompressed zstd content. Raise DataError for more than `max_bytes`."""
+    pieces, size = [], 0
+    with zstandard.ZstdDecompressor().stream_reader(content) as reader:
+        while piece := reader.read(2**24):
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise DataError(
+                    f"a compressed file of a rollout batch unpacks to more than {max_bytes:,} bytes"
+                )
+    return b"".join(pieces)
+
+
+def encode_rollouts(path: str | Path, rollouts: Rollouts) -> bytes:
+    """Return the content of a rollout file with this name."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -136,12 +145,18 @@ def load_rollouts(
     tokenizer: str | None = None,
     version: int | None = None,
 ) -> Rollouts:
-    """The groups of `paths`, in order.
+    """Read all groups of rollout files.
 
-    Refused, by file, line and sample, with a DataError: what is not of the format, ids outside of `vocab_size`, a
-    prompt and completion of more than `max_tokens`, a group of another size than `num_generations`, a file of another
-    tokenizer than that with the fingerprint `tokenizer`, a token that other weights sampled than those of step
-    `version`.
+    Args:
+        paths: a file or several, which are read in order.
+        vocab_size: upper bound of token ids; None: not checked.
+        max_tokens: maximum length of prompt plus completion, in tokens.
+        num_generations: required number of completions per group.
+        tokenizer: fingerprint of the required tokenizer.
+        version: step whose weights must have sampled every token.
+
+    Raises:
+        DataError: with file, line and sample number, if the content is malformed or violates one of these limits.
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     reader = _Reader(vocab_size, max_tokens, num_generations, version)
@@ -151,18 +166,18 @@ def load_rollouts(
     return Rollouts(groups, **header)
 
 
-def _require_groups(found: Sequence[Any], paths: Sequence[str | Path]) -> None:
-    if not found:
+def _require_groups(groups: Sequence[Any], paths: Sequence[str | Path]) -> None:
+    if not groups:
         raise DataError(
-            f"there is no group of rollouts in {', '.join(map(str, paths)) or 'no file'}; sample some"
+            f"there is no group of rollouts in {', '.join(map(str, paths)) or 'no file'}; sample some first"
         )
 
 
 class RolloutFiles:
-    """Files of rollouts whose tokens are read when they are asked for.
+    """Rollout files whose tokens are read on demand.
 
-    At the start each rank of `world` parses its share of the lines, and all get what is small: lengths, rewards and
-    what else plans a step. Of a rollout batch a rank then holds the lines, and parses those that its rows take.
+    Each rank of `world` parses its share of the lines at the start and shares lengths and rewards, which suffice to
+    plan a step. Later a rank holds the lines of a rollout batch and parses only those in its rows.
     """
 
     def __init__(
@@ -176,8 +191,8 @@ class RolloutFiles:
         tokenizer: str | None = None,
         version: int | None = None,
     ):
-        """The arguments are those of `load_rollouts`, and so is what is refused. Every rank of `world` calls it."""
-        self._paths, header, own, error = list(paths), {}, [], None
+        """Index the files. Arguments and errors are those of `load_rollouts`. Every rank of `world` calls it."""
+        self._paths, header, local, error = list(paths), {}, [], None
         self._reader = _Reader(vocab_size, max_tokens, num_generations, version)
         try:
             for file, line, group in self._reader.groups(paths, tokenizer, header, world):
@@ -185,54 +200,55 @@ class RolloutFiles:
                     [len(one.ids), one.rewards.tolist(), one.truncated, one.logprobs is not None]
                     for one in group.completions
                 ]
-                own.append([file, line, len(group.prompt_ids), group.id, samples])
+                local.append([file, line, len(group.prompt_ids), group.id, samples])
         except DataError as raised:
             error = raised
-        shares = gather_json([own, error and str(error)], world)
+        shares = gather_json([local, error and str(error)], world)
         for _, reason in shares:
             if reason:
                 raise error or DataError(reason)
         self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
-        """Of each group, in order: file, line, tokens of the prompt, its id, and of each completion tokens, rewards,
-        whether it is truncated, whether it has log-probabilities."""
+        """Entries of the groups, in order: file index, line number, prompt tokens, prompt id, and per completion the
+        number of tokens, rewards, whether it is truncated, and whether it has log-probabilities.
+        """
         _require_groups(self.entries, paths)
         self.rewards: list[str] = header["rewards"]
-        """The names of the kinds of reward."""
+        """Names of the rewards."""
         self._lines, self._last = iter(()), (len(paths), 0)
 
     def group(self, entry: Sequence[Any], line: bytes = b"") -> PromptGroup:
-        """The group of an entry, whose arrays are made of `line` when they are asked for."""
-        file, number, prompt, name, samples = entry
+        """Return the group of an entry, whose arrays are parsed from `line` on first use."""
+        file, number, prompt, prompt_id, samples = entry
         where, parsed = f"{self._paths[file]}, line {number}", []
 
-        def whole() -> PromptGroup:
+        def parse() -> PromptGroup:
             if not parsed:
                 group = self._reader.group(where, _object(where, line), len(self.rewards))
                 if [len(one.ids) for one in group.completions] != [tokens for tokens, *_ in samples]:
-                    raise DataError(f"{where} is not what it was when the run began; leave the file as it is")
+                    raise DataError(f"{where} has changed since the run began; restore the file")
                 parsed.append(group)
             return parsed[0]
 
-        def later(tokens: int, k: int, array: str) -> LaterArray:
-            return LaterArray(tokens, lambda: getattr(whole().completions[k], array))
+        def lazy(tokens: int, k: int, array: str) -> LazyArray:
+            return LazyArray(tokens, lambda: getattr(parse().completions[k], array))
 
         completions = [
             RatedCompletion(
-                later(tokens, k, "ids"),
+                lazy(tokens, k, "ids"),
                 np.array(rewards),
-                later(tokens, k, "logprobs") if has_logprobs else None,
+                lazy(tokens, k, "logprobs") if has_logprobs else None,
                 truncated=truncated,
             )
             for k, (tokens, rewards, truncated, has_logprobs) in enumerate(samples)
         ]
-        return PromptGroup(LaterArray(prompt, lambda: whole().prompt_ids), completions, where, name)
+        return PromptGroup(LazyArray(prompt, lambda: parse().prompt_ids), completions, where, prompt_id)
 
     def read(self, entries: Iterable[Sequence[Any]]) -> list[PromptGroup]:
-        """The groups of entries, which are quickest to find in order."""
+        """Return the groups of entries. Entries in file order are read fastest."""
         return [self.group(entry, self._line(entry[0], entry[1])) for entry in entries]
 
     def _line(self, file: int, number: int) -> bytes:
-        """Reads on from the line before, or from the beginning where that is behind."""
+        """Read ahead to a line, from the beginning of the files if it comes before the last one."""
         if (file, number) <= self._last:
             self._lines = (((at, n), line) for at, path in enumerate(self._paths) for n, line in _lines(path))
         for at, line in self._lines:
@@ -241,12 +257,12 @@ class RolloutFiles:
                 return line
         self._last = (len(self._paths), 0)
         raise DataError(
-            f"{self._paths[file]} has no line {number} any more; leave the file as it is while a run takes it"
+            f"{self._paths[file]} has no line {number} any more; do not change the file while a run reads it"
         )
 
 
-class LaterArray:
-    """Something like an array of one dimension, whose length is known and which is made when it is asked for."""
+class LazyArray:
+    """A one-dimensional array of known length whose values are computed on first use."""
 
     def __init__(self, length: int, make: Callable[[], np.ndarray]):
         self._length, self._make = length, make
@@ -272,25 +288,25 @@ class _Reader:
         header: dict[str, Any],
         world: Axis = Axis(),  # noqa: B008 (immutable)
     ) -> Iterator[tuple[int, int, PromptGroup]]:
-        """This rank's share of the groups, each with the number of its file and of its line; fills in `header`."""
+        """Yield this rank's share of the groups, each with its file index and line number; fill in `header`."""
         for file, path in enumerate(paths):
             lines = _lines(path)
-            own = self._header(path, next(lines, None))
-            if None not in (tokenizer, own["tokenizer"]) and tokenizer != own["tokenizer"]:
+            current = self._header(path, next(lines, None))
+            if None not in (tokenizer, current["tokenizer"]) and tokenizer != current["tokenizer"]:
                 raise DataError(
-                    f"{path} has the ids of another tokenizer (fingerprint {own['tokenizer'][:12]}) than the run's "
+                    f"{path} has the ids of another tokenizer (fingerprint {current['tokenizer'][:12]}) than the run's "
                     f"({tokenizer[:12]}); use the tokenizer that sampled it, or sample again"
                 )
-            if header and own != header:
+            if header and current != header:
                 raise DataError(
-                    f"{path} has rewards {own['rewards']} and tokenizer {own['tokenizer']}, the files before it "
-                    f"{header['rewards']} and {header['tokenizer']}; train on files that were made alike"
+                    f"{path} has rewards {current['rewards']} and tokenizer {current['tokenizer']}, the files before "
+                    f"it {header['rewards']} and {header['tokenizer']}; use files with the same rewards and tokenizer"
                 )
-            header.update(own)
-            for nth, (number, line) in enumerate(lines):
-                if nth % world.size == world.rank:
+            header.update(current)
+            for index, (number, line) in enumerate(lines):
+                if index % world.size == world.rank:
                     where = f"{path}, line {number}"
-                    yield file, number, self.group(where, _object(where, line), len(own["rewards"]))
+                    yield file, number, self.group(where, _object(where, line), len(current["rewards"]))
 
     def _header(self, path: str | Path, first: tuple[int, bytes] | None) -> dict[str, Any]:
         where = f"{path}, line 1"
@@ -322,7 +338,7 @@ class _Reader:
         if self.num_generations not in (None, len(samples)):
             raise DataError(
                 f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}: the group is "
-                "not whole; set rl.num_generations to the size of the groups, or leave out those that are not whole"
+                "incomplete; set rl.num_generations to the size of the groups, or remove incomplete groups"
             )
         completions = []
         for number, sample in enumerate(samples):
@@ -358,14 +374,10 @@ class _Reader:
         rewards = _numbers(at, "rewards", sample.get("rewards"), kinds)
         version = _version(at, sample.get("version"), len(ids))
         if self.version is not None and (version is None or (version != self.version).any()):
-            found = (
-                "of no version that is known"
-                if version is None
-                else f"of version {_short(sample['version'])}"
-            )
+            origin = "of unknown version" if version is None else f"of version {_short(sample['version'])}"
             raise DataError(
-                f"{at} is {found}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
-                "or leave rl.rollout_version out to train on rollouts of any"
+                f"{at} is {origin}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
+                "or omit rl.rollout_version to train on rollouts of any version"
             )
         return RatedCompletion(ids, rewards, logprobs, version, truncated)
 
@@ -384,12 +396,12 @@ class _Reader:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines with their numbers from 1; blank ones are left out."""
+    """Yield the lines with their numbers from 1, except blank ones."""
     for block in read_blocks(open_location(str(path)), MAX_LINE_BYTES):
         for number, line in enumerate(block.data.split(b"\n"), block.first_line):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; cut the group up"
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; split the group"
                 )
             if line.strip():
                 yield number, line
@@ -410,18 +422,18 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def _numbers(at: str, key: str, value: Any, count: int) -> np.ndarray:
-    """float64 [count] of a list of numbers and nulls, which become NaN as NaN itself does."""
+    """Return float64 [count] from a list of numbers and nulls. Nulls become NaN."""
     fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
     if not fits or len(value) != count:
-        told = f"{len(value)} values" if isinstance(value, list) else _short(value)
-        raise DataError(f"{at} has {told} for {key}; {count} numbers or nulls are needed")
+        description = f"{len(value)} values" if isinstance(value, list) else _short(value)
+        raise DataError(f"{at} has {description} for {key}; {count} numbers or nulls are needed")
     try:
-        found = np.array([math.nan if each is None else float(each) for each in value])
+        array = np.array([math.nan if each is None else float(each) for each in value])
     except OverflowError:
-        found = np.array([math.inf])
-    if np.isinf(found).any():
-        raise DataError(f"{at} has an infinite number in {key}; null stands for what is not known")
-    return found
+        array = np.array([math.inf])
+    if np.isinf(array).any():
+        raise DataError(f"{at} has an infinite number in {key}; use null for a missing value")
+    return array
 
 
 def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:

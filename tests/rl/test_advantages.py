@@ -5,7 +5,7 @@ import pytest
 
 from megalith.config import RlConfig, RunConfig
 from megalith.errors import ConfigError
-from megalith.rl.advantages import advantages, overlong_penalty
+from megalith.rl.advantages import compute_advantages, overlong_penalty
 
 NAN = float("nan")
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.0, NAN, 3.0, 6.0]])[..., None]
@@ -13,14 +13,14 @@ LENGTHS = np.full((3, 4), 5)
 
 
 def found(rewards=REWARDS, lengths=LENGTHS, **rl):
-    return advantages(RlConfig(rollouts="x", **rl), rewards, lengths)
+    return compute_advantages(RlConfig(rollouts="x", **rl), rewards, lengths)
 
 
 def test_by_group_mean_and_unbiased_deviation():
     result = found()
     s = np.std([1, 0, 0, 1], ddof=1) + 1e-4
     assert result.values[0] == pytest.approx(np.array([0.5, -0.5, -0.5, 0.5]) / s, rel=1e-12)
-    assert (result.values[1] == 0).all() and result.spread[1] == 0
+    assert (result.values[1] == 0).all() and result.group_std[1] == 0
     assert result.values[2] == pytest.approx(
         np.array([-3, 0, 0, 3]) / (3 + 1e-4), rel=1e-12
     )  # NaN is in no baseline
@@ -48,7 +48,7 @@ def test_nemo_rls_names_take_mean_and_deviation_of_the_others():
     rewards = np.array(
         [[1.0, 0.0, 0.5, 1.0], [100.1, 0.3, 0.3, 0.3], [0.0, NAN, 3.0, 6.0], [NAN, 1.0, NAN, 3.0]]
     )
-    values = advantages(rl, rewards[..., None], np.full((4, 4), 5)).values
+    values = compute_advantages(rl, rewards[..., None], np.full((4, 4), 5)).values
     for group, found_ in zip(rewards, values):
         for number, reward in enumerate(group):
             others = np.delete(group, number)
@@ -62,7 +62,7 @@ def test_nemo_rls_names_take_mean_and_deviation_of_the_others():
 def test_verls_name_brings_its_epsilon():
     rl = RunConfig.from_tree({"rl": {"norm_adv_by_std_in_grpo": True}}).rl
     expected = np.array([0.5, -0.5, -0.5, 0.5]) / (np.std([1, 0, 0, 1], ddof=1) + 1e-6)
-    assert advantages(rl, REWARDS, LENGTHS).values[0] == pytest.approx(expected, rel=1e-12)
+    assert compute_advantages(rl, REWARDS, LENGTHS).values[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_lone_reward_of_a_group_has_advantage_0():

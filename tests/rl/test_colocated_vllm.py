@@ -138,7 +138,7 @@ def test_weights_that_it_did_not_take_are_found_by_the_canary(tmp_path, vllm, mo
     monkeypatch.setattr(
         vllm, "_reload_weights", lambda llm, weights_iterator: list(weights_iterator) and None
     )
-    with pytest.raises(TrainingError, match=r"cannot be looked at"):
+    with pytest.raises(TrainingError, match=r"cannot be inspected"):
         train_grpo(a_run(tmp_path, rl=dict(vllm_sleep_level=0)))
 
 
@@ -151,7 +151,7 @@ def test_an_end_that_is_none_is_refused(tmp_path, vllm, monkeypatch):
         return one
 
     monkeypatch.setattr(vllm, "_completion", aborted)
-    with pytest.raises(TrainingError, match=r"ended for 'abort', neither a stop token nor its length"):
+    with pytest.raises(TrainingError, match=r"has finish_reason 'abort', which is neither stop nor length"):
         train_grpo(a_run(tmp_path))
 
 

@@ -90,8 +90,9 @@ def test_a_planted_fault_stops_the_run_and_is_named(tmp_path, monkeypatch, fault
     )
     with pytest.raises(TrainingError, match=said) as raised:
         train_grpo(config, total)
-    place = rf"most at prompt q\d+ of the canary, token \d+: the trainer, with weights of step {good_steps}, says -"
-    assert raised.match(place) and raised.match(rf"the engine, of step {good_steps}, -")
+    trainer = rf"-\d+\.\d+ from the trainer \(weights of step {good_steps}\), "
+    place = rf"is at prompt q\d+ of the canary, token \d+: {trainer}-\d"
+    assert raised.match(place) and raised.match(rf"from the engine \(weights of step {good_steps}\)")
     assert len(metrics(tmp_path / "run")) == good_steps
 
 
@@ -127,6 +128,7 @@ def test_what_the_canary_does_not_show_stops_the_step_that_has_it(tmp_path, monk
 
     monkeypatch.setattr(Engine, "generate", generate)
     with pytest.raises(
-        TrainingError, match=r"most at prompt q\d+, completion \d, token 0: .*the canary agreed"
+        TrainingError,
+        match=r"largest difference is at prompt q\d+, completion \d, token 0: .*the canary agreed",
     ):
         train_grpo(configuration(tmp_path, rl=dict(packing=True)))

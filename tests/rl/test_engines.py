@@ -23,13 +23,12 @@ from megalith.bridge.families import family_for
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.parallel.mesh import build_mesh
-from megalith.rl.engines import json_http, server_engine, weight_stream
+from megalith.rl.engines import engine_of, json_http, server_engine, weight_stream
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.judged_groups import read_queue
-from megalith.rl.loop import engine_of
 from megalith.rl.rollouts import load_rollouts
+from megalith.rl.scored_groups import decode_queue
 from megalith.training.build import prepare
 from megalith.training.run_state import Run
 
@@ -222,7 +221,7 @@ def cut_off(path):
 
 COMPLETIONS = "/v1/completions", "/generate"
 BAD_ANSWERS = {
-    "fewer completions": (answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
+    "fewer completions": (answers(lambda found: found[1:]), "returned 2 completions .* but 3 were requested"),
     "no ids": (first(tokens(None, [-0.5])), "it has no token ids"),
     "no log-probabilities": (first(tokens([1, 2], None)), "no log-probabilities"),
     "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
@@ -321,14 +320,14 @@ def at(request, act, *more):
 
 
 BAD_SYNCS = {
-    "not there": (unreachable, "cannot be reached for GET /health .*: it does not run, or not yet.* waited for during"),
+    "not there": (unreachable, "cannot be reached for GET /health .*: it is not running, .* gave up waiting after"),
     "slow": (at(UPDATE, hangs), r"has not answered POST /update_weights\w* within .* s .rl.weight_sync_timeout"),
     "dead": (at(UPDATE, status, None, ""), "ended the connection during POST /update_weights"),
     "refuses the update": (at(UPDATE, status, 500, {"error": "shape mismatch"}), "with 500: .*shape mismatch"),
     "refuses the group": (at(GROUP, status, 500, {"error": "no port"}), "500: .*no port"),
     "no transfer": (at(BEGIN, status, 404, {}), "(has no|refuses POST) /(start_weight_update|pause_generation)"),
     "does not resume": (at(FINISH, status, 500, {}), "refuses POST /(finish_weight_update|continue_generation)"),
-    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503.* waited for during 3 s"),
+    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503.* gave up waiting after 3 s"),
     "more workers than join": (
         sets(workers=2, sizes={"tp_size": 2}),
         "joining the group of weights (is not over|failed)|answered POST /init_weight\\w* within",
@@ -338,7 +337,7 @@ OF_VLLM = {
     "no developers' mode": (status("/server_info", 404, {}), "not in developers' mode, or older than 0.21"),
     "raw log-probabilities": (
         sets(logprobs_mode="raw_logprobs"),
-        "logprobs_mode raw_logprobs, but the ratio needs",
+        "logprobs_mode raw_logprobs, but the ratio needs log-probabilities after",
     ),
     "another backend": (
         sets(transfer={"backend": "nccl"}),
@@ -442,7 +441,7 @@ def test_several_servers_share_the_prompts_and_all_get_the_weights(run, tmp_path
 def test_weights_that_a_server_says_it_took_and_did_not_are_found_by_the_canary(tmp_path):
     with served("vllm 0.24", model_tree(tmp_path)) as server:
         server.load = lambda tensors: None
-        with pytest.raises(TrainingError, match="the server's weights cannot be looked at from here"):
+        with pytest.raises(TrainingError, match="the server's weights cannot be inspected"):
             train_grpo(configuration(tmp_path, rl=settings(server), train=dict(train_iters=1)))
 
 
@@ -491,8 +490,8 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on(tmp_path, monkey
     assert all(step["drift_canary"] < 1.0001 for step in steps)
     a_run("cut", exit_interval=2)
     kept = tmp_path / "cut" / "checkpoints" / "step_00000002" / "task" / "queue.json.zst"
-    queue, _ = read_queue(kept.read_bytes())
-    assert list(queue) == [2] and queue[2].is_judged
+    queue, _ = decode_queue(kept.read_bytes())
+    assert list(queue) == [2] and queue[2].is_scored
     assert {v for record in queue[2].records for one in record.samples for v in one.versions} == {1}
     a_run("cut", exit_interval=None)
     again = metrics(tmp_path / "cut")
@@ -540,7 +539,7 @@ def test_by_ipc_a_server_is_told_where_each_tensor_lies(run, tmp_path, monkeypat
         assert engine.generate([[1, 2, 3]], SAMPLING, num_generations=1)[0].versions == (2,)
         server.workers = 2
         engine.forget()
-        with pytest.raises(TrainingError, match="has 2 workers, each on a GPU of its own"):
+        with pytest.raises(TrainingError, match="has 2 workers on different GPUs"):
             engine.update(3)
 
 
@@ -655,7 +654,7 @@ def answering(head: bytes, piece: bytes) -> Iterator[json_http.JsonServer]:
 
 
 def test_an_answer_without_end_is_ended_by_its_bytes(monkeypatch):
-    monkeypatch.setattr(json_http, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(json_http, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(json_http, "TOKEN_BYTES", 1 << 10)
     for tokens in (0, 1024):
         said = rf"answers POST /x with more than {(1 + tokens // 1024) << 20:,} bytes, which no engine does"
@@ -667,7 +666,7 @@ def test_an_answer_without_end_is_ended_by_its_bytes(monkeypatch):
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed(status, target):
     head = f"{status} Elsewhere\r\nLocation: {target}\r\nContent-Length: 0".encode()
-    said = f"redirects POST /x to {target}, and redirects are not followed"
+    said = f"redirects POST /x to {target}, but redirects are not followed"
     with answering(head, b"") as server, pytest.raises(TrainingError, match=said):
         server.post("/x", {"prompt": "private"}, Deadline(60.0, server_engine.SYNC))
 

@@ -21,10 +21,13 @@ from megalith.generation import sync
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import BOUND
 from megalith.report.report import Report
-from megalith.rl import GRPOTrainer, loop
+from megalith.rl import GRPOTrainer
 from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
+from megalith.rl.live_rollouts import LiveRollouts
 from megalith.rl.prompts import run_prompts
+from megalith.rl.rewards import Rewards
+from megalith.rl.rollout_sampler import RolloutSampler
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare
 from megalith.training.run_state import Run
@@ -115,9 +118,9 @@ class Killed(BaseException):
 
 
 KILLS = {  # where, and in which of its calls
-    "after the sync": (loop.LiveRollouts, "_sampled", 2),
-    "between generation and rewards": (loop.Rewards, "__call__", 8),  # behind two evaluations
-    "after a rollout file": (loop.LiveRollouts, "_keep", 2),
+    "after the sync": (RolloutSampler, "sample_batch", 2),
+    "between generation and rewards": (Rewards, "__call__", 8),  # behind two evaluations
+    "after a rollout file": (LiveRollouts, "_save", 2),
     "in training": (PolicyTask, "figures", 7),
     "in a save": (StepFolder, "commit", 2),
 }
@@ -213,11 +216,11 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
     assert re.findall(r"^step (\d+) \| reward ", out, re.MULTILINE) == ["1", "2", "3"]
     for words in (
         "rewards: length, shout, silent",
-        "note: 11 prompts have the id of an earlier one, and messages and files name them alike: 'q4' of ",
+        "note: 11 prompts have the id of an earlier one, so logs and files cannot tell them apart: 'q4' of ",
         "prompts.jsonl, line 6 is that of ",
         "prompts.jsonl, line 5; 'q40' of ",
-        "a reward logs a metric loss, which is a figure of the run's own: it is logged as reward/loss",
-        "step 1: the reward silent is None or NaN for all 8 completions and teaches nothing; correct",
+        "a reward logs the metric loss, a name that the run uses itself: it is logged as reward/loss",
+        "step 1: the reward silent is None or NaN for all 8 completions and has no effect; correct",
         "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and teaches",
         "| drift 1.00000",
         "generation ",

@@ -45,7 +45,7 @@ def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: Rollou
     high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
     per_sequence, entropies = [], []
     for number in range(len(TOKENS)):
-        where = np.argwhere(((batch.numbers == number) & (batch.loss_mask > 0)).numpy())
+        where = np.argwhere(((batch.sequence_ids == number) & (batch.loss_mask > 0)).numpy())
         at = [tuple(place) for place in where]
         pi, old, ref, engine = (
             [float(x[place]) for place in at]
@@ -215,7 +215,7 @@ def test_the_decoupled_loss_is_the_published_formula(proximal, cap):
         if proximal == "line":
             versions = torch.randint(4, 8, (2, SEQ), generator=generator)  # of weights up to those of step 7
             alpha = ((7.0 - versions) / (9.0 - versions)).double().numpy()  # at step 9
-            batch.proximal = torch.from_numpy(alpha)
+            batch.proximal_weight = torch.from_numpy(alpha)
         expected, grads = decoupled(rl, logprobs.numpy(), batch, alpha if proximal == "line" else None)
         logprobs.requires_grad_()
         loss = loss_of(rl, logprobs, None, batch)
@@ -269,7 +269,7 @@ def test_on_policy_the_gradient_is_reinforce_and_the_ratio_1():
     loss = PolicyLoss(rl)
     (grad,) = torch.autograd.grad(loss(logprobs, torch.zeros(2, SEQ), batch), logprobs)
     assert torch.equal(grad, -batch.advantages * batch.loss_mask)
-    figures = dict(zip(loss.FIGURES, loss.take_sums().tolist()))
+    figures = dict(zip(loss.METRICS, loss.take_sums().tolist()))
     assert figures["ratio"] == figures["tokens"] == sum(TOKENS)
     assert loss.take_sums() is None
 
@@ -401,5 +401,7 @@ def test_a_log_probability_that_the_engine_did_not_give_counts_as_equal(level):
     batch, _ = batch_of(torch.Generator().manual_seed(3))
     absent, same = (batch.rollout_logprobs.clone() for _ in range(2))
     absent[0, 1], same[0, 1] = math.nan, batch.old_logprobs[0, 1]
-    found, wanted = (mismatch_weights(rl, batch.old_logprobs, x, Sequences.of(batch)) for x in (absent, same))
+    found, wanted = (
+        mismatch_weights(rl, batch.old_logprobs, x, Sequences.from_batch(batch)) for x in (absent, same)
+    )
     assert found.isfinite().all() and torch.equal(found, wanted)

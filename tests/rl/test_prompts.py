@@ -23,7 +23,7 @@ TEMPLATE = (
 def opened(path, longest=50, chat=True, seed=1, **rl):
     tokenizer = ByteTokenizer({CHAT_TEMPLATE: TEMPLATE.encode()} if chat else None)
     return open_prompts(
-        RlConfig(prompts=str(path), **rl), tokenizer, longest=longest, vocab_size=257, seed=seed
+        RlConfig(prompts=str(path), **rl), tokenizer, max_tokens=longest, vocab_size=257, seed=seed
     )
 
 
@@ -54,7 +54,7 @@ def test_a_text_begins_as_the_tokenizer_has_it_and_a_chat_as_its_template(tmp_pa
     messages = [{"role": "user", "content": "hi"}]
     path = written(tmp_path, {"prompt": "hi"}, {"prompt": "<s>hi"}, {"prompt": messages})
     prompts = open_prompts(
-        RlConfig(prompts=str(path)), tokenizer, longest=9, vocab_size=tokenizer.vocab_size, seed=1
+        RlConfig(prompts=str(path)), tokenizer, max_tokens=9, vocab_size=tokenizer.vocab_size, seed=1
     ).prompts
     chat = reference.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids
     assert prompts[0].ids == reference("hi").input_ids == chat

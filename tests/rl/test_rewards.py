@@ -13,7 +13,7 @@ import pytest
 from megalith.errors import ConfigError, DataError
 from megalith.launch.signals import StopSignals
 from megalith.rl.prompts import Prompt
-from megalith.rl.rewards import NAMED, Rewards
+from megalith.rl.rewards import BUILTIN_REWARDS, Rewards
 
 
 def prompt(text="p", messages=None, **columns) -> Prompt:
@@ -61,7 +61,7 @@ GRADED = [
 
 @pytest.mark.parametrize(("name", "text", "columns", "worth"), GRADED)
 def test_a_named_reward_gives_what_its_formula_says(name, text, columns, worth):
-    assert NAMED[name](text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
+    assert BUILTIN_REWARDS[name](text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
 
 
 CHAT = [{"role": "user", "content": "Sort:\n9,3,7"}]
@@ -78,13 +78,14 @@ CHAT = [{"role": "user", "content": "Sort:\n9,3,7"}]
 )
 def test_sort_counts_the_places_that_are_right(asked):
     found = [
-        NAMED["sort"](text, asked, [], 10) for text in ("3 7 9", "3,7,9", "3 9 7", "9,3,7", "3 7 9 9", "")
+        BUILTIN_REWARDS["sort"](text, asked, [], 10)
+        for text in ("3 7 9", "3,7,9", "3 9 7", "9,3,7", "3 7 9 9", "")
     ]
     assert found == [1.0, 1.0, pytest.approx(1 / 3), 0.0, 0.75, 0.0]
 
 
 def test_sort_takes_numbers_below_0_and_of_three_digits():
-    assert NAMED["sort"]("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
+    assert BUILTIN_REWARDS["sort"]("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
 
 
 HUGE = {
@@ -99,7 +100,10 @@ HUGE = {
 @pytest.mark.parametrize("what", HUGE)
 def test_a_huge_formula_of_countdown_takes_no_time(what):
     began = time.process_time()
-    assert NAMED["countdown"](f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10) == 0.0
+    assert (
+        BUILTIN_REWARDS["countdown"](f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10)
+        == 0.0
+    )
     assert time.process_time() - began < 0.5
 
 
@@ -119,25 +123,25 @@ VERIFIED = [
 def test_math_verify_compares_formulas_and_a_library_that_is_missing_is_named(monkeypatch):
     pytest.importorskip("math_verify")
     asked = [Prompt(n, [1], "p", None, {"answer": answer}) for n, (_, answer, _) in enumerate(VERIFIED)]
-    judge = Rewards(["math_verify"], asked, longest=10, workers=1)
+    judge = Rewards(["math_verify"], asked, max_tokens=10, workers=1)
     found = judge([(n, [text], [[1]]) for n, (text, *_) in enumerate(VERIFIED)])
     judge.close()
     np.testing.assert_equal([rows[0, 0] for rows in found.rewards], [worth for *_, worth in VERIFIED])
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"needs the math-verify package, .*; run: pip install .*\[math\]"):
-        Rewards(["math_verify"], asked, longest=10)
+        Rewards(["math_verify"], asked, max_tokens=10)
 
 
 def test_a_missing_column_is_named(tmp_path):
     with pytest.raises(DataError, match=r"line 1 has no column 'answer', only x; correct the data, or"):
-        Rewards(["gsm8k"], [prompt(x=1)], longest=10)([(0, ["#### 1"], [[1]])])
+        Rewards(["gsm8k"], [prompt(x=1)], max_tokens=10)([(0, ["#### 1"], [[1]])])
 
 
 GROUP = (0, ["a", "bb"], [[5], [6, 7]])
 
 
 def rewards(*functions, timeout=10.0, workers=2, asked=None) -> Rewards:
-    given = dict(longest=10, timeout=timeout, workers=workers)
+    given = dict(max_tokens=10, timeout=timeout, workers=workers)
     return Rewards(functions, [asked or prompt(answer=3)], **given)
 
 
@@ -243,7 +247,7 @@ def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
 def test_workers_end_with_a_program_that_does_not_close_them(tmp_path):
     program = (
         "from megalith.rl.rewards import Rewards; from megalith.rl.prompts import Prompt\n"
-        "judge = Rewards([lambda completions, **columns: [0.0]], [Prompt(0, [1], 'p')], longest=1, workers=2)\n"
+        "judge = Rewards([lambda completions, **columns: [0.0]], [Prompt(0, [1], 'p')], max_tokens=1, workers=2)\n"
         "judge([(0, ['a'], [[1]])])\n"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0

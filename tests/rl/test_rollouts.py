@@ -15,9 +15,9 @@ from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import read_records
 from megalith.rl import rollouts as rollout_files
-from megalith.rl.drift import step_gap
+from megalith.rl.drift import largest_drift_of_step
 from megalith.rl.grpo import open_rollouts, train_grpo
-from megalith.rl.rollout_data import FileRollouts, RolloutData, Sample, make_batch, rows_of
+from megalith.rl.rollout_data import FileRollouts, RolloutData, Sample, make_batch, pack_rows
 from megalith.rl.rollouts import RolloutFiles, load_rollouts, save_rollouts
 
 
@@ -46,7 +46,7 @@ HOSTILE = [  # header, group, the sentence
     ({}, {"prompt_ids": []}, "line 2 has prompt_ids \\[\\]"),
     ({}, {"prompt_ids": [1, True]}, "line 2 has prompt_ids"),
     ({}, {"samples": []}, "line 2 has no list of samples"),
-    ({}, {"samples": [SAMPLE]}, "line 2 has 1 samples, but rl.num_generations is 2: the group is not whole"),
+    ({}, {"samples": [SAMPLE]}, "line 2 has 1 samples, but rl.num_generations is 2: the group is incomplete"),
     ({}, {"samples": [SAMPLE, 3]}, "line 2, sample 1 is 3, not an object"),
     ({}, {"completion_ids": []}, "sample 1 has completion_ids \\[\\]"),
     ({}, {"completion_ids": [3, VOCAB]}, f"sample 1 has token id {VOCAB} at position 1 of completion_ids"),
@@ -109,14 +109,14 @@ def test_a_file_that_is_none_or_cut_short_is_refused(tmp_path, content):
 def test_rows_are_packed_best_fit_and_every_token_of_a_completion_is_in_one(tmp_path):
     config = configuration(tmp_path, packing=True)
     samples = [Sample(g.prompt_ids, c, 1.0, True) for g in rollouts(8).groups for c in g.completions]
-    rows = rows_of(samples, config.data.seq_length)
+    rows = pack_rows(samples, config.data.seq_length)
     assert sum(map(len, rows)) == len(samples) > 1.5 * len(rows)
     assert all(sum(sample.tokens for sample in row) <= config.data.seq_length for row in rows)
     batch = make_batch(config, rows, 0)
     assert batch.loss_mask.sum() == batch.sequence_tokens.sum() == sum(len(s.completion.ids) for s in samples)
     flat = [sample for row in rows for sample in row]
     for number, sample in enumerate(flat):
-        where = (batch.numbers == number) & (batch.loss_mask > 0)
+        where = (batch.sequence_ids == number) & (batch.loss_mask > 0)
         assert batch.labels[where].tolist() == sample.completion.ids.tolist()
         assert torch_equal(batch.rollout_logprobs[where], sample.completion.logprobs)
         assert batch.position_ids[where].tolist() == list(range(len(sample.prompt_ids) - 1, sample.tokens))
@@ -149,7 +149,7 @@ def test_the_command_trains_from_a_file_alone_goes_on_bitwise_and_writes_its_fig
 
 def test_groups_without_spread_can_be_left_out_and_are_counted(tmp_path, capsys):
     train_grpo(configuration(tmp_path, train=dict(train_iters=1, global_batch_size=4), filter_zero_std=True))
-    assert "rl.filter_zero_std leaves out 1 of 4 groups" in capsys.readouterr().out
+    assert "rl.filter_zero_std removes 1 of 4 groups" in capsys.readouterr().out
 
 
 def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path, capsys):
@@ -179,12 +179,12 @@ def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_as_it_was_or_says_what_
     train_grpo(whole)
     assert first + again == [step["loss"] for step in read_records(tmp_path / "whole" / "metrics.jsonl")]
     with pytest.raises(
-        DataError, match=r"row 0 of mini-batch 2 had 0 tokens and has \d+ now; leave rl\.packing"
+        DataError, match=r"row 0 of mini-batch 2 had 0 tokens and has \d+ now; keep rl\.packing"
     ):
         run("other", "first", mini_batches=4)
     run("older", old_logprobs="rollout")
     run("newer", "older")
-    assert "step 1 stands inside of a rollout batch of 2 steps" in capsys.readouterr().out
+    assert "step 1 is inside a rollout batch of 2 steps" in capsys.readouterr().out
 
 
 def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_path):
@@ -219,7 +219,7 @@ def test_where_the_engine_differs_most_is_found_behind_rows_without_log_probabil
     train = dict(train_iters=1, micro_batch_size=1, global_batch_size=2)
     run = run_of(configuration(tmp_path, train=train, num_generations=2))
     largest = torch.tensor([[2.0, -1.5, -4.0]], dtype=torch.float64)
-    assert vars(step_gap(run, largest)) == dict(
+    assert vars(largest_drift_of_step(run, largest)) == dict(
         where=f"{path}, line 2, completion 1", position=1, trainer=-1.5, engine=-4.0
     )
 
@@ -253,7 +253,7 @@ def test_a_rank_parses_its_share_of_the_lines_and_of_a_batch_what_it_asks_for(tm
         assert parsed == [groups[1].where]
         parsed.clear()
     save_rollouts(path, rollouts(9, seed=4))
-    with pytest.raises(DataError, match="line 2 is not what it was when the run began"):
+    with pytest.raises(DataError, match="line 2 has changed since the run began"):
         np.asarray(files.read(files.entries[:1])[0].prompt_ids)
     save_rollouts(path, rollouts(3))
     files.read(files.entries[:1])
@@ -267,9 +267,9 @@ def test_a_thread_makes_the_next_step_while_one_is_trained_on_and_samples_nothin
         config=config, mesh=SimpleNamespace(dp=Axis()), total_steps=3, log=print, model=None, tokenizer=None
     )
 
-    def micro_batches(reads_ahead: bool) -> tuple[list, list]:
+    def micro_batches(can_prefetch: bool) -> tuple[list, list]:
         source, asked, third = FileRollouts(run, open_rollouts(config, None)), [], Event()
-        source.reads_ahead, read = reads_ahead, source.batch
+        source.can_prefetch, read = can_prefetch, source.batch
 
         def batch(number: int, groups: int) -> list:
             asked.append((number, current_thread() is main_thread()))
@@ -280,7 +280,7 @@ def test_a_thread_makes_the_next_step_while_one_is_trained_on_and_samples_nothin
         with RolloutData(run, source, None).train_loader(0, 0, "cpu") as batches:
             for at, one in enumerate(batches):
                 found.append(one)
-                if at == 4 and reads_ahead:  # the first of the second step
+                if at == 4 and can_prefetch:  # the first of the second step
                     assert third.wait(60)
         return found, asked
 

@@ -152,8 +152,8 @@ def test_a_queue_that_does_not_fit_is_left_out(straight, tmp_path, capsys):
     load = str(folder / "whole" / "checkpoints" / "step_00000003")
     again = run(tmp_path, "cut", load, rl=dict(max_completion_length=7), train_iters=5)
     assert (
-        "note: the checkpoint's 3 rollout batches ahead are left out, and sampled anew: other than then are "
-        "rl.max_completion_length" in capsys.readouterr().out
+        "note: the checkpoint's 3 rollout batches ahead are discarded and sampled again, because these settings "
+        "changed: rl.max_completion_length" in capsys.readouterr().out
     )
     assert [step["staleness"] for step in again] == [0, 1]
 

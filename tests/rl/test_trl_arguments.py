@@ -158,19 +158,19 @@ def test_an_epoch_is_trls_which_leaves_out_a_generation_batch_that_is_not_whole(
 REFUSED = [
     (
         dict(gradient_accumulation_steps=2, steps_per_generation=3),
-        "steps_per_generation is 3, which is refused: an",
+        "steps_per_generation is 3, which is not supported: an",
     ),
     (dict(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=2), "choose a multiple of 4"),
-    (dict(lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 1e-7}), "linear takes none here"),
+    (dict(lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 1e-7}), "linear supports none"),
     (dict(lr_scheduler_type="cosine_with_min_lr"), "takes min_lr or min_lr_rate"),
-    (dict(loss_type="sapo"), "args.loss_type is 'sapo', which is refused: choose among dapo, grpo"),
+    (dict(loss_type="sapo"), "args.loss_type is 'sapo', which is not supported: choose among dapo, grpo"),
     (dict(report_to=["mlflow"]), "there are tensorboard and wandb"),
     (dict(model_init_kwargs={"revision": "v2"}), r"model_init_kwargs\['revision'\] is 'v2'"),
     (dict(resume_from_checkpoint="x"), r"settings=\{'checkpoint.load': folder\}"),
     (dict(max_completion_length=None), "a completion needs a bound"),
     (
         dict(save_strategy="best"),
-        "save_strategy is 'best', which is refused: choose among no, steps and epoch",
+        "save_strategy is 'best', which is not supported: choose among no, steps and epoch",
     ),
     (dict(optim="adamw_bnb_8bit"), "choose among adamw_torch"),
 ]
@@ -212,10 +212,10 @@ def test_a_dict_takes_the_same_names():
     assert (
         settings_of({"vllm_importance_sampling_cap": 4.0}, 16, 1)["rl.vllm_importance_sampling_clip_max"] == 4
     )
-    with pytest.raises(ConfigError, match=r"data_seed is 3, which GRPOTrainer does not have; the order"):
+    with pytest.raises(ConfigError, match=r"data_seed is 3, which GRPOTrainer does not support; the order"):
         settings_of({"data_seed": 3}, 16, 1)
     with pytest.raises(
-        ConfigError, match=r"args\.top_entropy_quantile is 0.2, which GRPOTrainer does not have"
+        ConfigError, match=r"args\.top_entropy_quantile is 0.2, which GRPOTrainer does not support"
     ):
         settings_of(SimpleNamespace(top_entropy_quantile=0.2), 16, 1)
 

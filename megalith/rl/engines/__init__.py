@@ -1,4 +1,4 @@
-"""Engines of rollouts behind one protocol: ours, vLLM, SGLang, and weights on their way to them (docs/engines.md)."""
+"""Rollout engines: Megalith's own, vLLM and SGLang, and the transfer of weights to them (docs/engines.md)."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
-    """The engine that `rl.engine` names; a server is asked nothing yet."""
+    """Return the engine that `rl.engine` selects. No request is sent yet."""
     rl = run.config.rl
     if rl.engine == "own":
         return OwnEngine(run, prompts)

@@ -1,12 +1,13 @@
-"""vLLM in the trainer's own processes, on devices that both use in turn (rl.engine vllm without rl.engine_url).
+"""vLLM in the trainer's processes, on devices that both use in turn (rl.engine vllm without rl.engine_url).
 
-Every rank makes an LLM; those of a tensor-parallel axis are one engine, for vLLM numbers its workers by the job's ranks
-(its external launcher), and its axis is the fastest one as ours is. While the trainer trains, the engine sleeps. Then
+Every rank creates an LLM. The ranks of a tensor-parallel axis form one engine: vLLM's external launcher numbers
+workers by the job's ranks, and the tensor-parallel axis is the fastest-varying one in both. The engine sleeps during
+training. A weight sync is
 
-    wake_up weights ─▶ reload_weights: every tensor, as rank 0 broadcasts it ─▶ wake_up kv_cache ─▶ reset_prefix_cache
+    wake_up weights ─▶ reload_weights: every tensor, broadcast by rank 0 ─▶ wake_up kv_cache ─▶ reset_prefix_cache
 
-so its KV cache never stands beside two copies of weights. Tensors go under their Hugging Face names, and vLLM cuts out
-what a worker has of them. It is the Python interface of vLLM 0.20 and newer.
+so that the KV cache and a second copy of the weights do not exist at the same time. Tensors have their Hugging Face
+names, and vLLM takes each worker's shard. Needs the Python interface of vLLM 0.20 or newer.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from megalith.rl.prompts import Prompt
 from megalith.training.run_state import Run
 
 NAME = "vLLM in the trainer's processes"
-ENDS = ("stop", "length")
+FINISH_REASONS = ("stop", "length")
 
 
 def imported_vllm() -> ModuleType:
-    """Raises ConfigError where it is not installed."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at the import: the engine lives in this process
+    """Import vLLM. Raise ConfigError if it is not installed."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # read during the import: run the engine in this process
+    )
     try:
         import vllm
     except ImportError as error:
@@ -53,12 +56,12 @@ def imported_vllm() -> ModuleType:
 
 
 class ColocatedVllm:
-    """The engine of a run that samples where it trains."""
+    """The engine of a run that samples in the trainer's processes."""
 
     shared = False
 
     def __init__(self, run: Run, prompts: Sequence[Prompt]):
-        """With weights that are nobody's, until the first update. Every rank makes one."""
+        """Create the LLM with dummy weights, until the first update. Every rank creates one."""
         self.version = -1
         self._run, self._world, self._vllm = run, run.mesh.world, imported_vllm()
         self._stream = WeightStream(run.model, run.config)
@@ -66,19 +69,19 @@ class ColocatedVllm:
         self._write_config()
         has_sleep = self._vllm.platforms.current_platform.is_sleep_mode_available()
         self._level = run.config.rl.vllm_sleep_level if has_sleep else 0
-        with self._sentences("starting"):
+        with self._vllm_errors("starting"):
             self._llm = self._vllm.LLM(**self._arguments(prompts))
 
     def _write_config(self) -> None:
         if self._world.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / CONFIG).write_text(json.dumps(self._stream.config_json), encoding="utf-8")
-        gather_json(None, self._world)  # it is there
+        gather_json(None, self._world)  # barrier: the file exists
 
     def _arguments(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         run, tp = self._run, self._run.mesh.tp.size
         rows, tokens = engine_sizes(run.config, prompts, self._world.size // tp)
-        found = dict(
+        arguments = dict(
             model=str(self._folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
             dtype=str(self._stream.dtype).removeprefix("torch."), logprobs_mode="processed_logprobs",
             tensor_parallel_size=tp, max_num_seqs=rows, max_model_len=tokens, seed=run.config.train.seed,
@@ -86,8 +89,8 @@ class ColocatedVllm:
         )  # fmt: skip
         if self._world.size > 1:
             os.environ.setdefault("LOCAL_RANK", str(run.device.index or 0))
-            found["distributed_executor_backend"] = "external_launcher"
-        return found
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return arguments
 
     # Completions
 
@@ -99,18 +102,19 @@ class ColocatedVllm:
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[Completion]:
-        """As RolloutEngine.generate; raises TrainingError for what vLLM raises, or gives besides completions."""
+        """Return completions; see RolloutEngine.generate. Raise TrainingError for vLLM's errors and invalid
+        completions."""
         if not prompts:
             return []
         keys = range(len(prompts)) if keys is None else keys
-        asked = [self._params(sampling, num_generations, key) for key in keys]
+        params = [self._params(sampling, num_generations, key) for key in keys]
         ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with self._sentences("sampling"):
-            found = self._llm.generate(ids, asked, use_tqdm=False)
+        with self._vllm_errors("sampling"):
+            outputs = self._llm.generate(ids, params, use_tqdm=False)
         return [
             self._completion(number, generation, one, sampling)
-            for number, given in enumerate(found)
-            for generation, one in enumerate(given.outputs)
+            for number, output in enumerate(outputs)
+            for generation, one in enumerate(output.outputs)
         ]
 
     def _params(self, sampling: Sampling, count: int, key: int) -> Any:
@@ -121,40 +125,42 @@ class ColocatedVllm:
         )  # fmt: skip
 
     def _completion(self, number: int, generation: int, one: Any, sampling: Sampling) -> Completion:
-        of = f"{NAME}, completion {generation} of prompt {number}"
-        if one.finish_reason not in ENDS:
-            raise TrainingError(f"{of} ended for {one.finish_reason!r}, neither a stop token nor its length")
+        name = f"{NAME}, completion {generation} of prompt {number}"
+        if one.finish_reason not in FINISH_REASONS:
+            raise TrainingError(
+                f"{name} has finish_reason {one.finish_reason!r}, which is neither stop nor length"
+            )
         ids = list(one.token_ids)
         logprobs = one.logprobs and [step[token].logprob for token, step in zip(ids, one.logprobs)]
         answer = Answer(ids, logprobs, one.finish_reason == "length")
         return answer.completion(
-            of, number, generation, sampling, self._stream.config.vocab_size, self.version
+            name, number, generation, sampling, self._stream.config.vocab_size, self.version
         )
 
     # Weights
 
     def update(self, version: int) -> SyncReport:
-        """As RolloutEngine.update; raises TrainingError, on every rank."""
-        began, tensors = time.perf_counter(), self._tensors()
+        """Load the weights; see RolloutEngine.update. Raises TrainingError on every rank."""
+        start, tensors = time.perf_counter(), self._tensors()
         self._sent = 0
-        said = None
+        message = None
         try:
             self._wake("weights")
-            with self._sentences("taking weights"):
+            with self._vllm_errors("taking weights"):
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             self._wake("kv_cache")
             self._llm.reset_prefix_cache()
         except TrainingError as error:
-            said = str(error)
-        for _ in tensors:  # where this rank's engine has failed, the others' get them all the same
+            message = str(error)
+        for _ in tensors:  # if this rank's engine has failed, still take part in the broadcasts
             pass
-        for failed in filter(None, gather_json(said, self._world)):
+        for failed in filter(None, gather_json(message, self._world)):
             raise TrainingError(failed)
         self.version = version
-        return SyncReport(self._sent, time.perf_counter() - began, 0)
+        return SyncReport(self._sent, time.perf_counter() - start, 0)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under its name, put together on rank 0 and broadcast: every rank iterates to the end."""
+        """Yield every tensor with its name, gathered on rank 0 and broadcast. Every rank iterates to the end."""
         device, rank = self._run.device, self._world.rank
         for bucket in self._stream.buckets(device):
             for number, (name, shape) in enumerate(zip(bucket.names, bucket.shapes)):
@@ -168,7 +174,7 @@ class ColocatedVllm:
 
     def _wake(self, tag: str) -> None:
         if self._level and self._is_asleep:
-            with self._sentences(f"waking up its {tag}"):
+            with self._vllm_errors(f"waking up its {tag}"):
                 self._llm.wake_up(tags=[tag])
         if tag == "kv_cache":
             self._is_asleep = False
@@ -176,25 +182,25 @@ class ColocatedVllm:
     _is_asleep = False
 
     @contextmanager
-    def _sentences(self, phase: str) -> Iterator[None]:
-        """What vLLM raises meanwhile, as TrainingError; where memory is short the trainer says what it is used for."""
+    def _vllm_errors(self, phase: str) -> Iterator[None]:
+        """Convert vLLM's errors to TrainingError, except out-of-memory, for which the trainer reports memory use."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
             raise TrainingError(
-                f"{NAME} failed at {phase} ({type(error).__name__}: {error}); docs/engines.md says which vLLM it has "
-                "to be, and rl.vllm_gpu_memory_utilization is its share of a device"
+                f"{NAME} failed at {phase} ({type(error).__name__}: {error}); see docs/engines.md for the supported "
+                "versions; rl.vllm_gpu_memory_utilization is its fraction of a device"
             ) from error
 
-    # What it is to the loop besides
+    # The rest of RolloutEngine
 
     def weights_to_compare(self) -> None:
         return None
 
     def memory(self) -> int:
-        """Its share of the device, as vLLM takes it."""
+        """Return its fraction of the device's memory."""
         if self._run.device.type != "cuda":
             return 0
         total = torch.cuda.get_device_properties(self._run.device).total_memory

@@ -1,6 +1,6 @@
-"""Waiting that ends: a moment by which something has to be over, and a thread for what has no time-out of its own.
+"""Time limits: deadlines, and threads for calls that have no time-out.
 
-A broadcast waits for ever where a worker has died, and a socket's time-out begins anew with each byte that comes.
+A broadcast waits forever if a worker has died, and a socket's time-out restarts with each received byte.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 
 class Deadline:
-    """A moment by which something has to be over. `setting` is where its seconds stand, for errors."""
+    """A point in time. `setting` names the setting that determines it, for errors."""
 
     def __init__(self, seconds: float, setting: str):
         self.seconds, self.setting = seconds, setting
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds, a thousandth at least."""
+        """Return the remaining seconds, at least 0.001."""
         return max(self._end - time.monotonic(), 1e-3)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return time.monotonic() >= self._end
 
 
 class InThread:
-    """What a daemon thread does while its caller does something else."""
+    """A call in a daemon thread."""
 
     def __init__(self, act: Callable[[], Any]):
         self._act = act
@@ -38,18 +38,18 @@ class InThread:
 
     def _run(self) -> None:
         try:
-            self._given = self._act()
+            self._result = self._act()
         except BaseException as error:
             self._error = error
 
-    def is_over(self, seconds: float) -> bool:
-        """Whether it ends within so many seconds."""
+    def wait(self, seconds: float) -> bool:
+        """Return True if the call ends within `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def result(self) -> Any:
-        """Waits for what it gives, or raises."""
+        """Wait for the call and return its result, or raise its exception."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._given
+        return self._result

@@ -1,7 +1,7 @@
-"""Requests to an engine's server: JSON both ways, each within a time-out, each failure a sentence.
+"""JSON requests to an engine's server, with time limits and readable errors.
 
-Plain HTTP without a password, as these servers speak it: for this machine or a network that only the job is in. An
-answer is bounded, and a redirect is not followed: another host would get the prompts, and its answer would be taken.
+The servers use plain HTTP without a password, so they belong on this machine or in the job's private network.
+Responses have a size limit. Redirects are not followed, because another host would receive the prompts.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from urllib.parse import urlsplit
 from megalith.errors import TrainingError
 from megalith.rl.engines.deadline import Deadline, InThread
 
-PIECE = 1 << 16  # bytes of an answer that are read at a time
-MOST_BYTES = 64 << 20  # of an answer without completions
-TOKEN_BYTES = 1 << 10  # of each token of a completion: its id and text, its log-probability by both
-POLL_SECONDS = 0.2  # between two looks at a server that is not there yet
-SHOWN = 300  # characters of a server's own words
-ANOTHER = ", which no engine does; rl.engine_url may name another program"
+PIECE = 1 << 16  # bytes per read
+MAX_BYTES = 64 << 20  # of a response without completions
+TOKEN_BYTES = 1 << 10  # per completion token: id, text and log-probability
+POLL_SECONDS = 0.2  # between requests to a server that is starting
+SHOWN = 300  # characters of a server's error message
+NO_ENGINE = ", which no engine does; rl.engine_url may be the address of another program"
 NOT_UP = (
     502,
     503,
-)  # what a server says that loads or whose engine has died, and a proxy before one that is not there
+)  # status while a server loads or after its engine died; also from a proxy without a server
 
 
 class ServerLost(TrainingError):
-    """A server has died, is not up, or was restarted: once it is there and has the weights again, a run can go on."""
+    """A server has died, is not up, or was restarted. The run can continue once it is up and has the weights again."""
 
 
 class RequestRefused(TrainingError):
-    """The server answered with an error. `status` is HTTP's."""
+    """The server answered with an error. `status` is the HTTP status."""
 
     def __init__(self, *sentences: str, status: int = 0):
         super().__init__(*sentences)
@@ -47,7 +47,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """An HTTP server at `url`. `name` is what it is, for errors."""
+    """An HTTP server at `url`. `name` is the program's, for errors."""
 
     def __init__(self, url: str, name: str):
         parts = urlsplit(url)
@@ -59,14 +59,16 @@ class JsonServer:
         return f"{self.name} at {self.url}"
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        return self._ask("GET", path, None, deadline)
+        return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Any, deadline: Deadline, tokens: int = 0) -> Any:
-        """Return the answer, which may have so many `tokens` of completions."""
-        return self._ask("POST", path, json.dumps({} if body is None else body).encode(), deadline, tokens)
+        """Return the response, which may have completions of up to `tokens` tokens."""
+        return self._request(
+            "POST", path, json.dumps({} if body is None else body).encode(), deadline, tokens
+        )
 
     def wait_until_up(self, deadline: Deadline, path: str = "/health") -> None:
-        """Waits for a server that is starting, or starts again. Raises TrainingError for one that does not come."""
+        """Wait for a server that is starting or restarting. Raise TrainingError at the deadline."""
         while True:
             try:
                 self.get(path, deadline)
@@ -74,81 +76,84 @@ class JsonServer:
             except ServerLost as lost:
                 if deadline.left() <= 2 * POLL_SECONDS:
                     raise TrainingError(
-                        f"{lost}; it was waited for during {deadline.seconds:g} s ({deadline.setting})"
+                        f"{lost}; gave up waiting after {deadline.seconds:g} s ({deadline.setting})"
                     ) from None
             time.sleep(POLL_SECONDS)
 
-    def _ask(self, method: str, path: str, body: bytes | None, deadline: Deadline, tokens: int = 0) -> Any:
-        """What the answer says: JSON, or text where it is none."""
-        what, most = f"{method} {path.partition('?')[0]}", MOST_BYTES + tokens * TOKEN_BYTES
-        asking = InThread(lambda: self._answered(method, path, body, what, deadline, most))
-        if not asking.is_over(deadline.left()):
-            raise self._late(what, deadline)
-        said = asking.result()
+    def _request(
+        self, method: str, path: str, body: bytes | None, deadline: Deadline, tokens: int = 0
+    ) -> Any:
+        """Return the response: parsed JSON, or text if it is not JSON."""
+        request, max_bytes = f"{method} {path.partition('?')[0]}", MAX_BYTES + tokens * TOKEN_BYTES
+        thread = InThread(lambda: self._response(method, path, body, request, deadline, max_bytes))
+        if not thread.wait(deadline.left()):
+            raise self._late(request, deadline)
+        content = thread.result()
         try:
-            return json.loads(said)
+            return json.loads(content)
         except RecursionError:
             raise TrainingError(
-                f"{self} answers {what} with JSON nested too deeply to read{ANOTHER}"
+                f"{self} answers {request} with JSON nested too deeply to read{NO_ENGINE}"
             ) from None
         except ValueError:
-            return said.decode("utf-8", errors="replace")
+            return content.decode("utf-8", errors="replace")
 
-    def _answered(
-        self, method: str, path: str, body: bytes | None, what: str, deadline: Deadline, most: int
+    def _response(
+        self, method: str, path: str, body: bytes | None, request: str, deadline: Deadline, max_bytes: int
     ) -> bytes:
-        """An answer's bytes. A server that trickles them may hold it up for ever, within the socket's time-out."""
-        request = urllib.request.Request(self.url + path, body, method=method)
-        request.add_header("Content-Type", "application/json")
+        """Return the response's bytes. A server that trickles bytes can exceed the socket's time-out; the caller's
+        thread ends it."""
+        http_request = urllib.request.Request(self.url + path, body, method=method)
+        http_request.add_header("Content-Type", "application/json")
         try:
-            with self._opener.open(request, timeout=deadline.left()) as answer:
-                return self._read(answer, what, deadline, most)
+            with self._opener.open(http_request, timeout=deadline.left()) as answer:
+                return self._read(answer, request, deadline, max_bytes)
         except urllib.error.HTTPError as error:
-            raise self._refusal(error, what) from None
+            raise self._refusal(error, request) from None
         except TimeoutError:
-            raise self._late(what, deadline) from None
+            raise self._late(request, deadline) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise self._late(what, deadline) from None
+                raise self._late(request, deadline) from None
             raise ServerLost(
-                f"{self} cannot be reached for {what} ({error.reason}): it does not run, or not yet; start it, or "
+                f"{self} cannot be reached for {request} ({error.reason}): it is not running, or not yet; start it, or "
                 "correct rl.engine_url"
             ) from None
         except (OSError, HTTPException) as error:
             raise ServerLost(
-                f"{self} ended the connection during {what} ({type(error).__name__}): it has died or was restarted; "
-                "its own log says why. Start it again and go on from the last checkpoint"
+                f"{self} ended the connection during {request} ({type(error).__name__}): it has died or was restarted; "
+                "see its log. Start it again and resume from the last checkpoint"
             ) from None
 
-    def _read(self, answer: Any, what: str, deadline: Deadline, most: int) -> bytes:
+    def _read(self, answer: Any, request: str, deadline: Deadline, max_bytes: int) -> bytes:
         pieces, size = [], 0
         while piece := answer.read1(PIECE):
             pieces.append(piece)
             size += len(piece)
-            if deadline.over:
-                raise self._late(what, deadline)
-            if size > most:
-                raise TrainingError(f"{self} answers {what} with more than {most:,} bytes{ANOTHER}")
-        if answer.length:  # of what its headers promise
+            if deadline.is_over:
+                raise self._late(request, deadline)
+            if size > max_bytes:
+                raise TrainingError(f"{self} answers {request} with more than {max_bytes:,} bytes{NO_ENGINE}")
+        if answer.length:  # bytes missing, by its Content-Length
             raise IncompleteRead(b"".join(pieces), answer.length)
         return b"".join(pieces)
 
-    def _late(self, what: str, deadline: Deadline) -> TrainingError:
+    def _late(self, request: str, deadline: Deadline) -> TrainingError:
         return TrainingError(
-            f"{self} has not answered {what} within {deadline.seconds:g} s ({deadline.setting}); look at its log, or "
-            "raise that"
+            f"{self} has not answered {request} within {deadline.seconds:g} s ({deadline.setting}); look at its "
+            "log, or raise the setting"
         )
 
-    def _refusal(self, error: urllib.error.HTTPError, what: str) -> TrainingError:
+    def _refusal(self, error: urllib.error.HTTPError, request: str) -> TrainingError:
         if 300 <= error.code < 400:
             target = f"{error.headers.get('Location')}"[:SHOWN]
             return TrainingError(
-                f"{self} redirects {what} to {target}, and redirects are not followed; set rl.engine_url to the "
+                f"{self} redirects {request} to {target}, but redirects are not followed; set rl.engine_url to the "
                 "engine's own address"
             )
         try:
-            said = " ".join(error.read(PIECE).decode("utf-8", errors="replace").split())
+            message = " ".join(error.read(PIECE).decode("utf-8", errors="replace").split())
         except (OSError, HTTPException):
-            said = ""
-        sentence = f"{self} refuses {what} with {error.code}: {said[:SHOWN] or error.reason}"
+            message = ""
+        sentence = f"{self} refuses {request} with {error.code}: {message[:SHOWN] or error.reason}"
         return ServerLost(sentence) if error.code in NOT_UP else RequestRefused(sentence, status=error.code)

@@ -1,10 +1,8 @@
-"""What the loop asks of an engine, whoever has made it, and our own engine behind that.
+"""The interface of rollout engines, and Megalith's own engine.
 
-    update(version)   the policy's weights of now, on every rank; what is sampled from then on carries `version`
-    generate(…)       completions as ids, with the log-probability of each under softmax(logits / temperature)
-    release, close    memory for the trainer; the end
-
-The log-probabilities are *processed*: after the temperature, as the trainer computes them.
+update(version)   take the policy's current weights, on every rank; later tokens carry `version`
+generate(…)       completions as token ids, with log-probabilities under softmax(logits / temperature)
+release, close    free memory for the trainer; shut down
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport, engine_for, sync
-from megalith.rl.prompts import Prompt, row_tokens
+from megalith.rl.prompts import Prompt, max_sequence_tokens, policy_vocab_size
 from megalith.training.run_state import Run
 
 WeightPair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 class RolloutEngine(Protocol):
-    """Samples the completions of a run; every rank has one."""
+    """Samples the completions of a run. Every rank has one."""
 
     version: int
-    """The step of its weights."""
+    """Step of its weights."""
     shared: bool
-    """Whether the ranks' engines are one and the same, behind a server."""
+    """True if all ranks use the same servers."""
 
     def generate(
         self,
@@ -44,107 +42,128 @@ class RolloutEngine(Protocol):
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[Completion]:
-        """`num_generations` completions of each prompt, ordered by prompt, then generation.
+        """Return `num_generations` completions per prompt, ordered by prompt, then generation.
 
-        `keys`: a number of each prompt of which its noise depends. The ranks of a tensor-parallel axis call it with the
-        same prompts; a shared engine samples on the first of them and gives the others nothing."""
+        Args:
+                prompts: token ids of each prompt. Ranks along tensor parallelism pass the same prompts; a shared
+                engine samples
+                on the first of them and returns nothing on the others.
+            sampling: sampling parameters.
+            keys: seeds of the sampling noise, one per prompt.
+            num_generations: completions per prompt.
+        """
 
     def update(self, version: int) -> SyncReport:
-        """The policy's present weights, of step `version`, into the engine. Every rank calls it, and all raise where it
-        fails."""
+        """Take the policy's current weights of step `version`. Every rank calls it, and all raise if it fails."""
 
     def weights_to_compare(self) -> WeightPair | None:
-        """The tensors it has, and those that it would have if made anew; None: they cannot be looked at."""
+        """Return the engine's tensors and those of a newly built engine; None if they are not accessible."""
 
     def memory(self) -> int:
-        """Bytes that it has of this rank's device."""
+        """Return the bytes it uses on this rank's device."""
 
     def release(self) -> None:
-        """Gives memory back that it needs only while it generates."""
+        """Free memory that is only needed while generating."""
 
     def close(self) -> None:
-        """Ends what it has begun; called once, also after an error."""
+        """Shut down. Called once, also after an error."""
 
 
-LEAST, MOST = -1e30, 1e-2  # between which a log-probability is, the latter for its rounding
+MIN_LOGPROB, MAX_LOGPROB = -1e30, 1e-2  # valid range; slightly above 0 because of rounding
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion as another engine gives it, not yet checked."""
+    """A completion from an external engine, not yet validated."""
 
     ids: Any
     logprobs: Any
     truncated: bool
-    version: str | None = None  # what the engine calls its weights; None: it does not say
+    version: str | None = None  # the engine's name of its weights; None: unknown
 
     def completion(
-        self, of: str, number: int, generation: int, sampling: Sampling, vocabulary: int, version: int
+        self, name: str, number: int, generation: int, sampling: Sampling, vocab_size: int, version: int
     ) -> Completion:
-        """Raises TrainingError for what is none, `of` which the sentence is."""
+        """Validate and convert. Raise TrainingError, with `name` as its subject, for an invalid completion."""
         ids, logprobs = self.ids, self.logprobs
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise TrainingError(f"{of}: it has no token ids; ids are asked for, text is not enough")
+        if not isinstance(ids, list) or not ids or not all(type(value) is int for value in ids):
+            raise TrainingError(f"{name}: it has no token ids, which training needs")
         if len(ids) > sampling.max_new_tokens:
             raise TrainingError(
-                f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
+                f"{name}: it has {len(ids)} tokens, but at most {sampling.max_new_tokens} were requested "
                 "(rl.max_completion_length)"
             )
-        if not isinstance(logprobs, list) or all(one is None or one != one for one in logprobs):
+        if not isinstance(logprobs, list) or all(value is None or value != value for value in logprobs):
             raise TrainingError(
-                f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
-                "the server so that it gives them"
+                f"{name}: it has no log-probabilities, which the correction of drift and staleness needs; start "
+                "the server so that it returns them"
             )
         if len(logprobs) != len(ids):
             raise TrainingError(
-                f"{of}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
+                f"{name}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
             )
-        entries = sampling.vocab_size or vocabulary
+        entries = sampling.vocab_size or vocab_size
         if not 0 <= min(ids) <= max(ids) < entries:
-            outside = next(one for one in ids if not 0 <= one < entries)
+            outside = next(value for value in ids if not 0 <= value < entries)
             raise TrainingError(
-                f"{of}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
+                f"{name}: it has token {outside}, but the vocabulary has {entries}; serve the run's own model"
             )
-        values = [math.nan if one is None else one for one in logprobs]
-        if wrong := [
-            one for one in values if type(one) not in (int, float) or not (one != one or LEAST < one < MOST)
-        ]:
+        values = [math.nan if value is None else value for value in logprobs]
+        if invalid := [value for value in values if not _is_logprob_or_nan(value)]:
             raise TrainingError(
-                f"{of}: it has the log-probability {wrong[0]!r:.40}, no finite number up to 0; look at the server's log"
+                f"{name}: it has the log-probability {invalid[0]!r:.40}, which is no finite number up to 0; look at "
+                "the server's log"
             )
         return Completion(number, generation, ids, [*map(float, values)], self.truncated, (version,))
 
 
+def _is_logprob_or_nan(value: Any) -> bool:
+    return type(value) in (int, float) and (value != value or MIN_LOGPROB < value < MAX_LOGPROB)
+
+
 def request_seed(seed: int, key: int) -> int:
-    """Of a prompt's request: 31 bits."""
+    """Return a 31-bit seed for the request of the prompt with this key."""
     digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
-    """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
+    """Return the rows of a replica's engine and the tokens per row, a multiple of 16."""
     rl = config.rl
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations
     tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
-    return min(rl.generation_rows, rows), min(row_tokens(config), -(-tokens // 16) * 16)
+    return min(rl.generation_rows, rows), min(max_sequence_tokens(config), -(-tokens // 16) * 16)
+
+
+def run_sampling(run: Run, max_new_tokens: int) -> Sampling:
+    """Return the run's sampling parameters with this number of tokens."""
+    tokenizer = run.tokenizer
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=run.config.rl.temperature,
+        seed=run.config.train.seed,
+        stop=() if tokenizer.eod is None else (tokenizer.eod,),
+        vocab_size=policy_vocab_size(run.config, tokenizer),
+    )
 
 
 class OwnEngine:
-    """Ours (generation/engine.py), on the trainer's devices; ranks of a tensor-parallel axis generate together."""
+    """Megalith's engine (generation/engine.py) on the trainer's devices. Ranks along tensor parallelism generate
+    together."""
 
     shared = False
 
     def __init__(self, run: Run, prompts: Sequence[Prompt]):
-        """With rows for what a replica samples at most, of as many tokens as the longest prompt and its completion."""
+        """Allocate rows for a replica's share, each as long as the longest prompt plus its completion."""
         self._run, self._sizes = (
             run,
             engine_sizes(run.config, prompts, run.mesh.world.size // run.mesh.tp.size),
         )
-        self._engine = self._made()
+        self._engine = self._build()
         self.release = self._engine.release
 
-    def _made(self) -> Engine:
+    def _build(self) -> Engine:
         rows, tokens = self._sizes
         return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
 
@@ -152,14 +171,16 @@ class OwnEngine:
     def version(self) -> int:
         return self._engine.version
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any) -> list[Completion]:
-        return self._engine.generate(prompts, sampling, **more)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any
+    ) -> list[Completion]:
+        return self._engine.generate(prompts, sampling, **options)
 
     def update(self, version: int) -> SyncReport:
         return sync(self._engine, self._run.model, version=version)
 
     def weights_to_compare(self) -> WeightPair:
-        engines = self._engine, self._made()
+        engines = self._engine, self._build()
         return tuple({name: shard.values for name, shard in engine.shards.items()} for engine in engines)
 
     def memory(self) -> int:

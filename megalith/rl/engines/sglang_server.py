@@ -1,7 +1,8 @@
-"""SGLang's server: its own /generate with token ids, and its endpoints for weights.
+"""SGLang's server: its /generate endpoint with token ids, and its endpoints for weights.
 
 Its log-probabilities are after the temperature and before top-p, unless it was started with
-SGLANG_RETURN_ORIGINAL_LOGPROB: the canary shows that. Each completion says the version of the weights that sampled it.
+SGLANG_RETURN_ORIGINAL_LOGPROB, which the canary detects. Each completion has the version of the weights that sampled
+it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class SglangServer(EngineServer):
         info = self._newest(("/server_info", "/get_server_info"), deadline)
         sizes = [at_path(info, name) or 1 for name in ("tp_size", "pp_size", "dp_size")]
         if at_path(info, "enable_dp_attention"):
-            sizes[2] = 1  # its replicas are ranks of the tensor-parallel axis
+            sizes[2] = 1  # its replicas are tensor-parallel ranks
         if not all(type(size) is int for size in sizes):
             raise TrainingError(
-                f"{self.http} says sizes of {sizes!r:.60} at /server_info; is it an SGLang server?"
+                f"{self.http} returns the sizes {sizes!r:.60} at /server_info; is it an SGLang server?"
             )
         return {"workers": sizes[0] * sizes[1] * sizes[2], "sizes": sizes}
 
     def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
-        """The first of these that the server has."""
+        """Return the response of the first of these paths that the server has."""
         for number, path in enumerate(paths):
             try:
                 return self.http.get(path, deadline)
@@ -51,7 +52,7 @@ class SglangServer(EngineServer):
     def complete(
         self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
     ) -> list[Answer]:
-        """`seed` is not used: SGLang samples by one only in its deterministic mode."""
+        """Return `count` completions. `seed` is not used: SGLang uses seeds only in deterministic mode."""
         params = {
             "n": count, "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
@@ -59,31 +60,31 @@ class SglangServer(EngineServer):
             "stop_token_ids": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "stream": False}
-        found = self.http.post("/generate", body, deadline, count * sampling.max_new_tokens)
-        return [self._answer(one) for one in (found if isinstance(found, list) else [found])]
+        answers = self.http.post("/generate", body, deadline, count * sampling.max_new_tokens)
+        return [self._answer(one) for one in (answers if isinstance(answers, list) else [answers])]
 
-    def _answer(self, said: Any) -> Answer:
-        meta = at_path(said, "meta_info")
+    def _answer(self, answer: Any) -> Answer:
+        meta = at_path(answer, "meta_info")
         if not isinstance(meta, dict):
             raise TrainingError(
                 f"{self.http} answered /generate without completions; is it an SGLang server?"
             )
-        why = at_path(meta, "finish_reason", "type")
-        if why not in ("stop", "length"):
+        finish_reason = at_path(meta, "finish_reason", "type")
+        if finish_reason not in ("stop", "length"):
             raise TrainingError(
-                f"{self.http} ended a completion for {why!r:.60}: somebody else paused or aborted it; one run has it "
-                "for itself"
+                f"{self.http} ended a completion with finish_reason {finish_reason!r:.60}: another client paused or "
+                "aborted it; a server can serve only one run"
             )
-        ids, tokens = at_path(said, "output_ids"), at_path(meta, "output_token_logprobs")
+        ids, tokens = at_path(answer, "output_ids"), at_path(meta, "output_token_logprobs")
         logprobs = None
         if isinstance(tokens, list) and tokens:
             logprobs = [at_path(one, 0) for one in tokens]
-            named = [at_path(one, 1) for one in tokens]
-            # What stopped it may be cut off from output_ids, but is sampled too.
-            if not isinstance(ids, list) or (named[: len(ids)] == ids and len(named) - len(ids) <= 1):
-                ids = named
+            sampled = [at_path(one, 1) for one in tokens]
+            # output_ids may lack the stop token, which was sampled too.
+            if not isinstance(ids, list) or (sampled[: len(ids)] == ids and len(sampled) - len(ids) <= 1):
+                ids = sampled
         version = at_path(meta, "weight_version")
-        return Answer(ids, logprobs, why == "length", None if version is None else str(version))
+        return Answer(ids, logprobs, finish_reason == "length", None if version is None else str(version))
 
     def weight_version(self, deadline: Deadline) -> str | None:
         version = at_path(self._newest(("/model_info", "/get_model_info"), deadline), "weight_version")
@@ -91,7 +92,7 @@ class SglangServer(EngineServer):
 
     # Weights
 
-    def _said(self, path: str, body: Any, deadline: Deadline) -> None:
+    def _post(self, path: str, body: Any, deadline: Deadline) -> None:
         answer = self.http.post(path, body, deadline)
         if at_path(answer, "success") is False:
             raise TrainingError(f"{self.http} failed at POST {path}: {at_path(answer, 'message')!s:.300}")
@@ -106,19 +107,19 @@ class SglangServer(EngineServer):
         _, pp, dp = self.facts["sizes"]
         if pp > 1 or dp > 1:
             raise ConfigError(
-                f"{self.http} has pp_size {pp} and dp_size {dp}, but SGLang numbers its workers in a group of weights "
-                "by the tensor-parallel rank alone; start one server a replica, without pipeline stages "
-                "(rl.engine_url takes several), or set rl.weight_sync_method to checkpoint"
+                f"{self.http} has pp_size {pp} and dp_size {dp}, but SGLang numbers the workers of a weight group "
+                "by tensor-parallel rank only; start one server per replica, without pipeline stages (rl.engine_url "
+                "takes several), or set rl.weight_sync_method to checkpoint"
             )
         address, port, backend, self._group = meeting
         body = {
             "master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size,
             "group_name": self._group, "backend": backend,
         }  # fmt: skip
-        self._said("/init_weights_update_group", body, deadline)
+        self._post("/init_weights_update_group", body, deadline)
 
     def begin(self, deadline: Deadline) -> None:
-        self._said("/pause_generation", {"mode": "abort"}, deadline)  # nothing is under way
+        self._post("/pause_generation", {"mode": "abort"}, deadline)  # no request is running
 
     def receive(
         self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
@@ -128,16 +129,16 @@ class SglangServer(EngineServer):
             "names": bucket.names, "dtypes": dtypes, "shapes": bucket.shapes, "group_name": self._group,
             "flush_cache": True, "weight_version": str(version),
         }  # fmt: skip
-        self._said("/update_weights_from_distributed", body, deadline)
+        self._post("/update_weights_from_distributed", body, deadline)
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        self._said("/continue_generation", {}, deadline)
+        self._post("/continue_generation", {}, deadline)
 
     def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
-        self._said("/pause_generation", {"mode": "abort"}, deadline)
+        self._post("/pause_generation", {"mode": "abort"}, deadline)
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
-        self._said("/update_weights_from_disk", body, deadline)
-        self._said("/continue_generation", {}, deadline)
+        self._post("/update_weights_from_disk", body, deadline)
+        self._post("/continue_generation", {}, deadline)
 
     def give_up(self, deadline: Deadline) -> None:
         self.http.post("/continue_generation", {}, deadline)

@@ -1,10 +1,9 @@
-"""The group over which rank 0 of the trainer broadcasts weights to the workers of engines.
+"""Process groups over which rank 0 broadcasts weights to the workers of engines.
 
-It is none of the trainer's process groups: the other side are processes that torchrun knows nothing of. Rank 0 keeps
-the store; workers join it as ranks 1, 2, … when their server is asked to. A broadcast has no end where a worker has
-died, so all of it happens in threads that are waited for with a deadline. On a GPU such a broadcast would hold up
-whatever its stream has next: each thread has a stream of its own, and a group that is left behind is aborted, which
-ends NCCL's kernel and the thread with it.
+They are separate from the trainer's groups, because torchrun does not know the workers. Rank 0 hosts the store;
+workers join as ranks 1, 2, … when their server requests it. A broadcast never ends if a worker has died, so broadcasts
+run in threads that are awaited with a deadline. On a GPU each thread has its own stream, so that a pending broadcast
+does not block others. Aborting an abandoned group ends NCCL's kernel and the thread.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class BroadcastGroup(Protocol):
     """Sends from rank 0."""
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor by itself, in order; over once the workers have them."""
+        """Broadcast the tensors in order and return when the workers have them."""
 
     def abort(self) -> None:
-        """Ends a broadcast that is under way in another thread; of no use after it."""
+        """End a broadcast in another thread. The group is unusable afterwards."""
 
 
 class Background:
-    """A collective with processes that may not come, in a thread."""
+    """A collective in a thread, because the other processes may not join."""
 
-    def __init__(self, act: Callable[[], Any], what: str, device: torch.device):
-        """`device`: that of its collectives, on which the thread has a stream of its own."""
+    def __init__(self, act: Callable[[], Any], description: str, device: torch.device):
+        """Start `act`. `device` is that of its collectives, on which the thread gets its own stream."""
 
         def on_device() -> Any:
             if device.type != "cuda":
@@ -48,14 +47,14 @@ class Background:
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 return act()
 
-        self._what, self._thread = what, InThread(on_device)
+        self._description, self._thread = description, InThread(on_device)
 
     def result(self, deadline: Deadline) -> Any:
-        """What it gave. Raises TrainingError for what it raised, or where the deadline comes first."""
-        if not self._thread.is_over(deadline.left()):
+        """Return the result. Raise TrainingError if the collective failed or the deadline passes."""
+        if not self._thread.wait(deadline.left()):
             raise TrainingError(
-                f"{self._what} is not over after {deadline.seconds:g} s ({deadline.setting}): a worker of the engine "
-                "did not take part; look at its log"
+                f"{self._description} did not finish within {deadline.seconds:g} s ({deadline.setting}): a worker of "
+                "the engine did not take part; look at its log"
             )
         try:
             return self._thread.result()
@@ -63,18 +62,18 @@ class Background:
             raise
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            raise TrainingError(f"{self._what} failed: {reason}; look at the engine's log") from None
+            raise TrainingError(f"{self._description} failed: {reason}; look at the engine's log") from None
 
 
 class TorchGroup:
-    """A group of torch's, as `init_process_group` of that name would make it over a store of its own: SGLang's."""
+    """A torch process group as `init_process_group` with this name would create it over its own store, for SGLang."""
 
     def __init__(self, backend: str, store: TCPStore, name: str, size: int, timeout: float):
-        """Waits for the workers."""
+        """Create the group and wait for the workers."""
         device = "cuda" if backend == "nccl" else "cpu"
         keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         limit = timedelta(seconds=timeout)
-        self._store = store  # stays while the group does
+        self._store = store  # must live as long as the group
         if backend == "gloo":
             self._group = ProcessGroupGloo(keys, 0, size, timeout=limit)
         else:
@@ -95,17 +94,17 @@ class TorchGroup:
 
 
 class VllmNcclGroup:
-    """vLLM's own communicator, which its workers' side of `nccl` expects."""
+    """vLLM's own communicator, which its workers expect with `nccl`."""
 
     def __init__(self, address: str, port: int, size: int):
-        """Waits for the workers. Raises ConfigError where vLLM is not installed beside the trainer."""
+        """Create the group and wait for the workers. Raise ConfigError if vLLM is not installed with the trainer."""
         try:
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
             from vllm.distributed.utils import StatelessProcessGroup
         except ImportError:
             raise ConfigError(
-                "rl.weight_sync_method is nccl, but vLLM is not installed beside the trainer, and its workers meet "
-                "nobody but its own communicator: pip install the server's vLLM here too, or set it to checkpoint"
+                "rl.weight_sync_method is nccl, but vLLM is not installed with the trainer, and vLLM's workers only "
+                "accept its own communicator: pip install the server's vLLM here too, or set it to checkpoint"
             ) from None
         group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=size)
         self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
@@ -117,21 +116,23 @@ class VllmNcclGroup:
         stream.synchronize()
 
     def abort(self) -> None:
-        self._group.nccl.lib.ncclCommAbort(self._group.comm)  # for which vLLM's wrapper has no method
+        self._group.nccl.lib.ncclCommAbort(self._group.comm)  # vLLM's wrapper has no method for it
 
 
 def memory_handles(tensors: Sequence[Tensor]) -> str:
-    """What opens the memory of a GPU's tensors in one other process on it: for each the GPU's UUID and the arguments of
-    torch's `rebuild_cuda_tensor`, pickled and in base64, which is how vLLM takes them over HTTP.
+    """Return handles that let one other process on the same GPU open the tensors' memory.
 
-    Their memory is used again once that process has let go of it: vLLM keeps what it was given of a layer until it has
-    the whole layer, over the ends of buckets. Each process needs handles of its own, for they count to one."""
+    They are the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor` for each tensor, pickled, in base64,
+    which is the format that vLLM takes over HTTP. The memory is reused once that process has released it: vLLM keeps
+    tensors of a layer until the layer is complete, across buckets. Each process needs its own handles, because they
+    count references.
+    """
     device = torch.cuda.get_device_properties(tensors[0].device)
     opened = [{str(device.uuid): reduce_tensor(tensor)[1]} for tensor in tensors]
     return base64.b64encode(pickle.dumps(opened)).decode()
 
 
 def free_port(address: str) -> int:
-    """A port that nobody has at the moment."""
+    """Return a port that is currently free."""
     with socket.create_server((address, 0)) as server:
         return server.getsockname()[1]

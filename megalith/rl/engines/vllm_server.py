@@ -1,9 +1,9 @@
-"""vLLM's server: OpenAI's completions with token ids, and its native transfer of weights (vLLM 0.21 and newer).
+"""vLLM's server: OpenAI's completions with token ids, and vLLM's weight transfer (vLLM 0.21 and newer).
 
-It has to be started as docs/engines.md says: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and with
---weight-transfer-config for a group. Up to 0.27 an update says whether its tensors are packed, from 0.28 on the group
-does (`ipc`: from 0.27 on), and each refuses the other's word. Tensors are not packed where nothing is said, so nothing
-is said. From 0.27 on the weights have a version.
+Start it as in docs/engines.md: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and
+--weight-transfer-config for a group. Up to 0.27 the update request has the flag that its tensors are packed, from
+0.28 on the group request has it (`ipc`: from 0.27 on), and each version rejects the other's field. The default is
+unpacked, so neither is sent. Weights have a version from 0.27 on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megalith.rl.engines.transfer_group import TorchGroup, VllmNcclGroup, free_p
 from megalith.rl.engines.weight_stream import WeightBucket
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve … --logprobs-mode processed_logprobs"
-GROUP = "weights"  # of gloo: each has a store of its own
+GROUP = "weights"  # with gloo; each group has its own store
 
 
 class VllmServer(EngineServer):
@@ -33,26 +33,26 @@ class VllmServer(EngineServer):
     def check(self, deadline: Deadline, method: str) -> dict[str, Any]:
         model = at_path(self.http.get("/v1/models", deadline), "data", 0, "id")
         if not isinstance(model, str):
-            raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
+            raise TrainingError(f"{self.http} returns no model at /v1/models; is it a vLLM server?")
         info = self._server_info(deadline)
         modes = sorted(set(map(str, _values(info, "logprobs_mode"))))
         if modes not in ([], ["processed_logprobs"]):
             raise TrainingError(
-                f"{self.http} has logprobs_mode {' and '.join(modes):.60}, but the ratio needs those after the "
-                f"temperature; start it with: {START}"
+                f"{self.http} has logprobs_mode {' and '.join(modes):.60}, but the ratio needs log-probabilities "
+                f"after the temperature; start it with: {START}"
             )
         if info is not None:
             self._require_backend(info, method)
-        workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
+        workers = at_path(self._request_dev_mode("GET", "/get_world_size", None, deadline), "world_size")
         if type(workers) is not int or workers < 1:
-            raise TrainingError(f"{self.http} says a world size of {workers!r:.60}; is it a vLLM server?")
+            raise TrainingError(f"{self.http} returns a world size of {workers!r:.60}; is it a vLLM server?")
         return {
             "model": model,
             "workers": workers,
-            "version": self._says_version(deadline),
+            "version": self._has_version(deadline),
         }
 
-    def _says_version(self, deadline: Deadline) -> bool:
+    def _has_version(self, deadline: Deadline) -> bool:
         try:
             self.http.get("/weight_info", deadline)
         except RequestRefused:
@@ -60,36 +60,38 @@ class VllmServer(EngineServer):
         return True
 
     def _server_info(self, deadline: Deadline) -> Any:
-        """Return its settings; None where it fails to say, which it does on some machines: whether log-probabilities
-        are processed the canary then shows."""
+        """Return the server's settings; None if the request fails, as it does on some machines.
+
+        The canary then shows whether log-probabilities are processed.
+        """
         try:
-            return self._developers("GET", "/server_info?config_format=json", None, deadline)
+            return self._request_dev_mode("GET", "/server_info?config_format=json", None, deadline)
         except RequestRefused as error:
             if error.status < 500:
                 raise
             return None
 
     def _require_backend(self, info: Any, method: str) -> None:
-        """vLLM's own backends of weights are nccl and ipc; one of another name has been registered with it."""
+        """Check the weight transfer backend. vLLM's own are nccl and ipc; others are registered by plugins."""
         configs = _values(info, "weight_transfer_config")
         backends = {backend for one in configs if isinstance(backend := at_path(one, "backend"), str)}
         if method == "checkpoint" or backends == {method} or (not backends and method in ("nccl", "ipc")):
             return
-        found = f"{' and '.join(sorted(backends)):.60}" if backends else "none"
+        names = f"{' and '.join(sorted(backends)):.60}" if backends else "none"
         raise TrainingError(
-            f"rl.weight_sync_method is {method}, but the weight transfer backend of {self.http} is {found}; vLLM has "
+            f"rl.weight_sync_method is {method}, but the weight transfer backend of {self.http} is {names}; vLLM has "
             f"nccl and ipc: set the method to the backend that the server was started with "
             "(--weight-transfer-config), or to checkpoint"
         )
 
-    def _developers(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
-        """A request to what vLLM has in its developers' mode alone."""
+    def _request_dev_mode(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
+        """Send a request that vLLM accepts only in development mode."""
         try:
             return self.http.get(path, deadline) if method == "GET" else self.http.post(path, body, deadline)
         except RequestRefused as error:
             if error.status in (404, 405):
                 raise TrainingError(
-                    f"{self.http} has no {path.partition('?')[0]}: it is not in developers' mode, or older than 0.21 "
+                    f"{self.http} has no {path.partition('?')[0]}: it is not in development mode, or older than 0.21 "
                     f"(0.20 by rl.weight_sync_method checkpoint); start it with: {START}"
                 ) from None
             raise
@@ -99,7 +101,7 @@ class VllmServer(EngineServer):
     def complete(
         self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
     ) -> list[Answer]:
-        # What is left out here the server takes from the model's generation_config.json.
+        # The server takes omitted parameters from the model's generation_config.json.
         body = {
             "model": self.facts["model"], "prompt": list(prompt), "n": count, "seed": seed, "stream": False,
             "echo": False, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
@@ -116,12 +118,14 @@ class VllmServer(EngineServer):
         aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
         if aborted:
             raise TrainingError(
-                f"{self.http} ended a completion for {at_path(aborted[0], 'finish_reason')!r:.60}: somebody else "
-                "paused or aborted it; one run has it for itself"
+                f"{self.http} ended a completion with finish_reason {at_path(aborted[0], 'finish_reason')!r:.60}: "
+                "another client paused or aborted it; a server can serve only one run"
             )
-        places = [at_path(one, "index") for one in choices]
-        if not all(type(place) is int for place in places):
-            raise TrainingError(f"{self.http} numbers its completions {places!r:.60}; is it a vLLM server?")
+        indices = [at_path(one, "index") for one in choices]
+        if not all(type(index) is int for index in indices):
+            raise TrainingError(
+                f"{self.http} returns completions with the indices {indices!r:.60}; is it a vLLM server?"
+            )
         order = sorted(choices, key=lambda one: one["index"])
         return [
             Answer(
@@ -149,19 +153,19 @@ class VllmServer(EngineServer):
     def open_memory(self, deadline: Deadline) -> None:
         if (workers := self.facts["workers"]) > 1:
             raise ConfigError(
-                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers, each on a GPU of its own, and "
-                "tensors are in the memory of one; start it on the trainer's GPU alone, or choose nccl"
+                f"rl.weight_sync_method is ipc, but {self.http} has {workers} workers on different GPUs, and the "
+                "tensors are in the memory of one; start it on the trainer's GPU only, or choose nccl"
             )
-        self._developers("POST", "/init_weight_transfer_engine", {"init_info": {}}, deadline)
+        self._request_dev_mode("POST", "/init_weight_transfer_engine", {"init_info": {}}, deadline)
 
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
         address, port = meeting
         info = dict(master_address=address, master_port=port, rank_offset=first_rank, world_size=size)
-        self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+        self._request_dev_mode("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
 
     def begin(self, deadline: Deadline) -> None:
-        self._developers("POST", "/pause?mode=wait", None, deadline)
-        self._developers("POST", "/start_weight_update", None, deadline)
+        self._request_dev_mode("POST", "/pause?mode=wait", None, deadline)
+        self._request_dev_mode("POST", "/start_weight_update", None, deadline)
 
     def receive(
         self, bucket: WeightBucket, version: int, deadline: Deadline, handles: str | None = None
@@ -170,28 +174,28 @@ class VllmServer(EngineServer):
         info = dict(names=bucket.names, dtype_names=dtypes, shapes=bucket.shapes)
         if handles is not None:
             info["ipc_handles_pickled"] = handles
-        self._developers("POST", "/update_weights", {"update_info": info}, deadline)
+        self._request_dev_mode("POST", "/update_weights", {"update_info": info}, deadline)
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        said = {"weight_version": str(version)} if self.facts["version"] else {}
-        self._developers("POST", "/finish_weight_update", said, deadline)
+        body = {"weight_version": str(version)} if self.facts["version"] else {}
+        self._request_dev_mode("POST", "/finish_weight_update", body, deadline)
         self._resume(deadline)
 
     def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
-        self._developers("POST", "/pause?mode=wait", None, deadline)
+        self._request_dev_mode("POST", "/pause?mode=wait", None, deadline)
         body = {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(path)},
             "timeout": deadline.left(),
         }
-        self._developers("POST", "/collective_rpc", body, deadline)
+        self._request_dev_mode("POST", "/collective_rpc", body, deadline)
         if self.facts["version"]:
-            self._developers("POST", "/update_weight_version", {"new_version": str(version)}, deadline)
+            self._request_dev_mode("POST", "/update_weight_version", {"new_version": str(version)}, deadline)
         self._resume(deadline)
 
     def _resume(self, deadline: Deadline) -> None:
-        self._developers("POST", "/reset_prefix_cache", None, deadline)
-        self._developers("POST", "/resume", None, deadline)
+        self._request_dev_mode("POST", "/reset_prefix_cache", None, deadline)
+        self._request_dev_mode("POST", "/resume", None, deadline)
 
     def give_up(self, deadline: Deadline) -> None:
         try:
@@ -201,7 +205,7 @@ class VllmServer(EngineServer):
 
 
 def at_path(value: Any, *path: str | int) -> Any:
-    """What stands at a path in JSON; None: nothing."""
+    """Return the value at a path in JSON; None if there is none."""
     for key in path:
         try:
             value = value[key]
@@ -211,7 +215,7 @@ def at_path(value: Any, *path: str | int) -> Any:
 
 
 def _values(value: Any, key: str) -> Iterator[Any]:
-    """What stands under a key, wherever in JSON."""
+    """Yield all values of a key, at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == key:

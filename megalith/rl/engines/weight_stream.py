@@ -1,8 +1,8 @@
-"""The policy's weights under their Hugging Face names, bucket by bucket, out of the shards of all ranks.
+"""The policy's weights under their Hugging Face names, in buckets, gathered from the shards of all ranks.
 
-A tensor of ours is put together on rank 0 from its shards, merged with its adapters where it has some, and cut into the
-tensors of theirs that it is made of, in the type that the run computes in: what `megalith export-hf` of that step would
-write. So rank 0 has memory for a bucket and one tensor of ours, and the model is nowhere whole.
+Rank 0 gathers one tensor at a time, merges its adapters, splits it into Hugging Face's tensors and converts it to the
+run's compute dtype, as `megalith export-hf` does. Rank 0 needs memory for a bucket and one full tensor, never for the
+whole model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megalith.models.adapters import ADAPTER, adapters
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
 
-BUCKET_BYTES = 2**28  # of a bucket, but for one tensor of ours that is larger
+BUCKET_BYTES = 2**28  # maximum, unless a single tensor is larger
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Tensors that travel together. `tensors` are on rank 0 alone."""
+    """Tensors that are sent together. `tensors` is empty except on rank 0."""
 
     groups: list[Group]
     dtype: torch.dtype
@@ -52,12 +52,12 @@ class WeightBucket:
 
 
 class WeightStream:
-    """Every rank makes one, and iterates over its buckets like the others."""
+    """Gathers the weights in buckets. Every rank creates one and iterates in step with the others."""
 
     def __init__(self, model: ParallelModel, config: RunConfig):
-        """Raises ConfigError for a model that no Hugging Face family can say."""
-        began = config.model.init_from
-        folder = Path(began) if began and is_model_folder(began) else None
+        """Plan the buckets. Raise ConfigError if no Hugging Face family represents the model."""
+        init_from = config.model.init_from
+        folder = Path(init_from) if init_from and is_model_folder(init_from) else None
         self.family, _ = export_family(model.config, read_origin(folder))
         self.config, self.world, self.dtype = model.config, model.mesh.world, export_dtype(config.train)
         self._model, self._groups = model, self.family.groups(model.config)
@@ -65,12 +65,12 @@ class WeightStream:
         self._adapters = {f"{name}.weight": (name + ADAPTER, adapter) for name, adapter in adapters(adapted)}
 
     def _tensors(self) -> dict[str, GlobalTensor]:
-        own = named_shards(self._model.chunks)
-        shards = self._model.parameters.shards  # FSDP2's modules may have whole parameters at the moment
-        return global_tensors(own | {name: shards[name] for name in own if name in shards}, self.world)
+        local = named_shards(self._model.chunks)
+        shards = self._model.parameters.shards  # FSDP2's modules may currently hold unsharded parameters
+        return global_tensors(local | {name: shards[name] for name in local if name in shards}, self.world)
 
-    def _cut(self) -> Iterator[list[Group]]:
-        """The groups of each bucket, the same on every rank."""
+    def _bucket_groups(self) -> Iterator[list[Group]]:
+        """Yield the groups of each bucket, the same on every rank."""
         bucket: list[Group] = []
         size = 0
         for group in self._groups:
@@ -84,57 +84,59 @@ class WeightStream:
 
     @torch.no_grad()
     def buckets(self, device: torch.device | str) -> Iterator[WeightBucket]:
-        """All weights, whose tensors are made on this device of rank 0. Every rank iterates to the end, or all stop
-        after the same bucket."""
+        """Yield all weights, with tensors on `device` of rank 0.
+
+        Every rank must iterate to the end, or all must stop after the same bucket.
+        """
         tensors = self._tensors()
-        for groups in self._cut():
-            found: list[Tensor] = []
+        for groups in self._bucket_groups():
+            gathered: list[Tensor] = []
             for group in groups:
-                whole = self._merged(group.name, tensors, device)
-                if whole is not None:
-                    found += self._theirs(group, whole)
-            yield WeightBucket(groups, self.dtype, found)
+                full_tensor = self._merged(group.name, tensors, device)
+                if full_tensor is not None:
+                    gathered += self._convert(group, full_tensor)
+            yield WeightBucket(groups, self.dtype, gathered)
 
     def _merged(
         self, name: str, tensors: Mapping[str, GlobalTensor], device: torch.device | str
     ) -> Tensor | None:
-        """One of our tensors on rank 0, with what its adapters add to it."""
-        whole = tensors[name].gather(device)
+        """Return a full tensor on rank 0 with its adapters merged; None on other ranks."""
+        tensor = tensors[name].gather(device)
         if name not in self._adapters:
-            return whole
+            return tensor
         prefix, adapter = self._adapters[name]
         values = {kind: tensors[prefix + kind].gather(device) for kind, _ in adapter.named_parameters()}
-        if whole is None:
+        if tensor is None:
             return None
-        filled = deepcopy(adapter).to_empty(device=device)
-        for kind, parameter in filled.named_parameters():
+        merged = deepcopy(adapter).to_empty(device=device)
+        for kind, parameter in merged.named_parameters():
             parameter.copy_(values[kind])
-        return whole.float() + filled.delta()
+        return tensor.float() + merged.delta()
 
-    def _theirs(self, group: Group, whole: Tensor) -> list[Tensor]:
-        own = (
-            whole[: group.shape[0]] if group.shape else whole
-        )  # a table has rows for padding that an export lacks
+    def _convert(self, group: Group, full_tensor: Tensor) -> list[Tensor]:
+        # Exports lack the padding rows of an embedding.
+        unpadded = full_tensor[: group.shape[0]] if group.shape else full_tensor
         dtypes = dict.fromkeys(group.sources, self.dtype)
-        found = dict(to_theirs(group, own.to(self.dtype), dtypes, _Fresh(whole.device)))
-        return [found[name].contiguous() for name in group.sources]
+        tensors = dict(to_theirs(group, unpadded.to(self.dtype), dtypes, _FreshMemory(full_tensor.device)))
+        return [tensors[name].contiguous() for name in group.sources]
 
     def folder(self, path: str | Path) -> FolderWriter:
-        """What writes the weights as a folder that an engine loads, in the place of one that is there; rank 0's."""
+        """Return a writer of the weights as a folder that an engine loads; it replaces an existing folder. For rank
+        0."""
         sources = ((name, shape) for group in self._groups for name, shape in group.sources.items())
         return FolderWriter(path, {name: (self.dtype, shape) for name, shape in sources}, replace=True)
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """The folder's config.json."""
+        """Content of the folder's config.json."""
         return {
             **self.family.write_config(self.config),
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
 
-class _Fresh(Scratch):
-    """New memory on a device for each tensor."""
+class _FreshMemory(Scratch):
+    """Allocates new memory on a device for each tensor."""
 
     def __init__(self, device: torch.device):
         self._device = device

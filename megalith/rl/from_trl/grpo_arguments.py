@@ -1,7 +1,7 @@
-"""The arguments of TRL's GRPOConfig: those that are settings of ours, and those without an effect here.
+"""Arguments of TRL's GRPOConfig: those that are settings here, and those that have no effect.
 
-Every other argument that differs from the class's default is refused by name. Read in TRL 1.16.0 and transformers
-5.24.0; of another version the installed class's own defaults count.
+Any other argument that differs from its default is an error. The tables are from TRL 1.16.0 and transformers 5.24.0;
+for other versions the defaults of the installed class count.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RENAMED: dict[str, str] = {
     "save_total_limit": "checkpoint.keep_last",
     "max_prompt_length": "rl.max_prompt_length",
 }
-OURS = [  # settings of rl, of which most have TRL's name
+OURS = [  # settings of `rl`, most of which have TRL's name
     name
     for name in RlConfig.model_fields
     if name not in ("prompts", "eval_prompts", "rollouts", "reward_funcs")
 ]
-TRANSLATED = (  # what needs more than another name: grpo_settings.py
+TRANSLATED = (  # translated in grpo_settings.py
     "bf16", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16", "generation_batch_size",
     "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",
     "model_init_kwargs", "num_train_epochs", "optim", "report_to", "run_name", "save_only_model", "save_steps",
@@ -40,13 +40,13 @@ _RECOMPUTATION = (
     "recomputation does not change results; settings={'parallel.recompute_granularity': …} chooses"
 )
 _COMPILE = "compiling does not change results; settings={'runtime.compile': …} chooses"
-_KERNELS = "kernels are Megalith's own, and the loss is computed in chunks anyway"
+_KERNELS = "Megalith has its own kernels, and the loss is always computed in chunks"
 _LOADER = "prompts are in memory, and their order follows from the seed alone"
 _REPLICAS = "Megalith synchronizes replicas itself, without DistributedDataParallel"
-_CONSOLE = "the console and metrics.jsonl are those of a run"
+_CONSOLE = "console and metrics.jsonl are the same for all runs"
 _HUB = "nothing is pushed, because push_to_hub is off"
 _ENGINE = "completions are sampled by Megalith's engine, vLLM or SGLang"
-_EVALUATION = "held-out prompts are answered like the training's, and judged at once"
+_EVALUATION = "held-out prompts are sampled like training prompts and scored together"
 NO_EFFECT: dict[str, str] = {
     "activation_checkpointing": _RECOMPUTATION,
     "activation_checkpointing_kwargs": _RECOMPUTATION,
@@ -55,7 +55,7 @@ NO_EFFECT: dict[str, str] = {
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
-    "torch_empty_cache_steps": "memory is freed where a run needs it",
+    "torch_empty_cache_steps": "memory is freed when a run needs it",
     "use_liger_kernel": _KERNELS,
     "liger_kernel_config": _KERNELS,
     "use_cache": "generation always has a KV cache",
@@ -65,7 +65,7 @@ NO_EFFECT: dict[str, str] = {
     "use_transformers_paged": _ENGINE,
     "ds3_gather_for_generation": "there is no DeepSpeed",
     "pad_to_multiple_of": "rows have data.seq_length tokens",
-    "trust_remote_code": "no code of a checkpoint is run; its architecture has to be built in",
+    "trust_remote_code": "no code from a checkpoint is run; its architecture must be built in",
     "log_level": _CONSOLE,
     "log_level_replica": _CONSOLE,
     "log_on_each_node": _CONSOLE,
@@ -95,20 +95,20 @@ NO_EFFECT: dict[str, str] = {
     "dataloader_prefetch_factor": _LOADER,
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
-    "dataloader_drop_last": "rollout batches are whole: prompts of a further pass follow the last ones",
+    "dataloader_drop_last": "rollout batches are complete: prompts of the next epoch follow the last ones",
     "ddp_backend": _REPLICAS,
     "ddp_find_unused_parameters": _REPLICAS,
     "ddp_bucket_cap_mb": _REPLICAS,
     "ddp_broadcast_buffers": _REPLICAS,
     "ddp_static_graph": _REPLICAS,
-    "local_rank": "the launcher says which rank a process is",
-    "do_train": "train() trains, whatever it is",
+    "local_rank": "the launcher sets the rank of a process",
+    "do_train": "train() always trains",
     "do_eval": "eval_strategy decides",
     "do_predict": "there is no prediction",
     "vllm_group_port": "a free port is taken",
     "vllm_max_model_length": "vLLM's context is as long as data.seq_length needs",
 }
-UNCHANGED: dict[str, object] = {  # what is refused otherwise: the defaults, which a dict may spell out
+UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these values are accepted
     "accelerator_config": None, "auto_find_batch_size": False, "average_tokens_across_devices": True,
     "batch_eval_metrics": False, "bf16_full_eval": False, "cast_lm_head_to_fp32": False, "chat_template_kwargs": None,
     "data_seed": None, "deepspeed": None, "eval_delay": 0, "eval_on_start": False, "fp16_full_eval": False,
@@ -122,17 +122,17 @@ UNCHANGED: dict[str, object] = {  # what is refused otherwise: the defaults, whi
     "sync_ref_model": False, "tf32": None, "top_entropy_quantile": 1.0, "use_adaptive_entropy": False,
     "vllm_model_impl": "vllm", "vllm_structured_outputs_regex": None, "vllm_tensor_parallel_size": 1,
 }  # fmt: skip
-WAYS: dict[str, str] = {  # of arguments that are refused: what to do in their place
+REMEDIES: dict[str, str] = {  # what to do instead of an unsupported argument
     "auto_find_batch_size": "; set per_device_train_batch_size",
     "data_seed": "; the order of the prompts follows from seed",
     "deepspeed": "; layouts are settings={'parallel.…': …}",
     "fsdp": "; layouts are settings={'parallel.…': …}",
     "fsdp_config": "; layouts are settings={'parallel.…': …}",
-    "full_determinism": "; settings={'train.deterministic': True} has deterministic kernels",
+    "full_determinism": "; settings={'train.deterministic': True} selects deterministic kernels",
     "parallelism_config": "; layouts are settings={'parallel.…': …}",
     "push_to_hub": "; push the exported folder",
-    "resume_from_checkpoint": "; settings={'checkpoint.load': folder} goes on from a run",
+    "resume_from_checkpoint": "; settings={'checkpoint.load': folder} resumes a run",
     "router_aux_loss_coef": "; settings={'model.moe_aux_loss_coeff': …} sets it",
     "tf32": "; settings={'train.precision': …} chooses the precision",
-    "vllm_tensor_parallel_size": "; vLLM in the trainer's processes has parallel.tensor_model_parallel_size",
+    "vllm_tensor_parallel_size": "; vLLM in the trainer's processes uses parallel.tensor_model_parallel_size",
 }

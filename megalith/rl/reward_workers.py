@@ -1,0 +1,82 @@
+"""Worker processes for reward functions.
+
+A worker is forked, so that closures and their data need no pickling. It is not a daemon, because reward functions may
+start processes of their own; it leads a process group that is killed as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+Job = Sequence[Any]
+"""Arguments of a call, as JSON values."""
+
+
+class RewardWorker:
+    """A process that runs jobs, one at a time."""
+
+    def __init__(self, work: Callable[[Job], dict[str, Any]]):
+        self._work = work
+        self.restart(first=True)
+
+    def restart(self, first: bool = False) -> None:
+        if not first:
+            self.end()
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        self._process = fork.Process(target=_serve, args=(theirs, self._work), daemon=False)
+        self._process.start()
+        with contextlib.suppress(OSError):  # the process does the same; one of them comes first
+            os.setpgid(self._process.pid, self._process.pid)
+        theirs.close()
+
+    def send(self, job: Job) -> None:
+        with contextlib.suppress(OSError):  # a worker that has ended: `receive` returns an error
+            self.pipe.send_bytes(json.dumps(job).encode())
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._process.join(1)
+            code = self._process.exitcode
+            self.restart()
+            return {"error": f"its process ended with exit code {code}", "at": None}
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, work: Callable[[Job], dict[str, Any]]) -> None:
+    """Run jobs in the worker until the trainer has ended."""
+    os.setpgid(0, 0)  # only the trainer gets the terminal's interrupts
+    signal.set_wakeup_fd(-1)
+    os.register_at_fork(after_in_child=_reset_signals)
+    gc.freeze()  # do not destroy the trainer's objects: destroying a process group would wait for its threads
+    while True:
+        try:
+            job = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+        pipe.send_bytes(json.dumps(work(job)).encode())
+
+
+def _reset_signals() -> None:
+    """Restore default signal handling in a process started by a reward.
+
+    The trainer's handlers only record a signal, so a pool of processes would never end.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)

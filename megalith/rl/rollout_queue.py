@@ -1,0 +1,115 @@
+"""Queue of rollout batches that a server samples while earlier ones are trained on (rl.max_staleness).
+
+Batch b + n is begun while b is trained on and must be complete n syncs later. Between two syncs, the open completions
+of all queued batches get an equal share of their maximum length; after a sync they continue with the new weights. The
+version that samples a token thus depends on the settings and not on timing, and a run resumes from a checkpoint,
+which has the queue, as if it had not stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from threading import TIMEOUT_MAX, Lock
+from typing import Any
+
+from megalith.generation.requests import Sampling
+from megalith.rl.engines.deadline import InThread
+from megalith.rl.engines.rollout_engine import run_sampling
+from megalith.rl.phase_timer import PhaseTimer
+from megalith.rl.prompts import Prompts
+from megalith.rl.rollout_sampler import RolloutSampler
+from megalith.rl.scored_groups import GroupRecord, QueuedBatch, decode_queue, encode_queue
+from megalith.rl.weight_sync import WeightSync
+from megalith.training.run_state import Run
+
+QUEUE = "queue.json.zst"  # file name within a checkpoint
+
+
+class RolloutQueue:
+    """Rollout batches sampled ahead, by number. Empty unless rl.max_staleness is set."""
+
+    def __init__(
+        self, run: Run, prompts: Prompts, sampler: RolloutSampler, weights: WeightSync, timed: PhaseTimer
+    ):
+        self._run, self._rl, self._prompts = run, run.config.rl, prompts
+        self._sampler, self._weights, self._timed = sampler, weights, timed
+        self._batches: dict[int, QueuedBatch] = {}
+        self._pieces: list[
+            tuple[int, Callable[[], list[Any]], InThread]
+        ] = []  # in progress: batch number, work
+        self._reward_lock = Lock()  # reward workers serve one thread at a time
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def take(self, number: int) -> QueuedBatch | None:
+        """Remove and return a batch; None if it was not sampled ahead."""
+        return self._batches.pop(number, None)
+
+    def start(self, number: int, groups: int) -> None:
+        """Start threads that sample what is due before the next sync of the batches after `number`."""
+        rl, step, batches = self._rl, self._run.step, self._batches
+        last = min(number + rl.max_staleness, (self._run.total_steps - 1) // rl.steps_per_batch)
+        for ahead in range(number + 1, last + 1):
+            if ahead not in batches:
+                batches[ahead] = self._sampler.new_batch(range(ahead * groups, (ahead + 1) * groups))
+        for ahead, batch in sorted(batches.items()):
+            if not batch.is_scored:
+                open_records = [record for record in batch.records if not record.is_scored]
+                tokens = -(-(rl.max_completion_length - batch.sampled_tokens) // (ahead - number))
+                sample = self._share_of(open_records, run_sampling(self._run, tokens), step)
+                self._pieces.append((ahead, sample, InThread(sample)))
+
+    def _share_of(self, records: list[GroupRecord], sampling: Sampling, step: int) -> Callable[[], list[Any]]:
+        def timed(phase: str) -> AbstractContextManager:
+            return self._reward_lock if phase == "rewards" else nullcontext()
+
+        return lambda: self._sampler.sample_share(records, sampling, step, timed)
+
+    def settle(self) -> None:
+        """Wait for the threads and distribute their results to every rank.
+
+        Every rank calls it in the last step of a rollout batch and before a checkpoint is saved.
+        """
+        if not self._pieces:
+            return
+        pieces, self._pieces = self._pieces, []
+
+        def wait() -> list[list[Any]]:
+            with self._timed("generation"):
+                for *_, thread in pieces:  # all, before one of them raises, so that none is left running
+                    thread.wait(TIMEOUT_MAX)
+            return [[ahead, *thread.result()] for ahead, _, thread in pieces]
+
+        retry = lambda: [[ahead, *sample()] for ahead, sample, _ in pieces]  # noqa: E731
+        ranks = self._weights.request(wait, "generation", retry)
+        for ahead, records, logged in (share for shares in ranks for share in shares):
+            self._batches[ahead].add([GroupRecord.from_fields(*fields) for fields in records], logged)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the checkpoint file of the settled queue; empty without batches."""
+        return {QUEUE: encode_queue(self._batches, self._shape())} if self._batches else {}
+
+    def load(self, files: Mapping[str, Path]) -> None:
+        """Restore the queue from a checkpoint's files, unless settings that determine its batches have changed."""
+        self._batches = {}
+        if QUEUE not in files or not self._rl.max_staleness:
+            return
+        batches, saved_shape = decode_queue(files[QUEUE].read_bytes())
+        changed = [name for name, value in self._shape().items() if saved_shape.get(name) != value]
+        if changed:
+            self._run.notes.append(
+                f"the checkpoint's {len(batches)} rollout batches ahead are discarded and sampled again, because "
+                f"these settings changed: {', '.join(changed)}"
+            )
+        else:
+            self._batches = batches
+
+    def _shape(self) -> dict[str, Any]:
+        """Return the settings that determine the batches."""
+        rl, size = self._rl, self._run.config.train.global_batch_size
+        names = "num_generations", "mini_batches", "num_iterations", "max_completion_length"
+        settings = {f"rl.{name}": getattr(rl, name) for name in names}
+        return settings | {"rl.prompts": self._prompts.identity(), "train.global_batch_size": size}

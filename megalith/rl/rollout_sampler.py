@@ -1,0 +1,160 @@
+"""Sampling and scoring of prompt groups over the ranks.
+
+The ranks that generate together (along tensor parallelism, if the engine has that axis) are a generation replica. Each
+replica samples its share of the groups and scores them; then every rank gets all groups. A completion depends only on
+the weights and on (seed, position of the prompt in the run's stream, its number in the group), so a run that was killed
+samples the same completions again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from typing import Any
+
+import numpy as np
+
+from megalith.generation.requests import Sampling
+from megalith.rl.advantages import ZERO_STD
+from megalith.rl.engines.rollout_engine import run_sampling
+from megalith.rl.phase_timer import PhaseTimer
+from megalith.rl.prompts import Prompt, Prompts
+from megalith.rl.rewards import Rewards
+from megalith.rl.rollout_data import group_advantages
+from megalith.rl.rollouts import PromptGroup
+from megalith.rl.scored_groups import (
+    HELD_OUT_KEY,
+    GroupRecord,
+    QueuedBatch,
+    held_out_metrics,
+    sample_groups,
+)
+from megalith.rl.weight_sync import WeightSync
+from megalith.training.run_state import Run
+
+CONSUMED = "prompts"  # counter of a checkpoint
+LOGGED = "logged"  # among a batch's metrics: means of the values that rewards logged
+
+
+class RolloutSampler:
+    """Samples the groups of a run with the engine's current weights."""
+
+    def __init__(
+        self,
+        run: Run,
+        prompts: Prompts,
+        held_out: Sequence[Prompt],
+        rewards: Rewards,
+        weights: WeightSync,
+        timed: PhaseTimer,
+    ):
+        """`rewards` has the held-out prompts after the others."""
+        self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
+        self._weights, self._timed = weights, timed
+        self._all_prompts = [*prompts.prompts, *held_out]
+
+    def sample_batch(self, groups: int) -> tuple[list[PromptGroup], dict[str, Any]]:
+        """Sample and score the next groups of the stream. Every rank calls it.
+
+        Groups whose rewards are all equal are replaced by the next ones, up to rl.max_resamples times.
+
+        Returns:
+            The groups, and the batch's metrics.
+        """
+        rl, totals, kept, equal = self._rl, self._run.totals, [], []
+        sampled, metrics = 0, {LOGGED: {}}
+        for _ in range(rl.max_resamples + 1):
+            first, missing = int(totals[CONSUMED]), groups - len(kept)
+            totals[CONSUMED] = first + missing
+            candidates, round_metrics = self._sample(range(first, first + missing))
+            metrics |= round_metrics | {LOGGED: metrics[LOGGED] | round_metrics[LOGGED]}
+            sampled += missing
+            group_std = group_advantages(rl, candidates).group_std
+            kept += [
+                group for group, std in zip(candidates, group_std) if std > ZERO_STD or not rl.max_resamples
+            ]
+            equal = [group for group, std in zip(candidates, group_std) if std <= ZERO_STD]
+            if len(kept) == groups:
+                break
+        metrics |= {"prompts_asked": sampled, "prompts_consumed": totals[CONSUMED]}
+        return kept + equal[: groups - len(kept)], metrics
+
+    def _sample(self, positions: Sequence[int]) -> tuple[list[PromptGroup], dict[str, Any]]:
+        """Return the scored groups at these positions of the stream, on every rank, and their metrics."""
+        batch = self.new_batch(positions)
+        records, step = batch.records, self._run.step
+        sampling = run_sampling(self._run, self._rl.max_completion_length)
+        share = lambda: self.sample_share(records, sampling, step, self._timed)  # noqa: E731
+        for pieces, logged in self._weights.request(share, "rewards"):
+            batch.add([GroupRecord.from_fields(*fields) for fields in pieces], logged)
+        return self.finish(batch)
+
+    def new_batch(self, positions: Sequence[int]) -> QueuedBatch:
+        """Return the unsampled batch at these positions of the stream."""
+        return QueuedBatch([GroupRecord(position, self._prompts.index(position)) for position in positions])
+
+    def finish(self, batch: QueuedBatch) -> tuple[list[PromptGroup], dict[str, Any]]:
+        """Return the groups of a scored batch, and its metrics."""
+        logprobs = (one.logprobs for record in batch.records for one in record.samples)
+        metrics = {
+            LOGGED: {name: float(np.mean(values)) for name, values in batch.logged.items()},
+            "memory_engine_gb": self._weights.engine.memory() / 1e9,
+            "logprobs_absent": sum(math.isnan(value) for values in logprobs for value in values),
+        }
+        return [record.group(self._prompts.prompts) for record in batch.records], metrics
+
+    def sample_share(
+        self,
+        records: list[GroupRecord],
+        sampling: Sampling,
+        step: int,
+        timed: Callable,
+        num_generations: int | None = None,
+    ) -> list[Any]:
+        """Sample the next tokens of this rank's share of `records`; return pieces and logged values as JSON values."""
+        run, world, rl = self._run, self._run.mesh.world, self._rl
+        local = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
+        rewards = self._rewards if run.mesh.tp.rank == 0 else None
+        pieces, logged = sample_groups(
+            self._weights.engine, self._all_prompts, rewards, run.tokenizer, local, sampling,
+            num_generations or rl.num_generations, step, timed, rl.max_completion_length,
+        )  # fmt: skip
+        return [[astuple(piece) for piece in pieces], logged]
+
+    def evaluate(
+        self, before: Callable[[int, int], None], stops: Callable[[], str | None]
+    ) -> dict[str, float] | None:
+        """Sample the held-out prompts with the current weights and return their metrics. Every rank calls it.
+
+        Sampling keys differ from training's and no counter moves, so that training is not affected.
+
+        Args:
+            before: called before each part with the number of finished parts and of all.
+            stops: called after each part; ends the evaluation if it returns a reason.
+
+        Returns:
+            The metrics; None if there are no held-out prompts or `stops` ended the evaluation.
+        """
+        rl, first = self._rl, len(self._prompts)
+        batch = QueuedBatch([GroupRecord(HELD_OUT_KEY + n, n) for n in range(first, len(self._all_prompts))])
+        if not batch.records:
+            return None
+        self._weights.update()
+        sampling = run_sampling(self._run, rl.max_completion_length)
+        if rl.eval_temperature is not None:
+            sampling = replace(sampling, temperature=rl.eval_temperature)
+        size = max(1, self._run.config.train.global_batch_size // rl.generations_eval)
+        parts = [batch.records[start : start + size] for start in range(0, len(batch.records), size)]
+        untimed = lambda phase: nullcontext()  # noqa: E731
+        for done, records in enumerate(parts):
+            before(done, len(parts))
+            arguments = records, sampling, self._run.step, untimed, rl.generations_eval
+            share = lambda arguments=arguments: self.sample_share(*arguments)  # noqa: E731
+            for pieces, logged in self._weights.request(share):
+                batch.add([GroupRecord.from_fields(*fields) for fields in pieces], logged)
+            if stops():
+                break
+        self._weights.engine.release()
+        return held_out_metrics(rl, self._rewards.names, batch) if batch.is_scored else None

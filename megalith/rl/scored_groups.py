@@ -1,0 +1,295 @@
+"""Groups of completions while they are sampled and scored, and their transfer between ranks.
+
+A completion is sampled at once, or in pieces by successive weight versions. A later request has the prompt followed
+by the tokens sampled so far, and each token keeps the version of the weights that sampled it. The engine therefore
+computes every log-probability with a single version from the first prompt token on, as the trainer does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import zstandard
+
+from megalith.config.rl import RlConfig
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.generation.requests import Completion, Sampling
+from megalith.rl.advantages import total_rewards
+from megalith.rl.prompts import Prompt
+from megalith.rl.rewards import Rewards
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, decompress_zstd
+
+# Sampling keys, all different: positions of a run < held-out prompts < continued completions < canary (drift.py).
+HELD_OUT_KEY = 2**44
+FIRST_KEY, LAST_KEY = 2**45, 2**46  # continued completions
+
+
+@dataclass
+class Sampled:
+    """A completion as JSON values, for the transfer from its replica to all ranks."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Version of the sampling weights, one per token."""
+    truncated: bool | None = None
+    """None while the completion can continue."""
+    rewards: list[float] = field(default_factory=list)
+    """Empty until the group is scored."""
+    extra: dict[str, str] = field(default_factory=dict)  # logged by reward functions
+
+    def extended(self, more: Sampled) -> Sampled:
+        ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
+        return Sampled(ids, logprobs, self.versions + more.versions, more.truncated, more.rewards, more.extra)
+
+    def rated(self) -> RatedCompletion:
+        versions = self.versions[:1] if len(set(self.versions)) == 1 else self.versions
+        arrays = np.array(self.ids), np.array(self.rewards, dtype=float), np.array(self.logprobs, np.float32)
+        return RatedCompletion(*arrays, np.array(versions), bool(self.truncated), self.extra)
+
+
+@dataclass
+class GroupRecord:
+    """A prompt's completions, or the pieces that continue them."""
+
+    position: int
+    prompt: int  # index of the prompt
+    samples: list[Sampled] = field(default_factory=list)  # empty before sampling begins
+
+    @classmethod
+    def from_fields(cls, position: int, prompt: int, samples: Sequence[Sequence[Any]]) -> GroupRecord:
+        """Return the record from the fields that `dataclasses.astuple` gives, after JSON."""
+        return cls(position, prompt, [Sampled(*fields) for fields in samples])
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every completion has ended."""
+        return bool(self.samples) and all(one.truncated is not None for one in self.samples)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.is_complete and bool(self.samples[0].rewards)
+
+    def extended(self, more: GroupRecord) -> GroupRecord:
+        samples = self.samples or [Sampled() for _ in more.samples]
+        both = [one.extended(piece) for one, piece in zip(samples, more.samples, strict=True)]
+        return GroupRecord(self.position, self.prompt, both)
+
+    def group(self, prompts: Sequence[Prompt]) -> PromptGroup:
+        prompt = prompts[self.prompt]
+        return PromptGroup(
+            np.array(prompt.ids), [one.rated() for one in self.samples], prompt.where, prompt.id
+        )
+
+
+LoggedMetrics = dict[str, list[float]]  # values that rewards log, by metric
+
+
+@dataclass
+class QueuedBatch:
+    """A rollout batch that is sampled ahead of its use."""
+
+    records: list[GroupRecord]
+    logged: LoggedMetrics = field(default_factory=dict)
+
+    @property
+    def is_scored(self) -> bool:
+        return all(record.is_scored for record in self.records)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return _sampled_tokens(self.records)
+
+    def add(self, pieces: Sequence[GroupRecord], logged: LoggedMetrics) -> None:
+        """Append sampled pieces to their groups."""
+        by_position = {piece.position: piece for piece in pieces}
+        self.records = [
+            record.extended(by_position[record.position]) if record.position in by_position else record
+            for record in self.records
+        ]
+        for name, values in logged.items():
+            self.logged.setdefault(name, []).extend(values)
+
+
+def held_out_metrics(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> dict[str, float]:
+    """Return evaluation metrics of held-out prompts.
+
+    `accuracy` is the fraction of completions whose first reward is at least 1, `prompts_solved` the fraction of
+    prompts with such a completion. `rewards_*` are statistics of the weighted sums. `names` are the rewards' names.
+    """
+    samples = [record.samples for record in batch.records]
+    rewards = np.array([[one.rewards for one in group] for group in samples], float)  # [prompts, G, kinds]
+    lengths = np.array([[len(one.ids) for one in group] for group in samples])  # [prompts, G]
+    total, solved = total_rewards(rl, rewards, lengths), rewards[..., 0] >= 1
+    present = total[~np.isnan(total)]
+    values_or_nan = present if present.size else np.array([np.nan])
+    metrics = {
+        "rewards_mean": float(values_or_nan.mean()),
+        "rewards_std": float(present.std(ddof=1)) if present.size > 1 else 0.0,
+        "rewards_min": float(values_or_nan.min()),
+        "rewards_max": float(values_or_nan.max()),
+        "rewards_median": float(np.median(values_or_nan)),
+        "rewards_absent": int(np.isnan(total).sum()),
+        "accuracy": float(solved.mean()),
+        "prompts_solved": float(solved.any(-1).mean()),
+        "prompts": len(samples),
+        "completion_length": float(lengths.mean()),
+        "completion_length_max": int(lengths.max()),
+        "completions_truncated": float(np.mean([one.truncated for group in samples for one in group])),
+    }
+    means = {
+        name: values[~np.isnan(values)] for name, values in zip(names, rewards.reshape(-1, len(names)).T)
+    }
+    means = {f"rewards/{name}": values for name, values in means.items() if len(names) > 1}
+    means |= {prefixed(name, metrics): np.array(values) for name, values in batch.logged.items()}
+    return metrics | {name: float(values.mean()) if values.size else np.nan for name, values in means.items()}
+
+
+def prefixed(name: str, taken: Collection[str]) -> str:
+    """Return the name under which a reward's metric is logged: `name`, or with a prefix if it is in `taken`."""
+    return f"reward/{name}" if name in taken else name
+
+
+def encode_queue(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes:
+    """Return the batches, by number, as a checkpoint file. `shape` has the settings that a resumed run must share."""
+    batches = {
+        number: [[astuple(record) for record in batch.records], batch.logged]
+        for number, batch in queue.items()
+    }
+    return zstandard.compress(json.dumps({"shape": dict(shape), "batches": batches}).encode())
+
+
+def decode_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]]:
+    """Return the batches and the shape from `encode_queue`'s content."""
+    tree = json.loads(decompress_zstd(content))
+    queue = {
+        int(number): QueuedBatch([GroupRecord.from_fields(*fields) for fields in records], logged)
+        for number, (records, logged) in tree["batches"].items()
+    }
+    return queue, tree["shape"]
+
+
+class Sampler(Protocol):
+    """The sampling part of an engine."""
+
+    generate: Callable[..., list[Completion]]
+
+
+def sample_groups(
+    engine: Sampler,
+    prompts: Sequence[Prompt],
+    rewards: Rewards | None,
+    tokenizer: Tokenizer,
+    records: Sequence[GroupRecord],
+    sampling: Sampling,
+    num_generations: int,
+    step: int = 0,
+    timed: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
+    max_tokens: int | None = None,
+) -> tuple[list[GroupRecord], LoggedMetrics]:
+    """Sample the next tokens of `records` and score the groups that are complete.
+
+    Args:
+        engine: the sampler.
+        prompts: all prompts, by index.
+        rewards: scores the groups; None on further ranks of a replica, which sample with the others and return nothing.
+        tokenizer: decodes completions for the rewards.
+        records: the groups, either all new or all begun.
+        sampling: sampling parameters; `max_new_tokens` of this call.
+        num_generations: completions per group.
+        step: training step, passed to the rewards.
+        timed: context manager that times a phase.
+        max_tokens: maximum tokens of a completion over all calls; None: this call samples all of them.
+
+    Returns:
+        The new pieces, and the metrics that rewards logged.
+
+    Raises:
+        DataError: if a reward fails.
+    """
+    is_continuation, generations = bool(records and records[0].samples), num_generations
+    with timed("generation"):
+        if is_continuation:
+            completions = _continued(engine, prompts, records, sampling, max_tokens or 1, generations)
+        else:
+            ids, keys = [prompts[one.prompt].ids for one in records], [one.position for one in records]
+            completions = (
+                engine.generate(ids, sampling, keys=keys, num_generations=generations) if records else []
+            )
+    if rewards is None:
+        return [], {}
+    new = iter(completions)
+    can_continue = max_tokens is not None and _sampled_tokens(records) + sampling.max_new_tokens < max_tokens
+    pieces = [
+        GroupRecord(one.position, one.prompt, [
+            _piece(next(new), sampling.max_new_tokens if can_continue else 0)
+            if sample.truncated is None
+            else Sampled(truncated=sample.truncated)
+            for sample in one.samples or generations * [Sampled()]
+        ])
+        for one in records
+    ]  # fmt: skip
+    with timed("rewards"):
+        return pieces, _score(records, pieces, rewards, tokenizer, sampling.stop, step)
+
+
+def _continued(
+    engine: Sampler,
+    prompts: Sequence[Prompt],
+    records: Sequence[GroupRecord],
+    sampling: Sampling,
+    max_tokens: int,
+    num_generations: int,
+) -> list[Completion]:
+    """Sample the next tokens of each open completion, in order."""
+    requests, keys = [], []
+    for record in records:
+        for number, sample in enumerate(record.samples):
+            if sample.truncated is None:
+                requests.append([*prompts[record.prompt].ids, *sample.ids])
+                offset = (record.position * num_generations + number) * max_tokens + len(sample.ids)
+                keys.append(FIRST_KEY + offset % (LAST_KEY - FIRST_KEY))
+    return engine.generate(requests, sampling, keys=keys)
+
+
+def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
+    """Return the number of tokens that each open completion has so far."""
+    lengths = (len(one.ids) for record in records for one in record.samples if one.truncated is None)
+    return max(lengths, default=0)
+
+
+def _piece(one: Completion, continues_at: int) -> Sampled:
+    """Convert a completion. With `continues_at` tokens and no end it stays open; 0: it always ends."""
+    ids, versions = list(one.ids), list(map(int, one.versions))
+    versions = versions if len(versions) == len(ids) else versions * len(ids)
+    truncated = None if one.truncated and len(ids) == continues_at else one.truncated
+    return Sampled(ids, list(map(float, one.logprobs)), versions, truncated)
+
+
+def _score(
+    records: Sequence[GroupRecord],
+    pieces: Sequence[GroupRecord],
+    rewards: Rewards,
+    tokenizer: Tokenizer,
+    stop: Sequence[int],
+    step: int,
+) -> LoggedMetrics:
+    """Score the groups that these pieces complete and return the metrics that rewards log."""
+    extended_groups = [(record.extended(piece), piece) for record, piece in zip(records, pieces)]
+    complete = [(group, piece) for group, piece in extended_groups if group.is_complete]
+    if not complete:
+        return {}
+    jobs = []
+    for group, _ in complete:
+        texts = [tokenizer.decode([t for t in one.ids if t not in stop]) for one in group.samples]
+        jobs.append((group.prompt, texts, [one.ids for one in group.samples]))
+    results = rewards(jobs, step)
+    for (_, piece), rewards_of_group, extras in zip(complete, results.rewards, results.extras):
+        for one, row, extra in zip(piece.samples, rewards_of_group, extras):
+            one.rewards, one.extra = row.tolist(), extra
+    return results.metrics

@@ -1,0 +1,124 @@
+"""Weight sync of a GRPO run: the engine gets the policy's weights, and a canary proves that it uses them.
+
+It also recovers from lost servers. A request that fails because its server died waits for the server, sends the current
+weights again, and is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from megalith.comm.collectives import gather_json
+from megalith.errors import DataError, TrainingError
+from megalith.generation.sync import SyncReport
+from megalith.rl.drift import Canary, CanarySample
+from megalith.rl.engines import engine_of
+from megalith.rl.engines.colocated_vllm import imported_vllm
+from megalith.rl.engines.json_http import ServerLost
+from megalith.rl.engines.rollout_engine import RolloutEngine, run_sampling
+from megalith.rl.phase_timer import PhaseTimer
+from megalith.rl.prompts import Prompt
+from megalith.training.run_state import Run
+
+VERSION = "engine_version"  # counter of a checkpoint
+ERRORS = (DataError, ServerLost, TrainingError)  # raised on every rank; subclasses come first
+ATTEMPTS = 3  # per request whose server is lost
+
+
+class WeightSync:
+    """The engine of a run, which is built at the first sync, and its weights."""
+
+    def __init__(
+        self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
+    ):
+        """`prompts` are all that the engine will get, which determines its size."""
+        if run.config.rl.is_colocated:
+            imported_vllm()
+        self._run, self._prompts, self._timed = run, prompts, timed
+        self._engine: RolloutEngine | None = None
+        ids = [prompt.ids for prompt in canary_prompts]
+        self._canary = Canary(run, ids, [f"prompt {prompt.id} of the canary" for prompt in canary_prompts])
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine, which must have been synced."""
+        assert self._engine is not None
+        return self._engine
+
+    def sync(self) -> dict[str, float]:
+        """Send the weights, check the canary, and return the metrics. Every rank calls it.
+
+        Raises:
+            TrainingError: if the engine does not compute the trainer's log-probabilities.
+        """
+        run, report = self._run, self.update()
+        run.totals[VERSION] = run.step
+        versions = run.step, self.engine.version
+        ratio = self._canary.check(self._sample_canary, versions, self.engine.weights_to_compare)
+        return {"sync_gb_per_second": report.gb_per_second, "drift_canary": ratio}
+
+    def update(self) -> SyncReport:
+        """Send the current weights. Every rank calls it."""
+        if self._engine is None:
+            self._engine = engine_of(self._run, self._prompts)
+        return self._engine.update(self._run.step)
+
+    def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:
+        engine, world = self.engine, self._run.mesh.world
+
+        def sample() -> list[list[Any]]:
+            completions = engine.generate(prompts, run_sampling(self._run, tokens), keys=keys)
+            return [[one.prompt, list(one.ids), list(map(float, one.logprobs))] for one in completions]
+
+        if engine.shared:
+            samples = self.request(lambda: sample() if world.rank == 0 else [])[0]
+        else:
+            samples = sample()
+        return [CanarySample(prompts[number], ids, np.array(logprobs)) for number, ids, logprobs in samples]
+
+    def request(
+        self, act: Callable[[], Any], phase: str | None = None, retry: Callable[[], Any] | None = None
+    ) -> list[Any]:
+        """Call `act` on every rank and return all ranks' results, which must be JSON values.
+
+        If a server is lost, wait for it, send it the current weights, and call `retry` (default: `act`) instead.
+
+        Args:
+            act: sends requests to the engine.
+            phase: phase that the wait for the slowest rank counts toward.
+            retry: called after a server was lost.
+
+        Raises:
+            DataError, TrainingError: on every rank, if `act` raises it on one.
+        """
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                return self._gather(act, phase)
+            except ServerLost as lost:
+                if not attempts_left:
+                    raise
+                self._run.log(f"{lost}; waiting for it, then the requests are repeated")
+            with self._timed("sync"):
+                self.engine.update(self._run.step)
+            self._run.totals[VERSION], act = self._run.step, retry or act
+
+    def _gather(self, act: Callable[[], Any], phase: str | None) -> list[Any]:
+        """Return all ranks' results, or raise on every rank what `act` raised on one."""
+        try:
+            result = [act()]
+        except ERRORS as error:
+            kind = next(index for index, kind in enumerate(ERRORS) if isinstance(error, kind))
+            result = {"kind": kind, "text": str(error)}
+        with self._timed(phase) if phase else nullcontext():
+            ranks = gather_json(result, self._run.mesh.world)
+        for failed in (rank for rank in ranks if isinstance(rank, dict)):
+            raise ERRORS[failed["kind"]](failed["text"])
+        return [value for (value,) in ranks]
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
