@@ -28,7 +28,7 @@ _MODULES = {
     "ParallelModel": "megalith.parallel.parallel_model",
     "Mesh": "megalith.parallel.mesh",
     "Loader": "megalith.data.loader",
-    "MockDataset": "megalith.data.dataset",
+    "MockDataset": "megalith.data.mock_datasets",
     "Batch": "megalith.data.batch",
     "ModelConfig": "megalith.config",
     "OptimConfig": "megalith.config",

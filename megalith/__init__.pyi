@@ -4,8 +4,8 @@ from megalith.config import OptimConfig as OptimConfig
 from megalith.config import ParallelConfig as ParallelConfig
 from megalith.config import RunConfig as RunConfig
 from megalith.data.batch import Batch as Batch
-from megalith.data.dataset import MockDataset as MockDataset
 from megalith.data.loader import Loader as Loader
+from megalith.data.mock_datasets import MockDataset as MockDataset
 from megalith.models.loss import CrossEntropy as CrossEntropy
 from megalith.models.loss import Loss as Loss
 from megalith.models.own_model import Model as Model

@@ -106,7 +106,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),
     (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type, which is not set"),
     (["run.yaml", "--data.tokenizer_type", "null"], "model.vocab_size is not set and there is no tokenizer"),
-    (["run.yaml", "--data.tokenizer_type", "NullTokenizer"], "NullTokenizer was given vocab_size None"),
+    (["run.yaml", "--data.tokenizer_type", "NullTokenizer"], "NullTokenizer has vocab_size None"),
     (["run.yaml", "--model.vocab_size", "100"], "tokenizer has 257 entries but model.vocab_size is 100"),
     (["run.yaml", "--data.reset_attention_mask", "--data.tokenizer_type", "null", "--model.vocab_size", "300"],
      "reset_attention_mask", "no end-of-document token"),
@@ -376,7 +376,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
     refused(
         ["preprocess", "--input", "nothing*.jsonl", "--output-prefix", "out", *BYTES], DATA, "nothing*.jsonl"
     )
-    refused([*words, "out", "--tokenizer-type", "Bert"], CONFIG, "tokenizer_type 'Bert' is not known")
+    refused([*words, "out", "--tokenizer-type", "Bert"], CONFIG, "tokenizer_type 'Bert' is unknown")
     missing = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere/tokenizer.json"]
     refused([*words, "out", *missing], DATA, "nowhere/tokenizer.json")
     refused([*words, "data.bin/out", *BYTES], DATA, "data.bin/out")

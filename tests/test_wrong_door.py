@@ -62,7 +62,7 @@ def refused(tmp_path, capsys):
         ("train", "chat", "conversations or instructions, which `megalith sft` trains on"),
         ("train", "alpaca", "`megalith sft`"),
         ("train", "preferences", "preferences, which `megalith dpo` trains on"),
-        ("train", "text", "which `megalith preprocess` makes a dataset of for `megalith train`"),
+        ("train", "text", "which `megalith preprocess` turns into a dataset for `megalith train`"),
         ("train", "prompts", "prompts, which `megalith grpo` takes as rl.prompts"),
         ("sft", "preferences", "`megalith dpo`"),
         ("sft", "text", "`megalith preprocess`"),
@@ -103,7 +103,7 @@ def test_an_indexed_dataset_is_for_train(refused, corpus):
     ],
 )
 def test_plain_text_is_answered_with_the_form_that_is_read(refused, words):
-    assert 'write JSON Lines, {"text": "…"} on a line for each document' in refused(*words.split())
+    assert 'write JSON Lines, one {"text": "…"} per document' in refused(*words.split())
 
 
 @pytest.mark.parametrize("file", FOREIGN)

@@ -175,7 +175,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
         print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
     if summary.skipped or summary.empty:
         print(f"left out {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
-    print(f"{summary.figures()} | {summary.seconds:.1f} s")
+    print(f"{summary.progress_text()} | {summary.seconds:.1f} s")
     for prefix in summary.prefixes:
         print(f"wrote {printable(prefix)}.bin and .idx")
     return 0

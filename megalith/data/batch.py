@@ -1,4 +1,4 @@
-"""A micro-batch, and what the end of a document does to it."""
+"""Micro-batches, and their treatment of document boundaries."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from megalith.hardware import to_device
 
 @dataclass(frozen=True)
 class BoundaryRules:
-    """What happens at the end-of-document token `eod`. The token itself belongs to the document that it ends."""
+    """Effects of the end-of-document token `eod`, which belongs to the document that it ends."""
 
     eod: int | None = None
-    reset_position_ids: bool = False  # positions begin again at 0 after it
-    reset_attention_mask: bool = False  # attention does not reach across it (`document_ends`)
-    eod_mask_loss: bool = False  # what follows it, the first token of an unknown document, is not learnt
+    reset_position_ids: bool = False  # positions restart at 0 after it
+    reset_attention_mask: bool = False  # attention does not cross it (`document_ends`)
+    eod_mask_loss: bool = False  # no loss on its label, the first token of the next document
 
     def __post_init__(self) -> None:
-        asked = [f.name for f in fields(self) if f.name != "eod" and getattr(self, f.name)]
-        if asked and self.eod is None:
+        enabled = [f.name for f in fields(self) if f.name != "eod" and getattr(self, f.name)]
+        if enabled and self.eod is None:
             raise ConfigError(
-                f"{' and '.join(asked)} {'ask' if asked[1:] else 'asks'} where documents end, but the tokenizer has no "
-                "end-of-document token; use a tokenizer that has one, or turn them off"
+                f"{' and '.join(enabled)} {'need' if enabled[1:] else 'needs'} the ends of documents, but the "
+                "tokenizer has no end-of-document token; use a tokenizer that has one, or turn them off"
             )
 
 
 @dataclass
 class Batch:
-    """One micro-batch of a data-parallel rank: tensors by the names that the model's forward has for them.
+    """A micro-batch of one data-parallel rank: tensors named like the arguments of the model's forward.
 
-    What else a model or a loss reads are the fields of a subclass.
+    A subclass adds the fields that another model or loss reads.
     """
 
     of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids", "padding")
-    """Those with a value for each token, [batch, seq]: what context parallelism cuts."""
+    """Fields with one value per token, [batch, seq], which context parallelism shards."""
     of_encoder_tokens: ClassVar[Sequence[str]] = ()
-    """The same of another sequence, which an encoder reads; then there is a field `encoder_token_index`."""
+    """Fields with one value per encoder token. If there are any, so is a field `encoder_token_index`."""
 
     input_ids: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token
     loss_mask: Tensor  # float32 [batch, seq], 0 where the label does not count
     position_ids: Tensor  # int64 [batch, seq]
-    document_ends: (
-        Tensor | None
-    )  # int32 [batch, documents], as ops/documents.py has them; None: one document, or no matter
+    # int32 [batch, documents], see ops/documents.py; None: attention ignores documents
+    document_ends: Tensor | None
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
     padding: Tensor | None = field(default=None, kw_only=True)
-    """bool [batch, seq], True for tokens that no token sees, though they may predict a label. With document_ends they
-    are documents of their own; without, they see the tokens before them. None: there are none."""
+    """bool [batch, seq], True for padding tokens, which no token attends to, though they may have labels. With
+    document_ends they are documents of their own; without, they attend to the tokens before them. None: no padding.
+    """
 
     def __getitem__(self, name: str) -> Tensor | None:
         return getattr(self, name)
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy on a device; the host does not wait for it."""
+        """Return a copy on a device, without synchronizing the host."""
         return self._each(lambda tensor: to_device(tensor, device))
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned memory."""
+        """Return a copy in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> Batch:
@@ -73,42 +73,50 @@ class Batch:
 
 
 def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:
-    """A Batch from int64 samples [batch, seq + 1] and their places in the stream, int64 [batch]."""
+    """Return a Batch.
+
+    Args:
+        samples: int64 [batch, seq + 1].
+        sample_numbers: int64 [batch], positions in the sample stream.
+        rules: treatment of document boundaries.
+    """
     input_ids = samples[:, :-1]  # [batch, seq]
     position_ids = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
     loss_mask = np.ones(input_ids.shape, dtype=np.float32)
-    ends_of_documents = None
+    document_end_positions = None
     if rules.eod is not None:
         ends = input_ids == rules.eod  # [batch, seq]
-        begins = np.zeros_like(ends)
-        begins[:, 1:] = ends[:, :-1]
+        starts = np.zeros_like(ends)
+        starts[:, 1:] = ends[:, :-1]
         if rules.eod_mask_loss:
             loss_mask[ends] = 0.0
         if rules.reset_position_ids:
-            position_ids = position_ids - np.maximum.accumulate(np.where(begins, position_ids, 0), axis=1)
+            position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0), axis=1)
         if rules.reset_attention_mask:
-            ends_of_documents = document_ends(begins)
+            document_end_positions = document_ends(starts)
     return Batch(
         input_ids=torch.from_numpy(np.ascontiguousarray(input_ids)),
         labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:])),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=torch.from_numpy(np.array(position_ids, dtype=np.int64)),
-        document_ends=ends_of_documents,
+        document_ends=document_end_positions,
         sample_numbers=torch.from_numpy(sample_numbers),
     )
 
 
-def document_ends(begins: np.ndarray) -> Tensor | None:
-    """The documents' ends, int32 [batch, documents], from bool [batch, seq], True where another document begins; None
-    where none does but at place 0.
+def document_ends(starts: np.ndarray) -> Tensor | None:
+    """Return the ends of documents, int32 [batch, documents]; None if each row is a single document.
 
-    Their number is a power of two from 8 on, so that compiled layers meet few.
+    The number of columns is a power of two, at least 8, so that compiled layers see few shapes.
+
+    Args:
+        starts: bool [batch, seq], True where a document starts.
     """
-    batch, seq = begins.shape
-    rows, places = np.nonzero(begins[:, 1:])
+    batch, seq = starts.shape
+    rows, columns = np.nonzero(starts[:, 1:])
     if not len(rows):
         return None
     counts = np.bincount(rows, minlength=batch)
     ends = np.full((batch, max(8, 1 << int(counts.max()).bit_length())), seq, dtype=np.int32)
-    ends[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = places + 1
+    ends[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = columns + 1
     return torch.from_numpy(ends)

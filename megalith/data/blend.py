@@ -1,9 +1,9 @@
-"""From `data_path` and `split` to the three datasets of a run.
+"""The train, validation and test datasets of a run, from `data_path` and `split`.
 
-`data_path` names one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`,
-`[0.7, "a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`). Each dataset of a blend is built for
-its share of the samples plus 0.5 %, and greedy.py decides which dataset gives the next sample. Datasets named without
-weights are weighted by their number of tokens.
+`data_path` is one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`, `[0.7,
+"a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`). Each dataset of a blend is built for its share
+of the samples plus 0.5 %; greedy.py determines which dataset provides each sample. Datasets without weights are
+weighted by their number of tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DataPath = str | Sequence[str | float | Mapping[str, object]]
 
 
 class BlendedDataset:
-    """`num_samples` samples out of several datasets, by their weights (any positive numbers).
+    """`num_samples` samples from several datasets by weight (any positive numbers).
 
-    Memory is one byte a sample (two from 257 datasets on).
+    It uses one byte of memory per sample, or two from 257 datasets on.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], num_samples: int) -> None:
@@ -43,7 +43,7 @@ class BlendedDataset:
         return self.datasets[dataset][sample]
 
     def locate(self, i: int) -> tuple[int, int]:
-        """Which dataset gives sample i, and which of its samples."""
+        """Return the index of the dataset that provides sample i, and the sample's index within it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend that has {len(self)}")
         dataset, block = int(self._choices[i]), i // BLOCK
@@ -60,12 +60,12 @@ class BlendedDataset:
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         if permuted and num_samples != len(self):
             return False
-        shares = [samples_of_share(weight, num_samples) for weight in self._weights.tolist()]
+        shares = [samples_for_weight(weight, num_samples) for weight in self._weights.tolist()]
         return all(dataset.preserves_order(share) for dataset, share in zip(self.datasets, shares))
 
 
 def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
-    """The datasets with files that a dataset's samples come from; none of made-up ones."""
+    """Yield the indexed datasets that a dataset reads; none for mock data."""
     if isinstance(dataset, BlendedDataset):
         for part in dataset.datasets:
             yield from indexed_datasets(part)
@@ -74,18 +74,18 @@ def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:
-    """The weights as float64 with a sum of 1."""
+    """Return the weights as float64, scaled to a sum of 1."""
     array = np.asarray(weights, dtype=np.float64)
     return array / np.sum(array)
 
 
-def samples_of_share(weight: float, num_samples: int) -> int:
-    """The samples that a dataset of normalised `weight` is built for: ceil(ceil(N * w) * 1.005)."""
+def samples_for_weight(weight: float, num_samples: int) -> int:
+    """Return the number of samples that a dataset of normalized `weight` is built for: ceil(ceil(N * w) * 1.005)."""
     return math.ceil(math.ceil(num_samples * weight) * 1.005)
 
 
 def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]:
-    """The dataset prefixes, and their weights or None where none are given. ConfigError on any other form."""
+    """Return the dataset prefixes, and their weights or None without weights. Raise ConfigError for any other form."""
     parts = data_path.split() if isinstance(data_path, str) else list(data_path)
     if any(isinstance(part, Mapping) for part in parts):
         return _parse_mappings(parts)
@@ -105,7 +105,7 @@ def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]
 
 
 def dataset_prefixes(data: DataConfig) -> list[str]:
-    """The prefixes of all the files that a run names."""
+    """Return the prefixes of all files that a run reads."""
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     return [prefix for path in paths if path is not None for prefix in parse_data_path(path)[0]]
 
@@ -120,19 +120,33 @@ def build_datasets(
     train_data_path: DataPath | None = None,
     valid_data_path: DataPath | None = None,
     test_data_path: DataPath | None = None,
-    make: MakeDataset | None = None,
+    make: DatasetFactory | None = None,
     show_progress: bool = False,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
-    """The train, valid and test datasets for `num_samples` samples each; None where that is 0.
+    """Build the train, validation and test datasets.
 
-    Either `data_path` is divided by `split`, or each split has a data path of its own, used whole. `make` gives the
-    samples of a part of an indexed dataset; None: those of a GPTDataset. DataError
-    when a split that is asked for has no documents or too few tokens.
+    Args:
+        data_path: a dataset or blend that is divided by `split`.
+        split: weights of train, validation and test, such as "99,1,0".
+        seq_length: tokens per sample.
+        num_samples: samples of train, validation and test; 0: that dataset is None.
+        seed: seed of the shuffles.
+        train_data_path: data of one split, used completely, instead of `data_path`.
+        valid_data_path: likewise.
+        test_data_path: likewise.
+        make: builds the samples of a part of an indexed dataset; None: GPTDataset.
+        show_progress: show a progress bar.
+
+    Raises:
+        ConfigError: if the paths are missing, contradictory or malformed.
+        DataError: if a requested split has no documents or too few tokens.
     """
-    own_paths = (train_data_path, valid_data_path, test_data_path)
-    if data_path is None and not any(own_paths):
-        raise ConfigError("no data is named; set data_path, or train_data_path and its kin, or mock")
-    if data_path is not None and any(own_paths):
+    split_paths = (train_data_path, valid_data_path, test_data_path)
+    if data_path is None and not any(split_paths):
+        raise ConfigError(
+            "no data is set; set data_path, or train_data_path, valid_data_path and test_data_path, or mock"
+        )
+    if data_path is not None and any(split_paths):
         raise ConfigError(
             f"data_path {data_path!r} and a data path of one split are both set; use data_path with split, "
             "or train_data_path, valid_data_path and test_data_path without it"
@@ -141,25 +155,25 @@ def build_datasets(
     opened: dict[str, IndexedDataset] = {}
     built: list[SampleDataset | None] = []
     with Progress("order the samples", sum(num_samples), "samples", show=show_progress) as progress:
-        for number, (name, own_path, wanted) in enumerate(zip(SPLITS, own_paths, num_samples)):
-            if wanted == 0:
+        for number, (name, split_path, samples) in enumerate(zip(SPLITS, split_paths, num_samples)):
+            if samples == 0:
                 built.append(None)
                 continue
-            path = own_path if data_path is None else data_path
+            path = split_path if data_path is None else data_path
             if path is None:
                 raise ConfigError(
-                    f"{wanted} {name} samples are asked for; set {name}_data_path, or ask for none"
+                    f"{samples} {name} samples are needed; set {name}_data_path, or request none"
                 )
             shares, share = (split, number) if data_path is not None else ("1", 0)
             try:
-                built.append(_build(path, opened, make, shares, share, wanted, progress))
+                built.append(_build(path, opened, make, shares, share, samples, progress))
             except DataError as error:
                 raise DataError(f"{name} data (split {shares}): {error}") from error
     return built[0], built[1], built[2]
 
 
-MakeDataset = Callable[[IndexedDataset, str, int, int, Progress], SampleDataset]
-"""(indexed, split, number of the part, samples, what counts them) → the samples of that part."""
+DatasetFactory = Callable[[IndexedDataset, str, int, int, Progress], SampleDataset]
+"""Builds a part of an indexed dataset: (indexed, split, index of the part, samples, progress) → dataset."""
 
 
 def _gpt_samples(
@@ -178,13 +192,13 @@ def _gpt_samples(
 def _build(
     data_path: DataPath,
     opened: dict[str, IndexedDataset],
-    make: MakeDataset,
+    make: DatasetFactory,
     split: str,
     number: int,
     num_samples: int,
     progress: Progress,
 ) -> SampleDataset:
-    """Part `number` of `split` of a data path. `opened` keeps the files that an earlier split has opened."""
+    """Build part `number` of `split` of a data path. `opened` caches the open files by prefix."""
     prefixes, weights = parse_data_path(data_path)
     for prefix in prefixes:
         if prefix not in opened:
@@ -197,7 +211,7 @@ def _build(
         return part(prefixes[0], num_samples)
     if weights is None:
         weights = [float(opened[prefix].num_tokens) for prefix in prefixes]
-    sizes = [samples_of_share(weight, num_samples) for weight in normalize(weights).tolist()]
+    sizes = [samples_for_weight(weight, num_samples) for weight in normalize(weights).tolist()]
     return BlendedDataset([part(p, n) for p, n in zip(prefixes, sizes)], weights, num_samples)
 
 
@@ -226,7 +240,5 @@ def _number(part: object) -> float | None:
 def _weight(part: object) -> float:
     weight = _number(part)
     if weight is None or not 0 < weight < math.inf:
-        raise ConfigError(
-            f"data_path weight {part!r} is not a number above 0; leave out a dataset without weight"
-        )
+        raise ConfigError(f"data_path weight {part!r} is not a number above 0; omit datasets without weight")
     return weight

@@ -1,13 +1,10 @@
-"""Which tokens sample i holds: Megatron's GPT sample stream, with no index file built or cached.
+"""Megatron's GPT sample stream, without index files.
 
-The documents of a split, tiled over as many epochs as the samples need, are shuffled and read as one long
-concatenation. Sample j is the S + 1 tokens from token j * S on (the last token of a sample is the first of the
-next: an input and its label), and a second shuffle says which j is the i-th sample. Megatron walks the
-concatenation once and stores where each sample begins; here the beginning is found when it is asked for, by a
-binary search in the cumulative sums of every 64th document. So opening costs the two shuffles and little else,
-and memory holds 4 bytes for each document of each epoch and 4 bytes for each sample.
-
-Made-up samples, for a first run or a speed test without data files.
+The documents of a split, repeated for as many epochs as needed, are shuffled and concatenated. Sample j is the S + 1
+tokens from token j * S on (the last token of a sample is the first of the next: an input and its label), and a second
+shuffle maps i to j. Megatron walks over the concatenation once and stores where each sample starts. Here the start is
+found on demand by binary search in the cumulative sums of every 64th document. Opening a dataset costs only the two
+shuffles, and memory holds 4 bytes per document and epoch and 4 bytes per sample.
 """
 
 from __future__ import annotations
@@ -28,29 +25,34 @@ BLOCK = 64  # documents between two stored cumulative sums; idx_format.CHUNK is 
 
 
 class SampleDataset(Protocol):
-    """What a loader reads: sample i is an int64 array of seq_length + 1 tokens."""
+    """A dataset for a Loader: sample i is an int64 array of seq_length + 1 tokens."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> np.ndarray: ...
 
     def describe(self, i: int) -> str:
-        """Where sample i comes from, for an error message."""
+        """Return the origin of sample i for an error message."""
 
     def epochs(self) -> dict[str, int]:
-        """How often the samples go over the documents of each dataset."""
+        """Return the number of epochs over the documents, by dataset prefix."""
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        """Whether a dataset made for so many samples has the same ones at the positions that both have; if they are
-        `permuted` all together, it has to be as long too."""
+        """Return True if a dataset built for `num_samples` has the same samples at the positions that both have.
+
+        If the samples are `permuted` together, both must also have the same length.
+        """
 
 
 class GPTDataset:
     """The samples of sequences `[first_sequence, last_sequence)` of an indexed dataset.
 
-    Sample i is int64 [seq_length + 1]. There are `(epochs * tokens - 1) // seq_length` samples, which is at least
-    `num_samples`: `epochs` is the smallest number that suffices. A range that holds no document, or not enough
-    tokens for one sample, is a DataError. `progress` counts `num_samples`, by the shuffles and sums that they take.
+    Sample i is int64 [seq_length + 1]. There are `(epochs * tokens - 1) // seq_length` samples, at least
+    `num_samples`; `epochs` is the smallest number that suffices. `progress` advances by `num_samples` during the
+    shuffles and sums.
+
+    Raises:
+        DataError: if the range has fewer tokens than one sample.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class GPTDataset:
             document_cut, sample_cut = len(documents) * (epochs - 1), samples_before_last
         share = num_samples / (2 * len(self._documents) + samples)
 
-        def told(entries: int) -> None:
+        def on_progress(entries: int) -> None:
             if progress is not None:
                 progress.add(entries * share)
 
@@ -93,8 +95,8 @@ class GPTDataset:
             for part in (array[:cut], array[cut:]):
                 if len(part):
                     rng.shuffle(part)
-                    told(len(part))
-        self._block_starts = self._cumulative_sums(told)
+                    on_progress(len(part))
+        self._block_starts = self._cumulative_sums(on_progress)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -117,50 +119,51 @@ class GPTDataset:
         return f"sample {i} of {self.indexed.prefix}"
 
     def epochs(self) -> dict[str, int]:
-        """How often the samples go over the documents, by the data's prefix."""
         return {self.indexed.prefix: self._plan[0]}
 
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        # Of the same plan it is as long.
+        # Equal plans have the same length.
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
-    def _cumulative_sums(self, told: Callable[[int], None]) -> np.ndarray:
-        """The tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]; `told` of so many more."""
+    def _cumulative_sums(self, on_progress: Callable[[int], None]) -> np.ndarray:
+        """Return the tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]."""
         sums = [np.zeros(1, dtype=np.int64)]
         for rows in chunks(len(self._documents)):
             lengths = self.indexed.sequence_lengths[self._documents[rows]]
             sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK), dtype=np.int64))
-            told(len(lengths))
+            on_progress(len(lengths))
         return np.cumsum(np.concatenate(sums))[:-1]
 
     def _locate(self, token: int) -> tuple[int, int]:
-        """The entry of the shuffled documents that holds `token` of the concatenation, and the place in it."""
+        """Return the entry of the shuffled documents that holds `token` of the concatenation, and the position within
+        it."""
         block = int(np.searchsorted(self._block_starts, token, side="right")) - 1
         at = block * BLOCK
         lengths = self.indexed.sequence_lengths[self._documents[at : at + BLOCK]]
         ends = self._block_starts[block] + np.cumsum(lengths, dtype=np.int64)
-        k = int(np.searchsorted(ends, token, side="right"))  # passes over documents with no tokens
+        k = int(np.searchsorted(ends, token, side="right"))  # skips documents without tokens
         return at + k, token - int(ends[k] - lengths[k])
 
 
 def epoch_plan(tokens: int, seq_length: int, num_samples: int) -> tuple[int, int | None]:
-    """The epochs that `num_samples` take, and the samples before the last epoch if it is shuffled alone.
+    """Return the number of epochs for `num_samples`, and the samples before the last one if it is shuffled separately.
 
-    The last epoch is shuffled alone when less than 80 % of it is used: mixed with the others, its documents
-    would push out some that have not been read as often.
+    The last epoch is shuffled separately if less than 80 % of it is used; mixed with the others, its documents would
+    displace some that have not been read as often.
     """
     epochs = max(1, -(-(num_samples * seq_length + 1) // tokens))
     if epochs == 1:
         return 1, None
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    enough = int(0.8 * ((tokens - 1) // seq_length))
-    return epochs, before_last if num_samples - before_last < enough else None
+    threshold = int(0.8 * ((tokens - 1) // seq_length))
+    return epochs, before_last if num_samples - before_last < threshold else None
 
 
 def parse_split(split: str) -> tuple[float, float, float, float]:
-    """`"969,30,1"` → (0.0, 0.969, 0.999, 1.0): train, valid and test lie between neighbours.
+    """Return the cumulative fractions of a split: `"969,30,1"` → (0.0, 0.969, 0.999, 1.0).
 
-    One to three weights of at least 0, not all 0; ConfigError otherwise.
+    Raises:
+        ConfigError: unless it is one to three weights of at least 0, not all 0.
     """
     try:
         weights = [float(part) for part in split.split(",")]
@@ -176,56 +179,7 @@ def parse_split(split: str) -> tuple[float, float, float, float]:
 
 
 def split_ranges(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """The sequences `[first, last)` of train, valid and test: each bound is round(share * num_sequences)."""
+    """Return the sequences `[first, last)` of train, validation and test: each bound is round(fraction *
+    num_sequences)."""
     bounds = [round(share * num_sequences) for share in parse_split(split)]
     return [(bounds[0], bounds[1]), (bounds[1], bounds[2]), (bounds[2], bounds[3])]
-
-
-class MockDataset:
-    """Deterministic samples, int64 [seq_length + 1]: sample i depends on (seed, i) and on the sizes only.
-
-    A document counts upwards from a random token in steps of 1, 2 or 3, so a model can learn it, and ends with
-    `eod` (nowhere else in it; None gives documents without an end). Its length is random, a third of a
-    sample on average.
-    """
-
-    def __init__(
-        self, vocab_size: int, seq_length: int, num_samples: int, seed: int, eod: int | None = None
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.seq_length = seq_length
-        self.num_samples = num_samples
-        self.seed = seed
-        self.eod = eod
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
-        rng = np.random.default_rng([self.seed, i])
-        sample = np.empty(self.seq_length + 1, dtype=np.int64)
-        at = 0
-        while at < len(sample):
-            length = 2 + int(rng.integers(max(1, 2 * self.seq_length // 3)))
-            sample[at : at + length] = self._document(rng, length)[: len(sample) - at]
-            at += length
-        return sample
-
-    def epochs(self) -> dict[str, int]:
-        return {}
-
-    def describe(self, i: int) -> str:
-        return f"sample {i} of the mock dataset"
-
-    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        return not permuted or num_samples == len(self)
-
-    def _document(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        words = self.vocab_size if self.eod is None else self.vocab_size - 1
-        document = (rng.integers(words) + rng.integers(1, 4) * np.arange(length)) % words
-        if self.eod is not None:
-            document += document >= self.eod  # leaves the id of the end to the end
-            document[-1] = self.eod
-        return document

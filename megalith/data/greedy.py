@@ -1,14 +1,14 @@
-"""The order in which a blend takes its datasets: Megatron's greedy rule, computed for many blocks at a time.
+"""The order in which a blend draws from its datasets: Megatron's greedy rule, vectorized over blocks.
 
-Sample n is taken from the dataset that is furthest behind its share: the argmax over i of
-`w[i] * max(n, 1) - count[i]`, the lowest i on a tie. Each choice needs the counts that all choices before it left, so a
-plain loop takes 0.4 microseconds per sample and more. But the rule forgets: started from any fair guess of the counts,
-it soon makes the same choices as the true run. So the samples are cut into blocks, every block starts a little early
-from a guess, and all blocks advance together, with one numpy step for all.
+Sample n comes from the dataset that is furthest behind its share: the argmax over i of `w[i] * max(n, 1) - count[i]`,
+the lowest i on a tie. Each choice needs the counts after all previous choices, so a plain loop takes at least 0.4
+microseconds per sample. But the rule forgets: from any reasonable guess of the counts, it soon makes the same choices
+as the exact run. So the samples are cut into blocks, every block starts slightly early from a guess, and all blocks
+advance together, with one numpy step for all.
 
-Then each block's first counts are compared with those that the previous block left. Blocks that guessed wrong run
-again from the right counts, until all agree. By induction from the first block, agreement proves that the order is
-the exact one.
+Then each block's initial counts are compared with the previous block's final counts. Blocks with a wrong guess run
+again from the right counts until all agree. By induction from the first block, agreement proves that the order is
+exact.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 4096  # samples
-WARM_UP = 8  # steps for each dataset that a block starts early, so that its guess can settle
+WARM_UP = 8  # steps per dataset that a block starts early, so that its guess converges
 
 
 def greedy_order(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each sample, and how many samples each dataset has given before each block.
+    """Return the dataset of each sample, and the number of samples from each dataset before each block.
 
-    `weights` float64 [datasets] sums to 1. Returns choices uint8 or uint16 [num_samples] and counts int64
-    [ceil(num_samples / BLOCK), datasets].
+    Args:
+        weights: float64 [datasets], sum 1.
+        num_samples: length of the blend.
+
+    Returns:
+        choices, uint8 or uint16 [num_samples], and counts, int64 [ceil(num_samples / BLOCK), datasets].
     """
     starts = np.arange(0, num_samples, BLOCK)  # [blocks]
     steps = min(BLOCK, num_samples)
@@ -47,7 +51,7 @@ def _choice_dtype(weights: np.ndarray) -> type[np.unsignedinteger]:
 
 
 def _fair_counts(weights: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """Whole numbers near `weights * n` that sum to n, for each n: the largest remainders are rounded up."""
+    """Return integers near `weights * n` that sum to n, for each n, by largest remainders."""
     shares = weights * n[:, None]  # [blocks, datasets]
     counts = np.floor(shares)
     rank = np.argsort(np.argsort(counts - shares, axis=1), axis=1)
@@ -57,9 +61,10 @@ def _fair_counts(weights: np.ndarray, n: np.ndarray) -> np.ndarray:
 def _advance(
     weights: np.ndarray, n: np.ndarray, counts: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Take `steps` samples in every lane: the counts after, [lanes, datasets], and the choices [lanes, steps].
+    """Take `steps` samples in every lane; return the counts after them, [lanes, datasets], and the choices [lanes,
+    steps].
 
-    Lane b stands before sample n[b] with counts[b]. Counts are float64, exact below 2^53.
+    Lane b starts before sample n[b] with counts[b]. Counts are float64, exact below 2^53.
     """
     counts, n = counts.copy(), n.astype(np.float64)[:, None]
     flat, base = counts.reshape(-1), np.arange(len(counts)) * len(weights)

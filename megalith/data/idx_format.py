@@ -1,12 +1,12 @@
-"""The layout of Megatron's `.idx`, and both files as they are read, from a disk or an object store.
+r"""The format of Megatron's `.idx` files, and reading of `.idx` and `.bin` from disk or object storage.
 
-Little-endian: a header of 34 bytes and then plain arrays.
+Little-endian: a header of 34 bytes, then plain arrays.
 
-    b"MMIDIDX\\x00\\x00"   9 bytes
+    b"MMIDIDX\x00\x00"   9 bytes
     version = 1          uint64
     dtype code           uint8       (DTYPES below)
     S, sequences         uint64
-    D, document entries  uint64      (one more than there are documents)
+    D, document entries  uint64      (number of documents + 1)
     sequence lengths     int32[S]    in tokens
     sequence offsets     int64[S]    in bytes into the .bin
     document indices     int64[D]    document d is the sequences [indices[d], indices[d + 1]); indices[0] = 0
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalith.data.doors import of_file
+from megalith.data.input_hints import file_hint
 from megalith.errors import DataError
 from megalith.remote import StorePath, is_url, open_location, size_of
 
@@ -46,29 +46,26 @@ DTYPES = {
 }  # 6 and 7 are float64 and float32, which cannot hold token ids
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-BLOCK, BLOCKS = (
-    1 << 18,
-    256,
-)  # bytes of a `.bin` in a store that are fetched at once, and how many of them are kept
-CHUNK = 1 << 22  # elements treated at once: 100 million sequences then need no large temporaries
+BLOCK, CACHED_BLOCKS = 1 << 18, 256  # bytes per request to an object store, and number of cached blocks
+CHUNK = 1 << 22  # elements per step, so that 100 million sequences need no large temporaries
 
 
 def file_pair(prefix: str | Path) -> tuple[Path | StorePath, Path | StorePath]:
-    """The `.bin` and the `.idx` of a prefix, which may be a URL."""
+    """Return the paths or URLs of the `.bin` and the `.idx` of a prefix."""
     return open_location(f"{prefix}.bin"), open_location(f"{prefix}.idx")
 
 
 def chunks(n: int) -> Iterator[slice]:
-    """Slices of at most CHUNK elements that cover `range(n)`."""
+    """Yield slices of at most CHUNK elements that cover `range(n)`."""
     return (slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK))
 
 
 def read_header(path: Path | StorePath, index: mmap.mmap | bytes, size: int) -> tuple[np.dtype, int, int]:
-    """The token dtype, S and D of an `.idx` of `size` bytes whose header and size hold; a DataError otherwise."""
+    """Return the token dtype, S and D of an `.idx` of `size` bytes. Raise DataError if header or size are invalid."""
     if size < HEADER.size:
         raise DataError(
             f"{path} has {size} bytes, but the header alone takes {HEADER.size}; "
-            "the file was cut short: copy it again or preprocess again"
+            "the file was truncated: copy it again or preprocess again"
         )
     magic, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
     if magic != MAGIC:
@@ -81,9 +78,9 @@ def read_header(path: Path | StorePath, index: mmap.mmap | bytes, size: int) -> 
             f"{path} has version {version} at byte 9, but the format is version {VERSION}; preprocess again"
         )
     if code not in DTYPES:
-        known = ", ".join(f"{c} ({d})" for c, d in DTYPES.items())
+        choices = ", ".join(f"{c} ({d})" for c, d in DTYPES.items())
         raise DataError(
-            f"{path} has dtype code {code} at byte 17, but token ids are one of {known}; preprocess again"
+            f"{path} has dtype code {code} at byte 17, but token ids are one of {choices}; preprocess again"
         )
     payload = HEADER.size + 12 * sequences + 8 * documents
     if size not in (payload, payload + sequences):
@@ -96,34 +93,35 @@ def read_header(path: Path | StorePath, index: mmap.mmap | bytes, size: int) -> 
 
 
 def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
-    """The `.bin` and the `.idx` of a prefix, both there; a DataError with the nearest name otherwise."""
+    """Return the `.bin` and the `.idx` of a prefix. Raise DataError with the nearest names if one is missing."""
     bin_path, idx_path = file_pair(prefix)
-    with _reading(prefix):
+    with _read_errors(prefix):
         missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
     if not missing:
         return bin_path, idx_path
     folder, name = os.path.split(prefix)
-    there: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        there = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
-    near = [other for other in there if other.startswith(name)] or difflib.get_close_matches(name, there)
+        names = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
+    similar = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, names)
     if prefix.endswith((".bin", ".idx")):
-        way_out = f"a data path has no ending: write {prefix[:-4]}"
-    elif found := of_file(Path(prefix)) if isinstance(idx_path, Path) else "":
-        way_out = f"{found}; here the prefix is needed that `megalith preprocess` wrote"
-    elif near:
-        way_out = f"did you mean {' or '.join(os.path.join(folder, other) for other in near[:3])}?"
+        remedy = f"a data path has no ending: write {prefix[:-4]}"
+    elif hint := file_hint(Path(prefix)) if isinstance(idx_path, Path) else "":
+        remedy = f"{hint}; use the prefix that `megalith preprocess` wrote"
+    elif similar:
+        remedy = f"did you mean {' or '.join(os.path.join(folder, other) for other in similar[:3])}?"
     else:
-        way_out = "check the path, or make the dataset with megalith preprocess"
-    raise DataError(f"{' and '.join(missing)} not found, but a dataset is a .bin and an .idx; {way_out}")
+        remedy = "check the path, or make the dataset with megalith preprocess"
+    raise DataError(f"{' and '.join(missing)} not found, but a dataset is a .bin and an .idx; {remedy}")
 
 
 def map_index(path: Path | StorePath) -> mmap.mmap | bytes:
-    """An `.idx`, memory-mapped. An empty file, which cannot be mapped, is b"".
+    """Return a memory-mapped `.idx`. An empty file, which cannot be mapped, is b"".
 
-    One in a store is fetched into a file without a name, once its header has told that it is as large as it may be.
+    One in an object store is first downloaded to an unlinked temporary file, after checking its size against its
+    header.
     """
-    with _reading(path):
+    with _read_errors(path):
         if isinstance(path, Path):
             with FileIO(path) as file:
                 return _map(file)
@@ -140,28 +138,28 @@ def _map(file: FileIO) -> mmap.mmap | bytes:
 
 
 class TokenFile:
-    """A `.bin`, read in ranges by any number of threads. DataError where it cannot be."""
+    """A `.bin` that any number of threads can read. Raises DataError if a read fails."""
 
     def __init__(self, path: Path | StorePath):
         self._path = path
-        with _reading(path):
+        with _read_errors(path):
             self.size = size_of(path)
             if isinstance(path, StorePath):
                 self._version = path.version()
-                self._part = self._part_of_a_block
+                self._read_part = self._read_cached_block
                 return
             self._file = FileIO(path)
-        self._part = lambda count, start: os.pread(self._file.fileno(), count, start)
-        # Samples lie anywhere: for each the system would read megabytes ahead.
+        self._read_part = lambda count, start: os.pread(self._file.fileno(), count, start)
+        # Samples are read in random order, so read-ahead would waste megabytes per sample.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, start: int, count: int) -> bytes:
-        """The bytes `[start, start + count)`."""
+        """Return the bytes `[start, start + count)`."""
         parts = []
         while count:
             try:
-                part = self._part(count, start)
+                part = self._read_part(count, start)
             except OSError as error:
                 raise DataError(
                     f"cannot read {self._path} at byte {start}: {error.strerror or error}; check its disk"
@@ -170,27 +168,29 @@ class TokenFile:
             if not part:
                 raise DataError(
                     f"{self._path} ends before byte {start + count}, but had {self.size} bytes when it was opened; "
-                    "it has been cut short since: copy it again or preprocess again"
+                    "it has been truncated since: copy it again or preprocess again"
                 )
             parts.append(part)
             start, count = start + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _part_of_a_block(self, count: int, start: int) -> bytes:
+    def _read_cached_block(self, count: int, start: int) -> bytes:
         at = start % BLOCK
         end = min(start - at + BLOCK, self.size)
-        return _fetched(self._path, self._version, start - at, end)[at : at + count]
+        return _fetch(self._path, self._version, start - at, end)[at : at + count]
 
 
-@lru_cache(BLOCKS)  # of all datasets that a process reads
-def _fetched(path: StorePath, version: str, start: int, end: int) -> bytes:
+@lru_cache(CACHED_BLOCKS)  # shared by all datasets of a process
+def _fetch(path: StorePath, version: str, start: int, end: int) -> bytes:
     return path.read_range(start, end)
 
 
 @contextlib.contextmanager
-def _reading(path: object) -> Iterator[None]:
+def _read_errors(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = "the URL, its credentials and the network" if is_url(path) else "its permissions and its disk"
-        raise DataError(f"cannot read {path}: {error.strerror or error}; check {what}") from error
+        advice = (
+            "the URL, its credentials and the network" if is_url(path) else "its permissions and its disk"
+        )
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check {advice}") from error

@@ -1,10 +1,9 @@
-"""Megatron's indexed dataset: a `.bin` of raw tokens and an `.idx` that says where each sequence lies.
+"""Megatron's indexed dataset: a `.bin` with raw tokens and an `.idx` with the position of each sequence.
 
-Opening reads only the `.idx` (laid out in idx_format.py), memory-mapped, and checks all of it. Tokens are read from the
-`.bin` where they are asked for: a read lets other threads go on while the disk is slow, and one that ends early is an
-error, where a map of a file that has been cut short since would be a SIGBUS. The writer works beside its target and
-renames at the end, the `.idx` last, so that a pair of files is always whole. In an object store the `.bin` is sent as
-it is made, and the `.idx` after it.
+Opening reads and checks only the `.idx` (idx_format.py), memory-mapped. Tokens are read from the `.bin` on demand
+with `pread`, which lets other threads run meanwhile and reports a truncated file as an error; with a memory map it
+would be a SIGBUS. The writer uses temporary names and renames at the end, the `.idx` last, so that a pair of files is
+always complete. In an object store the `.bin` is uploaded while it is written, and the `.idx` after it.
 """
 
 from __future__ import annotations
@@ -39,19 +38,22 @@ from megalith.errors import DataError
 from megalith.io import data_errors, make_folder, sync_file, sync_folder
 from megalith.remote import StorePath
 
-TERABYTE = 2**40  # a `.bin` in a store may have two
+TERABYTE = 2**40  # expected maximum size of a `.bin` in an object store
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits with Megatron's margin (vocab_size < 65,500), else int32."""
+    """Return uint16 if every id fits with Megatron's margin (vocab_size < 65,500), else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
 class IndexedDataset:
-    """Reads `{prefix}.bin` and `{prefix}.idx`.
+    """A dataset in `{prefix}.bin` and `{prefix}.idx`.
 
-    `sequence_lengths` int32 [S], `sequence_offsets` int64 [S] (bytes) and `document_indices` int64 [D] are
-    read-only views of the `.idx`. A file that is missing, cut short or inconsistent is a DataError at open.
+    `sequence_lengths` int32 [S], `sequence_offsets` int64 [S] (bytes) and `document_indices` int64 [D] are read-only
+    views of the `.idx`.
+
+    Raises:
+        DataError: at opening, if a file is missing, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -71,11 +73,11 @@ class IndexedDataset:
         self._check_documents()
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.sequence_lengths)
 
     def __reduce__(self) -> tuple:
-        """A process that receives the dataset opens the files itself; tokens are never pickled."""
+        """Pickle only the prefix; the receiving process opens the files itself."""
         return IndexedDataset, (self.prefix,)
 
     @property
@@ -87,7 +89,7 @@ class IndexedDataset:
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
     def identity(self) -> dict[str, int | str]:
-        """`bin_bytes` and `idx_bytes`, the files' sizes, and `idx_sha256`: reads the `.idx`, not the tokens."""
+        """Return the files' sizes `bin_bytes` and `idx_bytes`, and the hash `idx_sha256`. Tokens are not read."""
         return {
             "bin_bytes": self._tokens.size,
             "idx_bytes": len(self._index),
@@ -95,18 +97,18 @@ class IndexedDataset:
         }
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `[offset, offset + length)` of sequence i (to its end without `length`), read-only."""
-        whole = int(self.sequence_lengths[i])
-        length = whole - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > whole:
+        """Return tokens `[offset, offset + length)` of sequence i, read-only; without `length` up to its end."""
+        size = int(self.sequence_lengths[i])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {whole}"
+                f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {size}"
             )
         start = int(self.sequence_offsets[i]) + offset * self.dtype.itemsize
         return np.frombuffer(self._tokens.read(start, length * self.dtype.itemsize), self.dtype)
 
     def is_packed(self) -> bool:
-        """Whether the sequences fill the `.bin` in order and without gaps, as every writer leaves them."""
+        """Return True if the sequences fill the `.bin` in order and without gaps, as all writers produce it."""
         end = 0
         for rows in chunks(len(self)):
             offsets, end = _packed_offsets(self.sequence_lengths[rows], self.dtype, end)
@@ -123,7 +125,7 @@ class IndexedDataset:
             if bad.any():
                 i = rows.start + int(bad.argmax())
                 raise DataError(
-                    f"{self.idx_path} places sequence {i} at byte {self.sequence_offsets[i]} with "
+                    f"{self.idx_path} has sequence {i} at byte {self.sequence_offsets[i]} with "
                     f"{self.sequence_lengths[i]} tokens of {item} bytes; {self.bin_path} has {size} bytes; "
                     "the .bin is truncated or the two are not a pair: copy both again or preprocess again"
                 )
@@ -131,15 +133,15 @@ class IndexedDataset:
     def _check_documents(self) -> None:
         indices, path = self.document_indices, self.idx_path
         if len(indices) == 0 or indices[0] != 0 or indices[-1] > len(self):
-            found = f"{indices[0]} to {indices[-1]}" if len(indices) else "nothing"
+            bounds = f"{indices[0]} to {indices[-1]}" if len(indices) else "nothing"
             raise DataError(
-                f"{path} lists document indices from {found}, but they begin at 0 and end within its "
+                f"{path} lists document indices from {bounds}, but they begin at 0 and end within its "
                 f"{len(self)} sequences; the file is damaged: copy it again or preprocess again"
             )
         for rows in chunks(len(indices) - 1):
-            falls = indices[rows] > indices[rows.start + 1 : rows.stop + 1]
-            if falls.any():
-                d = rows.start + int(falls.argmax())
+            decreases = indices[rows] > indices[rows.start + 1 : rows.stop + 1]
+            if decreases.any():
+                d = rows.start + int(decreases.argmax())
                 raise DataError(
                     f"{path} has document index {indices[d]} followed by {indices[d + 1]} at entry {d + 1}, "
                     "but they never decrease; the file is damaged: copy it again or preprocess again"
@@ -147,27 +149,27 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes `{prefix}.bin` and `{prefix}.idx`, byte for byte as Megatron's own writer does.
+    """Context manager that writes `{prefix}.bin` and `{prefix}.idx`, byte for byte like Megatron's writer.
 
-    A context manager. Everything goes to `.partial` names beside the target; a clean exit makes them durable
-    and renames the `.bin` and then the `.idx`. On an exception the partial files are removed; after a kill
-    they stay under a name that no reader opens.
+    Files have `.partial` names until a clean exit syncs them and renames the `.bin`, then the `.idx`. On an exception
+    they are removed. After a kill they remain under a name that no reader opens.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type, *, overwrite: bool = False) -> None:
-        """DataError when `dtype` is not in the format, or when either file exists and `overwrite` is off."""
+        """Open the files. Raise DataError if `dtype` is not in the format, or if a file exists and `overwrite` is
+        off."""
         self.bin_path, self.idx_path = file_pair(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
-            known = ", ".join(str(d) for d in CODES)
-            raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {known}")
+            choices = ", ".join(str(d) for d in CODES)
+            raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {choices}")
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices
-        mine = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
-        self._partials = [Path(f"{path}.{mine}") for path in (self.bin_path, self.idx_path)]
-        with data_errors(self.bin_path), contextlib.ExitStack() as held:
+        suffix = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
+        self._partials = [Path(f"{path}.{suffix}") for path in (self.bin_path, self.idx_path)]
+        with data_errors(self.bin_path), contextlib.ExitStack() as cleanup:
             if isinstance(self.bin_path, Path):
-                held.callback(_PrefixLock(prefix).close)
+                cleanup.callback(_PrefixLock(prefix).close)
             for path in () if overwrite else (self.bin_path, self.idx_path):
                 if path.exists():
                     raise DataError(
@@ -175,11 +177,11 @@ class IndexedWriter:
                         "overwrite (--overwrite)"
                     )
             if isinstance(self.bin_path, StorePath):
-                self._file = held.enter_context(self.bin_path.create(TERABYTE))
+                self._file = cleanup.enter_context(self.bin_path.create(TERABYTE))
             else:
                 self._file = open(self._partials[0], "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
-                held.callback(self._clear)
-            self._held = held.pop_all()
+                cleanup.callback(self._clear)
+            self._cleanup = cleanup.pop_all()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -188,9 +190,9 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._held.__exit__(kind, error, trace)
+            self._cleanup.__exit__(kind, error, trace)
             return
-        with data_errors(self.bin_path), self._held:
+        with data_errors(self.bin_path), self._cleanup:
             self._finish()
 
     def _clear(self) -> None:
@@ -200,7 +202,7 @@ class IndexedWriter:
             path.unlink(missing_ok=True)
 
     def add_document(self, tokens: np.ndarray, sequence_lengths: Sequence[int] | None = None) -> None:
-        """One document: `tokens` [n], any integer dtype, as one sequence or cut into `sequence_lengths`."""
+        """Add a document: `tokens` [n], any integer dtype, as one sequence or split into `sequence_lengths`."""
         tokens = np.asarray(tokens)
         self._add(
             tokens, np.asarray([tokens.size] if sequence_lengths is None else sequence_lengths, np.int64)
@@ -208,18 +210,18 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, flat_tokens: np.ndarray, document_lengths: np.ndarray) -> None:
-        """Documents of one sequence each: `flat_tokens` [sum of lengths], `document_lengths` [documents]."""
+        """Add documents of one sequence each: `flat_tokens` [sum of lengths], `document_lengths` [documents]."""
         first = len(self._lengths)
         self._add(np.asarray(flat_tokens), np.asarray(document_lengths, np.int64))
         ends = np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64)
         self._documents.frombytes(ends.tobytes())
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Every document of another indexed dataset, which must have the same token dtype."""
+        """Add every document of another indexed dataset, which must have the same token dtype."""
         if dataset.dtype != self.dtype:
             raise DataError(
                 f"{dataset.prefix} holds {dataset.dtype} tokens and {self.bin_path} {self.dtype}; "
-                "datasets merge only when one tokenizer, and so one dtype, made them all"
+                "only datasets of the same tokenizer and dtype can be merged"
             )
         if dataset.has_modes:
             raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
@@ -258,8 +260,8 @@ class IndexedWriter:
 
     def _finish(self) -> None:
         if isinstance(self.idx_path, StorePath):
-            self.idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside a new .bin
-            self._held.pop_all().close()  # the .bin is there from here on
+            self.idx_path.unlink(missing_ok=True)  # an old .idx must never be paired with a new .bin
+            self._cleanup.pop_all().close()  # completes the upload of the .bin
             with self.idx_path.create() as file:
                 self._write_index(file)
             return
@@ -283,13 +285,15 @@ class IndexedWriter:
 
 
 class _PrefixLock:
-    """The lock of a prefix, `PREFIX.lock` while it is held: two writers would leave the .bin of one and the .idx of
-    the other. The kernel frees it when its holder dies."""
+    """Lock file `PREFIX.lock`, because two writers could leave the .bin of one and the .idx of the other.
+
+    The kernel releases the lock when its holder ends.
+    """
 
     def __init__(self, prefix: str | Path):
         self.path = Path(f"{prefix}.lock")
         self._descriptor: int | None = None
-        while self._descriptor is None:  # again where the holder before has just removed it
+        while self._descriptor is None:  # retry if the previous holder has just removed the file
             self._descriptor = self._acquire()
 
     def _acquire(self) -> int | None:
@@ -304,7 +308,7 @@ class _PrefixLock:
                 f"another process is writing {str(self.path).removesuffix('.lock')}; wait for it to end, or choose "
                 "another output prefix"
             ) from None
-        except OSError:  # a filesystem without locks: nothing guards it
+        except OSError:  # the file system has no locks: write without
             pass
         if os.fstat(descriptor).st_nlink:
             return descriptor
@@ -329,12 +333,12 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrit
 
 
 def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[np.ndarray, int]:
-    """The byte offset of each sequence, int64, when they follow one another from `start`; and the end."""
+    """Return the byte offset of each sequence, int64, if they are contiguous from `start`, and the end."""
     sizes = _sizes(lengths, dtype)
     ends = np.cumsum(sizes) + start
     return ends - sizes, int(ends[-1])
 
 
 def _sizes(lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The bytes of sequences, int64; numpy 1 multiplies int32 by a scalar in int32, which 2 GiB overflow."""
+    """Return the sizes of sequences in bytes, int64. numpy 1 would multiply int32 by a scalar in int32 and overflow."""
     return np.multiply(lengths, dtype.itemsize, dtype=np.int64)

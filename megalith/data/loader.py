@@ -1,12 +1,11 @@
-"""Micro-batches out of a dataset, for one data-parallel rank, read ahead by threads.
+"""Loader of micro-batches for one data-parallel rank, with prefetching threads.
 
-A run is one stream of samples. Step by step it takes the next `global_batch_size` positions, in sub-blocks of
-micro_batch_size * data_parallel_size, of which rank r has `[r * micro_batch_size, (r + 1) * micro_batch_size)`.
-So the samples of a step never depend on how many ranks share them, and the only state is the number of samples
-consumed: a loader begun there goes on as if it had never stopped.
+A run is one stream of samples. Each step takes the next `global_batch_size` positions, in blocks of micro_batch_size
+* data_parallel_size, of which rank r takes `[r * micro_batch_size, (r + 1) * micro_batch_size)`. The samples of a
+step therefore do not depend on the number of ranks, and the only state is the number of consumed samples.
 
-A micro-batch takes a tenth of a millisecond to make; to fetch it from another process takes two. So threads make them:
-what may be slow, reading the file and pinning the memory, leaves the interpreter to the thread that trains.
+Threads prepare micro-batches: one takes a tenth of a millisecond to make, and would take two to transfer from another
+process. The slow parts, reading files and pinning memory, release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,19 +22,31 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.order import SampleOrder, SingleOrder
 from megalith.errors import ConfigError, DataError, MegalithError
 
-Collate = Callable[[np.ndarray, np.ndarray], Batch]  # of samples, and their places in the stream
-Request = tuple[range, list[int]]  # positions in the stream, and the dataset's samples that stand there
+Collate = Callable[[np.ndarray, np.ndarray], Batch]  # (samples, positions in the stream) → batch
+Request = tuple[range, list[int]]  # positions in the stream, and the indices of their samples
 
 
 class Loader:
-    """An iterator of Batch, one micro-batch each. Close it, or use it in a `with`, to stop its threads.
+    """Iterator over the micro-batches of a data-parallel rank. Close it or use it as a context manager to stop its
+    threads.
 
-    `order` says which sample stands where in the stream; None: the dataset's own order, again and again.
-    `batch_sizes` gives the global batch size of each coming step; the loader ends with it. `consumed_samples` is
-    where in the stream it begins. Iterating draws from no global random state, and the number of threads changes
-    nothing but the speed; together they are at most `ahead` micro-batches ahead. `collate` makes the Batch of a dataset
-    whose samples are not tokens alone, and has checked them. A bad token or the end of the data
-    is a DataError from `next`, at the micro-batch that it belongs to.
+    Args:
+        dataset: samples by index.
+        order: maps positions in the stream to sample indices; None: the dataset's order, repeated.
+        micro_batch_size: samples per micro-batch.
+        batch_sizes: global batch size of each step; the loader ends with it.
+        vocab_size: upper bound of token ids.
+        data_parallel_rank: this rank.
+        data_parallel_size: number of data-parallel ranks.
+        consumed_samples: position in the stream to start from.
+        num_workers: number of threads; 0: load in the calling thread. It affects only speed.
+        ahead: maximum number of prefetched micro-batches over all threads.
+        pin_memory: return batches in pinned memory.
+        rules: treatment of document boundaries.
+        collate: makes and checks a Batch if samples are more than token ids.
+
+    Raises:
+        DataError: from `next`, at the micro-batch with an invalid token or after the end of the data.
     """
 
     def __init__(
@@ -59,15 +70,13 @@ class Loader:
         positions = micro_batch_positions(
             batch_sizes, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples
         )
-        self._make = _MicroBatches(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
+        self._make = _MicroBatchMaker(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
         self._requests: Iterator[Request] | None = (
             (span, [order(position) for position in span]) for span in positions
         )
-        self._coming: deque[Future[Batch]] = deque()
+        self._pending: deque[Future[Batch]] = deque()
         self._ahead = ahead
-        self._failure: MegalithError | None = (
-            None  # of a request, once the good ones before it have been given
-        )
+        self._failure: MegalithError | None = None  # raised after the micro-batches before it
         self._threads = None
         if num_workers:
             device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
@@ -82,10 +91,10 @@ class Loader:
         try:
             if self._threads is None:
                 return self._make(next(self._requests))
-            self._read_ahead(self._threads)
-            if not self._coming:
+            self._prefetch(self._threads)
+            if not self._pending:
                 raise self._failure or StopIteration
-            return self._coming.popleft().result()
+            return self._pending.popleft().result()
         except (MegalithError, StopIteration):
             self.close()
             raise
@@ -97,14 +106,14 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stops the threads. The loader is then at its end."""
+        """Stop the threads and end the iteration."""
         self._requests = None
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _read_ahead(self, threads: ThreadPoolExecutor) -> None:
-        """Has the next micro-batches made, until `ahead` are under way or a request fails."""
-        while len(self._coming) < self._ahead and self._failure is None:
+    def _prefetch(self, threads: ThreadPoolExecutor) -> None:
+        """Submit requests until `ahead` are pending or one fails."""
+        while len(self._pending) < self._ahead and self._failure is None:
             try:
                 request = next(self._requests, None)
             except MegalithError as error:
@@ -112,29 +121,29 @@ class Loader:
                 return
             if request is None:
                 return
-            self._coming.append(threads.submit(self._make, request))
+            self._pending.append(threads.submit(self._make, request))
 
 
 def micro_batch_positions(
     batch_sizes: Iterable[int], micro_batch_size: int, rank: int, size: int, consumed_samples: int
 ) -> Iterator[range]:
-    """The stream positions of each micro-batch of data-parallel `rank` of `size`."""
-    together = micro_batch_size * size
+    """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`."""
+    block_size = micro_batch_size * size
     start = consumed_samples
     for batch_size in batch_sizes:
-        if batch_size % together:
+        if batch_size % block_size:
             raise ConfigError(
                 f"global_batch_size {batch_size} is not divisible by micro_batch_size ({micro_batch_size}) × "
-                f"data-parallel size ({size}) = {together}; change one of them"
+                f"data-parallel size ({size}) = {block_size}; change one of them"
             )
-        for block in range(start, start + batch_size, together):
+        for block in range(start, start + batch_size, block_size):
             first = block + rank * micro_batch_size
             yield range(first, first + micro_batch_size)
         start += batch_size
 
 
-class _MicroBatches:
-    """Makes the micro-batch that a request asks for."""
+class _MicroBatchMaker:
+    """Makes the micro-batch of a request."""
 
     def __init__(
         self,
@@ -152,13 +161,15 @@ class _MicroBatches:
 
     def __call__(self, request: Request) -> Batch:
         positions, indices = request
-        samples = np.stack([self.dataset[i] for i in indices])  # [batch, seq + 1], or as collate takes them
-        numbers = np.array(positions, dtype=np.int64)
+        samples = np.stack(
+            [self.dataset[i] for i in indices]
+        )  # [batch, seq + 1], or as `collate` expects them
+        sample_numbers = np.array(positions, dtype=np.int64)
         if self.collate is not None:
-            batch = self.collate(samples, numbers)
+            batch = self.collate(samples, sample_numbers)
         else:
             self._check_tokens(samples, indices)
-            batch = make_batch(samples, numbers, self.rules)
+            batch = make_batch(samples, sample_numbers, self.rules)
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:

@@ -1,5 +1,7 @@
-"""Which sample stands at position j of a run's stream. It depends on j, the number of samples and the seed only:
-never on the batch size, the number of devices or where the run was resumed.
+"""Orders of a run's sample stream.
+
+The sample at position j depends only on j, the number of samples and the seed, not on the batch size, the number of
+devices or a resume.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ SampleOrder = Callable[[int], int]  # position in the stream → index in the da
 
 
 class SingleOrder:
-    """One pass in the dataset's own order. Past the end is a DataError, or the beginning again with `wrap`."""
+    """One pass in the dataset's order. Positions past the end raise DataError, or start over with `wrap`."""
 
     def __init__(self, num_samples: int, *, wrap: bool = False) -> None:
         self.num_samples = num_samples
@@ -30,9 +32,9 @@ class SingleOrder:
 
 
 class CyclicOrder:
-    """For ever over the dataset, each epoch in a permutation of its own, made of (seed, epoch).
+    """Epoch after epoch, each in a permutation derived from (seed, epoch).
 
-    Holds one epoch's permutation, 4 bytes a sample.
+    It holds one epoch's permutation, 4 bytes per sample.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -51,41 +53,42 @@ class CyclicOrder:
         return int(self._permutation[at])
 
 
-def stream_position(consumed: int, left_out: Sequence[Sequence[int]]) -> int:
-    """Where in the stream the sample stands before which `consumed` were taken: behind the ranges left out before it.
+def stream_position(consumed: int, skipped: Sequence[Sequence[int]]) -> int:
+    """Return the stream position of the next sample after `consumed` ones, counting skipped ranges.
 
-    `left_out`: [first, end) of each range of positions, sorted and apart.
+    `skipped` has the ranges [first, end) of skipped positions, sorted and disjoint.
     """
     position = consumed
-    for first, end in left_out:
+    for first, end in skipped:
         if position >= first:
             position += end - first
     return position
 
 
-def leave_out(left_out: Sequence[Sequence[int]], begin: int, end: int) -> list[list[int]]:
-    """`left_out` with the samples taken between `begin` and `end` consumed ones left out as well."""
-    span = [stream_position(begin, left_out), stream_position(end - 1, left_out) + 1]
-    apart = [list(one) for one in left_out if one[1] <= span[0] or span[1] <= one[0]]
-    return sorted([*apart, span])
+def skip_range(skipped: Sequence[Sequence[int]], first_consumed: int, end_consumed: int) -> list[list[int]]:
+    """Return `skipped` with the range of samples from consumed count `first_consumed` to `end_consumed` added."""
+    span = [stream_position(first_consumed, skipped), stream_position(end_consumed - 1, skipped) + 1]
+    others = [list(range_) for range_ in skipped if range_[1] <= span[0] or span[1] <= range_[0]]
+    return sorted([*others, span])
 
 
 def sample_order(
-    dataloader_type: str, num_samples: int, seed: int, left_out: Sequence[Sequence[int]] = ()
+    dataloader_type: str, num_samples: int, seed: int, skipped: Sequence[Sequence[int]] = ()
 ) -> SampleOrder:
-    """The order of `single` or `cyclic` over a dataset of `num_samples`, without the positions in `left_out`.
+    """Return the order for dataloader_type `single` or `cyclic` over `num_samples` samples, without the `skipped`
+    positions.
 
-    What is left out is missing at the end of a single pass, which then takes its first samples again.
+    With skipped positions, a single pass ends by reading its first samples again.
     """
-    order = _whole_order(dataloader_type, num_samples, seed, wrap=bool(left_out))
-    return (lambda consumed: order(stream_position(consumed, left_out))) if left_out else order
+    order = _base_order(dataloader_type, num_samples, seed, wrap=bool(skipped))
+    return (lambda consumed: order(stream_position(consumed, skipped))) if skipped else order
 
 
-def _whole_order(dataloader_type: str, num_samples: int, seed: int, wrap: bool) -> SampleOrder:
+def _base_order(dataloader_type: str, num_samples: int, seed: int, wrap: bool) -> SampleOrder:
     if num_samples == 0:
         raise DataError("the dataset has no samples; ask for at least one, or add data")
     if dataloader_type == "single":
         return SingleOrder(num_samples, wrap=wrap)
     if dataloader_type == "cyclic":
         return CyclicOrder(num_samples, seed)
-    raise ConfigError(f"dataloader_type {dataloader_type!r} is not known; choose single or cyclic")
+    raise ConfigError(f"dataloader_type {dataloader_type!r} is unknown; choose single or cyclic")

@@ -1,11 +1,11 @@
-"""Which sentences a sample of an encoder is made of: Megatron's rule, out of documents that are split into sentences.
+"""The sentences of each BERT or T5 sample: Megatron's rule for documents that are split into sentences.
 
-Epoch after epoch, in the documents' order, sentences are joined until they have the target length, or to the document's
-end. The target is the most that a sample holds, or, once in 1 / short_seq_prob times, a random length. Documents with a
-sentence of more than 512 tokens are left out, and those with fewer sentences than a sample needs. At last all samples
-are shuffled. The random numbers are those of C++: a 32-bit Mersenne Twister for the lengths, which numpy has too, and a
-64-bit one (Nishimura 2000) for the shuffle, which stands here. Megatron walks over the sentences; here a binary search
-in the sums of their lengths finds the end of a sample, of the usual target all at once.
+In each epoch, in document order, sentences are joined until they reach the target length or the document's end. The
+target is the maximum length or, with probability short_seq_prob, a random length. Documents with a sentence of more
+than 512 tokens, or with too few sentences, are skipped. Finally all samples are shuffled. The random numbers are
+those of C++: a 32-bit Mersenne Twister for the lengths, which numpy has, and a 64-bit one (Nishimura 2000) for the
+shuffle, implemented here. Megatron walks over the sentences; here a binary search in their cumulative lengths finds
+the end of a sample.
 """
 
 from __future__ import annotations
@@ -18,55 +18,72 @@ from megalith.errors import DataError
 from megalith.progress import Progress
 
 LONG_SENTENCE = 512  # tokens
-DRAWN = 2**16  # numbers that are drawn at once
+DRAWN = 2**16  # random numbers drawn at once
 
 
 def sentence_index(
-    documents: np.ndarray,  # int64 [documents + 1]: the first sentence of each, and the end
-    lengths: np.ndarray,  # int32 [sentences of the whole dataset]: tokens
+    documents: np.ndarray,
+    lengths: np.ndarray,
     num_samples: int,
-    max_length: int,  # tokens of a sample, its special ones left out
+    max_length: int,
     short_seq_prob: float,
     seed: int,
     min_sentences: int,
-    what: str,  # the dataset, for the error
-    progress: Progress | None = None,  # counts the samples
+    name: str,
+    progress: Progress | None = None,
 ) -> tuple[np.ndarray, list[int]]:
-    """int64 [samples, 3], each with its first sentence, its end and its target length; and how many there are at the
-    end of each epoch. The last epoch is whole. DataError where the documents give no sample.
+    """Return the sentences of each sample.
+
+    Args:
+        documents: int64 [documents + 1], the first sentence of each document, and the end.
+        lengths: int32 [sentences of the dataset], tokens per sentence.
+        num_samples: minimum number of samples.
+        max_length: tokens of a sample without special tokens.
+        short_seq_prob: probability of a random target length.
+        seed: seed of lengths and shuffle.
+        min_sentences: sentences that a sample needs.
+        name: name of the dataset for the error.
+        progress: counts the samples.
+
+    Returns:
+            int64 [samples, 3] with first sentence, end and target length, and the number of samples at the end of
+            each epoch.
+        The last epoch is complete.
+
+    Raises:
+        DataError: if the documents have no sample.
     """
     targets = _targets(max_length, round(1 / short_seq_prob) if short_seq_prob else 0, seed)
     spans = _usable(documents, lengths, min_sentences)
     if not spans:
         raise DataError(
-            f"{what} has no document of at least {min_sentences} sentences of up to {LONG_SENTENCE} tokens, which a "
-            "sample is made of; preprocess the text with --split-sentences, or give "
-            "this split more of its documents"
+            f"{name} has no document of at least {min_sentences} sentences of up to {LONG_SENTENCE} tokens, which a "
+            "sample needs; preprocess the text with --split-sentences, or give this split more documents"
         )
     sums = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]], dtype=np.int64)])
-    full = np.searchsorted(sums, sums[:-1] + max_length)  # where a sample of the usual target would end
-    found: list[tuple[int, int, int]] = []
+    full_ends = np.searchsorted(sums, sums[:-1] + max_length)  # end of a sample of the maximum length
+    samples: list[tuple[int, int, int]] = []
     epochs: list[int] = []
-    while len(found) < num_samples:
+    while len(samples) < num_samples:
         for start, end in spans:
-            target, before = next(targets), len(found)
+            target, previous = next(targets), len(samples)
             while start < end:
-                usual = target == max_length
-                stop = int(full[start] if usual else np.searchsorted(sums, sums[start] + target))
+                is_full = target == max_length
+                stop = int(full_ends[start] if is_full else np.searchsorted(sums, sums[start] + target))
                 stop = max(stop, start + min_sentences)
-                stop = stop if stop <= end - 2 else end  # no sentence is left alone
-                found.append((start, stop, target))
-                start, target = stop, next(targets)  # one is drawn behind the last sample too
+                stop = stop if stop <= end - 2 else end  # do not leave a single sentence
+                samples.append((start, stop, target))
+                start, target = stop, next(targets)  # one is drawn after the last sample too
             if progress is not None:
-                progress.add(len(found) - before)
-        epochs.append(len(found))
-    index = np.array(found, dtype=np.int64)
+                progress.add(len(samples) - previous)
+        epochs.append(len(samples))
+    index = np.array(samples, dtype=np.int64)
     index[:, :2] += documents[0]
     return index[_shuffled(len(index), seed + 1)], epochs
 
 
 def _usable(documents: np.ndarray, lengths: np.ndarray, min_sentences: int) -> list[tuple[int, int]]:
-    """The documents that samples are made of: the first sentence of each and its end, counted from the first of all."""
+    """Return the usable documents as (first sentence, end), counted from the first sentence of all."""
     first, ends = documents[:-1], documents[1:]
     counts = ends - first
     too_long = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]] > LONG_SENTENCE)])
@@ -81,16 +98,16 @@ def _targets(max_length: int, short_ratio: int, seed: int) -> Iterator[int]:
         if not short_ratio:
             yield max_length
             continue
-        numbers = rng.randint(0, 2**32, DRAWN, dtype=np.uint32).astype(np.int64)
-        yield from np.where(numbers % short_ratio == 0, 2 + numbers % (max_length - 1), max_length).tolist()
+        drawn = rng.randint(0, 2**32, DRAWN, dtype=np.uint32).astype(np.int64)
+        yield from np.where(drawn % short_ratio == 0, 2 + drawn % (max_length - 1), max_length).tolist()
 
 
 def _shuffled(count: int, seed: int) -> np.ndarray:
-    """The order after std::mt19937_64 has shuffled `count` samples from the last one down: int64 [count]."""
+    """Return the order after std::mt19937_64 has shuffled `count` samples from the last one down, int64 [count]."""
     order = list(range(count))
-    places = np.arange(count - 1, 0, -1)
-    drawn = mersenne_twister_64(seed, len(places)) % (places + 1).astype(np.uint64)
-    for i, j in zip(places.tolist(), drawn.tolist()):
+    indices = np.arange(count - 1, 0, -1)
+    drawn = mersenne_twister_64(seed, len(indices)) % (indices + 1).astype(np.uint64)
+    for i, j in zip(indices.tolist(), drawn.tolist()):
         order[i], order[j] = order[j], order[i]
     return np.array(order, dtype=np.int64)
 
@@ -101,19 +118,19 @@ MATRIX = np.uint64(0xB5026F5AA96619E9)
 
 
 def mersenne_twister_64(seed: int, count: int) -> np.ndarray:
-    """The first numbers of std::mt19937_64 after this seed: uint64 [count]."""
+    """Return the first `count` numbers of std::mt19937_64 with this seed, uint64 [count]."""
     words = [seed % 2**64]
     for i in range(1, WORDS):
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % 2**64)
     state, blocks = np.array(words, dtype=np.uint64), []
     for _ in range(-(-count // WORDS)):
         _twist(state)
-        blocks.append(_tempered(state))
+        blocks.append(_temper(state))
     return np.concatenate([np.empty(0, dtype=np.uint64), *blocks])[:count]
 
 
 def _twist(state: np.ndarray) -> None:
-    """The next block of 312 words, in place. Each needs the one behind it and the one half a block further."""
+    """Compute the next block of 312 words in place. Each needs the next word and the one half a block later."""
     for part in (slice(0, MIDDLE), slice(MIDDLE, WORDS - 1), slice(WORDS - 1, WORDS)):
         at = np.arange(part.start, part.stop)
         mixed = (state[at] & UPPER) | (state[(at + 1) % WORDS] & LOWER)
@@ -121,7 +138,7 @@ def _twist(state: np.ndarray) -> None:
         state[at] = state[(at + MIDDLE) % WORDS] ^ (mixed >> np.uint64(1)) ^ odd
 
 
-def _tempered(x: np.ndarray) -> np.ndarray:
+def _temper(x: np.ndarray) -> np.ndarray:
     x = x ^ ((x >> np.uint64(29)) & np.uint64(0x5555555555555555))
     x = x ^ ((x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000))
     x = x ^ ((x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000))

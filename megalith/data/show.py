@@ -1,4 +1,4 @@
-"""Samples of a run's datasets as text, to look at the data before training."""
+"""Samples of a run's datasets as text, for inspection before training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def show_samples(
     """Return samples of split `which`, built for `num_samples`, as a run reads them.
 
     Args:
-        indices: of samples in the dataset.
-        positions: in the stream that the run reads, the first one 0: training data in the order of `dataloader_type`,
+        indices: sample indices within the dataset.
+        positions: positions in the stream that the run reads, from 0: training data in the order of `dataloader_type`,
             evaluation data from the beginning.
 
     Returns:
@@ -35,8 +35,8 @@ def show_samples(
         raise ConfigError(f"split {which!r} is not known; choose {', '.join(SPLITS)}")
     if num_samples < 1 or seq_length < 1:
         raise ConfigError(f"num_samples {num_samples} and seq_length {seq_length} must both be at least 1")
-    wanted = tuple(num_samples if name == which else 0 for name in SPLITS)
-    dataset = build_datasets(data_path, split, seq_length, wanted, seed, show_progress=True)[
+    counts = tuple(num_samples if name == which else 0 for name in SPLITS)
+    dataset = build_datasets(data_path, split, seq_length, counts, seed, show_progress=True)[
         SPLITS.index(which)
     ]
     if which == "train":
@@ -50,7 +50,7 @@ def show_samples(
         if not 0 <= sample["index"] < len(dataset):
             raise DataError(
                 f"sample {sample['index']} is not one of the {len(dataset)} {which} samples; "
-                f"choose 0 to {len(dataset) - 1}, or ask for more samples"
+                f"choose 0 to {len(dataset) - 1}, or raise num_samples"
             )
     return [{**sample, "tokens": dataset[sample["index"]].tolist()} for sample in chosen]
 
@@ -58,7 +58,7 @@ def show_samples(
 def render_samples(
     samples: Sequence[dict[str, object]], detokenize: Callable[[list[int]], str] | None = None
 ) -> str:
-    """The samples as text for a terminal: the ids, and what they say when `detokenize` is given."""
+    """Return the samples as text for a terminal: the ids, and the text if `detokenize` is given."""
     lines = []
     for sample in samples:
         tokens: list[int] = sample["tokens"]  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Token ids outside a model's vocabulary, which must not train.
+"""Checks for token ids outside a model's vocabulary.
 
-A vocabulary that is sharded takes an id that it does not have for one of another rank, and gives it zeros. Rows that
-pad the vocabulary take part as if they were entries. So ids are compared with the vocabulary before a pass.
+With a sharded vocabulary, an id that no rank has would silently get a zero embedding, and padding rows of the
+embedding would act as entries. So ids are compared with the vocabulary before a pass.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from megalith.errors import DataError
 
 
 class TokenIds:
-    """Refuses token ids outside [0, vocab_size), naming sample, position and id of the first one.
+    """Rejects token ids outside [0, vocab_size), naming sample, position and id of the first one.
 
-    Ids on the host are checked at once. Ids on a device are checked there, and a later call raises what was found, so
-    that the host waits for nothing.
+    Ids on the host are checked at once. Ids on a device are checked there, and a later call raises the error, so that
+    the host does not synchronize.
     """
 
     def __init__(self, vocab_size: int | None, remedy: str):
-        """`vocab_size`: None: ids are checked where `check` gets a size."""
+        """Set the vocabulary size; None: each `check` passes a size. `remedy` ends the error messages."""
         self.vocab_size, self.remedy = vocab_size, remedy
         self._pending: deque[tuple[Tensor, Any, Callable[[int, int], DataError]]] = deque()
 
     def check_batches(self, micro_batches: Sequence[Batch], *, labels: bool) -> None:
-        """Check the ids of micro-batches; with `labels`, also the labels whose loss_mask is not 0. Raises DataError."""
+        """Check the ids of micro-batches and, with `labels`, the labels whose loss_mask is not 0. Raises DataError."""
         for number, batch in enumerate(micro_batches):
             where = f"micro-batch {number}"
             for name in ("input_ids", *batch.of_encoder_tokens):
                 self.check(batch[name], name, where)
             if labels:
-                self.check(batch.labels, "labels", where, counted=batch.loss_mask != 0)
+                self.check(batch.labels, "labels", where, mask=batch.loss_mask != 0)
 
     def check(
-        self, ids: Tensor, name: str, where: str, *, counted: Tensor | None = None, size: int | None = None
+        self, ids: Tensor, name: str, where: str, *, mask: Tensor | None = None, size: int | None = None
     ) -> None:
-        """Raise DataError for an id outside [0, size), or for one that an earlier call has found on a device.
+        """Raise DataError for an id outside [0, size), or for one that an earlier call found on a device.
 
         Args:
             ids: int64 [batch, seq].
-            name: what they are in the batch.
-            where: what the batch is, for the message.
-            counted: bool [batch, seq], False where an id is not looked at; None: all are.
-            size: of the vocabulary; None: vocab_size.
+            name: field name within the batch.
+            where: name of the batch, for the message.
+            mask: bool [batch, seq], False for ids that are ignored; None: check all.
+            size: vocabulary size; None: `vocab_size`.
         """
-        self.raise_found()
+        self.raise_pending()
         size = self.vocab_size if size is None else size
         if size is None or not ids.numel():
             return
@@ -66,35 +66,35 @@ class TokenIds:
                 f"has {size:,} entries; {self.remedy}"
             )
 
-        found = _first_outside(ids, size, counted)
+        first_outside = _first_outside(ids, size, mask)
         if not ids.is_cuda:
-            self._raise(found, error)
+            self._raise(first_outside, error)
             return
         on_host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(found, non_blocking=True)
+        on_host.copy_(first_outside, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(ids.device))
         self._pending.append((on_host, copied, error))
 
-    def raise_found(self) -> None:
-        """Raise DataError for what earlier calls have found on a device, as far as that is known by now."""
+    def raise_pending(self) -> None:
+        """Raise DataError for ids that earlier calls found on a device, as far as results are available."""
         while self._pending and self._pending[0][1].query():
-            found, _, error = self._pending.popleft()
-            self._raise(found, error)
+            first_outside, _, error = self._pending.popleft()
+            self._raise(first_outside, error)
 
-    def _raise(self, found: Tensor, error: Callable[[int, int], DataError]) -> None:
-        at, token = found.tolist()
-        if at >= 0:
+    def _raise(self, first_outside: Tensor, error: Callable[[int, int], DataError]) -> None:
+        position, token = first_outside.tolist()
+        if position >= 0:
             self._pending.clear()
-            raise error(at, token)
+            raise error(position, token)
 
 
-def _first_outside(ids: Tensor, size: int, counted: Tensor | None) -> Tensor:
-    """Return int64 [2] on the device of `ids`: the flat position of the first id outside [0, size), and the id; −1
-    where there is none."""
+def _first_outside(ids: Tensor, size: int, mask: Tensor | None) -> Tensor:
+    """Return the flat position of the first id outside [0, size) and the id, int64 [2] on the device of `ids`; −1 if
+    none."""
     outside = (ids < 0) | (ids >= size)
-    if counted is not None:
-        outside &= counted.to(ids.device)
+    if mask is not None:
+        outside &= mask.to(ids.device)
     flat = outside.flatten()
     at = flat.to(torch.uint8).argmax()
     return torch.stack([torch.where(flat.any(), at, -1), ids.take(at)])

@@ -1,6 +1,6 @@
 """Generation with an encoder-decoder: the encoder reads the prompt once, the decoder generates token by token.
 
-The decoder starts with BEGIN, as T5's does. Its keys and values are cached; those of the encoder's output are
+The decoder starts with DECODER_START, as T5's does. Its keys and values are cached; those of the encoder's output are
 recomputed in each pass. With tensor parallelism, every rank has its heads and samples from the logits of all ranks.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis
-from megalith.data.pairs import BEGIN
+from megalith.data.pairs import DECODER_START
 from megalith.errors import ConfigError
 from megalith.generation.engine import OnToken, named_shards
 from megalith.generation.requests import (
@@ -118,7 +118,7 @@ def _generate_rows(
     noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].to(device)
     limit = max(row.limit for row in rows)
     position_keys, cache = column_keys(limit, device), GrowingCache()
-    tokens = torch.full((len(rows),), BEGIN, device=device)
+    tokens = torch.full((len(rows),), DECODER_START, device=device)
     for position in range(limit):
         hidden = _hidden(model, tokens, position, encoded, cache)
         tokens, logprobs = sample(
@@ -143,7 +143,7 @@ def _generate_rows(
 def _encode(model: T5, prompts: Sequence[Sequence[int]]) -> Encoded:
     """Encode prompts, padded to the longest."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[*prompt, *[BEGIN] * (longest - len(prompt))] for prompt in prompts])
+    ids = torch.tensor([[*prompt, *[DECODER_START] * (longest - len(prompt))] for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     real = torch.arange(longest) < lengths[:, None]
     return model.encode(ids.to(model.device), real.to(model.device), trains=False)

@@ -64,7 +64,7 @@ class Head:
         batch, objective, scale = micro_batch.batch, micro_batch.objective, micro_batch.loss_scale
         if micro_batch.ids is not None:
             counted = batch.loss_mask != 0
-            micro_batch.ids.check(batch.labels, "labels", "the micro-batch", counted=counted, size=size)
+            micro_batch.ids.check(batch.labels, "labels", "the micro-batch", mask=counted, size=size)
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
         outputs = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)

@@ -237,7 +237,7 @@ class _PromptReader:
                 f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja in its folder, or "
                 "chat_template in its tokenizer_config.json); add one, or give prompts as text"
             )
-        text = self.template.render(messages, ask=True, **template_arguments(columns))
+        text = self.template.render(messages, add_generation_prompt=True, **template_arguments(columns))
         ids = self.tokenizer.encode_marked([text], [[(0, len(text))]])[0]
         if isinstance(ids, str):
             raise ValueError(ids)

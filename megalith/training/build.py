@@ -20,15 +20,16 @@ from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import MakeDataset, build_datasets, indexed_datasets
+from megalith.data.blend import DatasetFactory, build_datasets, indexed_datasets
 from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import read_template
-from megalith.data.dataset import MockDataset, SampleDataset, parse_split, split_ranges
+from megalith.data.dataset import SampleDataset, parse_split, split_ranges
 from megalith.data.indexed import IndexedDataset
 from megalith.data.loader import Collate, Loader
-from megalith.data.masked_lm import MaskedLMDataset, Masking, MockMaskedDataset, WordPieces, make_bert_batch
+from megalith.data.masked_lm import MaskedLMDataset, Masking, WordPieces, make_bert_batch
+from megalith.data.mock_datasets import MockDataset, MockMaskedDataset, MockPairDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
-from megalith.data.pairs import SPANS, MockPairs, SpanDataset, SpanTokens, make_t5_batch
+from megalith.data.pairs import SPANS, SpanDataset, SpanTokens, make_t5_batch
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -228,7 +229,7 @@ def open_datasets(
     if data.mock and model.encoder_layers:
         lengths = data.seq_length, data.decoder_length
         train, valid, test = (
-            MockPairs(model.vocab_size, *lengths, count, seed + part) if count else None
+            MockPairDataset(model.vocab_size, *lengths, count, seed + part) if count else None
             for part, count in enumerate(samples)
         )
         return train, valid, test
@@ -286,7 +287,7 @@ def build_masking(config: RunConfig) -> Masking | None:
     return Masking(**settings, classification_head=model.bert_binary_head)
 
 
-def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> MakeDataset:
+def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> DatasetFactory:
     """Return a dataset factory for `build_datasets`, for documents whose sequences are sentences."""
     data, model, seed = config.data, config.model, config.train.seed
     if tokenizer is None:
@@ -299,7 +300,9 @@ def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: M
         kind = partial(SpanDataset, tokens=tokens, masking=masking)
     else:
         lengths = data.seq_length
-        kind = partial(MaskedLMDataset, words=WordPieces.of(tokenizer, model.vocab_size), masking=masking)
+        kind = partial(
+            MaskedLMDataset, words=WordPieces.from_tokenizer(tokenizer, model.vocab_size), masking=masking
+        )
 
     def make(
         indexed: IndexedDataset, split: str, number: int, samples: int, progress: Progress
@@ -311,7 +314,7 @@ def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: M
 
 
 def _span_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpanTokens:
-    tokens, size = SpanTokens.of(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
+    tokens, size = SpanTokens.from_tokenizer(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
     if size is not None and size < tokens.words.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokens.words.vocab_size} entries with {len(tokens.sentinels)} sentinels "
@@ -346,7 +349,7 @@ class Data:
         if config.chat is not None:
             self.train, *others, self.notes = open_chat(config, tokenizer)
             self.valid, self.test = (
-                split and split.filled_up(batch_sizes.global_batch_size) for split in others
+                split and split.pad_to_batches(batch_sizes.global_batch_size) for split in others
             )
         else:
             self.train, self.valid, self.test = open_datasets(config, samples, tokenizer, show_progress)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import any_rank, gather_json
 from megalith.data.batch import Batch
-from megalith.data.order import leave_out
+from megalith.data.order import skip_range
 from megalith.errors import TrainingError
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
@@ -153,7 +153,7 @@ class FaultHandler:
                 f"{spiked}, for the {self._return_counts[step]}th time after the checkpoint of step {step}, although "
                 "different data was skipped each time; lower optim.lr, or resume from an earlier step"
             )
-        left_out = leave_out(run.left_out, before.first_sample, spike.consumed_samples)
+        left_out = skip_range(run.left_out, before.first_sample, spike.consumed_samples)
         reshard_parameters(run.model.chunks)
         restore(run, checkpoint)
         run.left_out = left_out

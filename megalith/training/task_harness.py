@@ -183,7 +183,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
         if self.template is None:
             raise ConfigError("--apply-chat-template: the tokenizer has no chat template; omit it")
-        return self.template.render(chat_history, ask=add_generation_prompt)
+        return self.template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     # Log-likelihoods.
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megalith.data import greedy
-from megalith.data.blend import BlendedDataset, build_datasets, normalize, parse_data_path, samples_of_share
+from megalith.data.blend import BlendedDataset, build_datasets, normalize, parse_data_path, samples_for_weight
 from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.errors import ConfigError, DataError
@@ -91,7 +91,7 @@ def test_no_blend_asks_a_dataset_for_more_than_it_is_built_for():
         choices, _ = greedy.greedy_order(weights, num_samples)
         for k, weight in enumerate(weights.tolist()):
             asked = math.ceil(math.ceil(num_samples * weight) * 1.005)
-            assert np.count_nonzero(choices == k) <= asked == samples_of_share(weight, num_samples)
+            assert np.count_nonzero(choices == k) <= asked == samples_for_weight(weight, num_samples)
 
 
 @pytest.mark.parametrize(

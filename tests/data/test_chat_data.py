@@ -129,14 +129,20 @@ def test_ids_and_masks_are_those_of_transformers(folder):
     tokenizer = tokenizer_with(folder, MARKED)
     samples = read(tokenizer, {"messages": MESSAGES})
     found = theirs.apply_chat_template(
-        MESSAGES, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        MESSAGES,
+        chat_template=MARKED,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     assert samples.tokens.tolist() == found["input_ids"]
     assert samples.learned.astype(int).tolist() == found["assistant_masks"]
     asked = theirs.apply_chat_template(
         MESSAGES[:1], chat_template=PLAIN, tokenize=False, add_generation_prompt=True
     )
-    assert template_of(tokenizer_with(folder, PLAIN)).render(MESSAGES[:1], ask=True) == asked
+    assert (
+        template_of(tokenizer_with(folder, PLAIN)).render(MESSAGES[:1], add_generation_prompt=True) == asked
+    )
 
 
 def test_other_tokenizers_encode_the_text_between_the_bounds_and_refuse_a_token_across_one():
@@ -144,13 +150,13 @@ def test_other_tokenizers_encode_the_text_between_the_bounds_and_refuse_a_token_
     assert tokenizer.encode_marked(["abcd"], [[(1, 3)]]) == [(list(b"abcd"), [False, True, True, False])]
     numbers = build_tokenizer("NullTokenizer", vocab_size=90)
     assert numbers.encode_marked(["1 23"], [[(1, 4)]]) == [([1, 23], [False, True])]
-    assert "both in and outside" in numbers.encode_marked(["1 23"], [[(3, 4)]])[0]
+    assert "only partly in a learned span" in numbers.encode_marked(["1 23"], [[(3, 4)]])[0]
 
 
 def test_a_template_stays_in_its_sandbox():
-    with pytest.raises(ValueError, match="refuses it"):
+    with pytest.raises(ValueError, match="rejects it"):
         ChatTemplate("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", {}).render(MESSAGES)
-    with pytest.raises(ConfigError, match="not one"):
+    with pytest.raises(ConfigError, match="is invalid"):
         ChatTemplate("{% for %}", {})
     with pytest.raises(ConfigError, match="No filter named 'louder'"):
         ChatTemplate("{{ messages | louder }}", {}).render(MESSAGES)
@@ -203,12 +209,12 @@ def test_a_template_is_freed_while_a_forked_process_has_its_pipes():
 BAD = {
     "no JSON": ("{", "not JSON"),
     "no form": ({"text": "a"},  "its keys are 'text'"),
-    "role": ({"messages": [{"role": "pirate", "content": "a"}]}, "message 1 is of the role 'pirate'"),
-    "order": ({"messages": [MESSAGES[0], MESSAGES[0]]}, "message 2 is the user's after the user, where it has to be"),
+    "role": ({"messages": [{"role": "pirate", "content": "a"}]}, "message 1 has the role 'pirate'"),
+    "order": ({"messages": [MESSAGES[0], MESSAGES[0]]}, "message 2 is the user's after the user, but it must be"),
     "start": ({"messages": MESSAGES[1:]}, "message 1 is the assistant's at the start"),
     "late system": ({"messages": [*MESSAGES, {"role": "system", "content": "a"}]}, "message 5 is the system's"),
     "empty": ({"messages": [MESSAGES[0], {"role": "assistant", "content": " "}]}, "2, the assistant's, is empty"),
-    "no answer": ({"messages": MESSAGES[:1]}, "the assistant says nothing"),
+    "no answer": ({"messages": MESSAGES[:1]}, "it has no message of the assistant"),
     "no list": ({"messages": "hello"}, "not a list of messages"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is not text"),
     "mixed": ({"prompt": "a", "completion": MESSAGES[1:]}, "one of prompt and completion is text"),
@@ -287,8 +293,8 @@ def test_a_row_keeps_its_samples_apart_and_learns_no_first_token():
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch.document_ends.tolist() == [[3] + [8] * 7]
-    assert packed.note(True) == "1 rows of 8: 62.5 % of tokens, 2.0 sequences a row"
-    padded = ChatDataset(samples, 0, 2, 8, packing=False, seed=0, padding=9).filled_up(4)
+    assert packed.note(True) == "1 rows of 8: 62.5 % of tokens, 2.0 sequences per row"
+    padded = ChatDataset(samples, 0, 2, 8, packing=False, seed=0, padding=9).pad_to_batches(4)
     batch = make_chat_batch(np.stack([padded[i] for i in range(4)]), np.arange(4))
     assert batch.document_ends is None and batch.loss_mask.sum(1).tolist() == [2, 1, 0, 0]
 
@@ -308,7 +314,7 @@ def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monke
     with pytest.raises(DataError, match=r"saved row 2 \(sample 2\)"):
         read_samples([Path("saved")], None, sft, 8, 60)
     library.load_from_disk = lambda path: {"train": rows}
-    with pytest.raises(ConfigError, match="holds the splits train"):
+    with pytest.raises(ConfigError, match="has the splits train"):
         read_samples([Path("saved")], None, sft, 8, 60)
     Path("alpaca.json").write_text(json.dumps(rows))
     with pytest.raises(DataError, match=r"alpaca.json entry 2 \(sample 2\)"):
@@ -319,7 +325,9 @@ def test_a_validation_share_too_small_for_a_sample_is_said(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     data, sft = DataConfig(data_path=str(tmp_path / "one.jsonl"), split="90,10,0", seq_length=8), SftConfig()
     found = open_chat_data(data, sft, None, 60, 0, tmp_path / "cache")
-    assert found.valid is None and "valid: none of the 1 samples, by data.split 90,10,0" in found.notes[1]
+    assert (
+        found.valid is None and "valid: data.split 90,10,0 gives it none of the 1 samples" in found.notes[1]
+    )
     whole = open_chat_data(data.model_copy(update={"split": "1"}), sft, None, 60, 0, tmp_path / "cache")
     assert len(whole.notes) == 1
 
@@ -327,7 +335,7 @@ def test_a_validation_share_too_small_for_a_sample_is_said(tmp_path):
 def test_tools_and_keywords_reach_the_template():
     template = ChatTemplate("{{ tools | tojson }} {{ mood }}", {})
     assert (
-        template.text_and_spans(Chat(MESSAGES, more={"tools": [{"n": "é"}], "mood": 1}), False)[0]
+        template.text_and_spans(Chat(MESSAGES, arguments={"tools": [{"n": "é"}], "mood": 1}), False)[0]
         == '[{"n": "é"}] 1'
     )
 
@@ -348,7 +356,7 @@ PAIRS = {
 def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder, form, template):
     tokenizer = tokenizer_with(folder, template)
     samples = read(tokenizer, PAIRS[form], name="pairs.jsonl")
-    assert (len(samples), samples.each, len(samples.lengths)) == (1, 2, 2)
+    assert (len(samples), samples.sequences_per_sample, len(samples.lengths)) == (1, 2, 2)
     end = "<|endoftext|>" if "texts" in form else "<|endoftext|>\n"
     answers = ("four, café ☕", "two" if form == "texts with their prompt" else "five")
     prompt = "two and two? " if "texts" in form else "<|user|>two and two?<|endoftext|>\n<|assistant|>"
@@ -363,22 +371,22 @@ def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder
 
 
 BAD_PAIRS = {
-    "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', and none of the forms"),
+    "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', which match none of the forms"),
     "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "none of the forms"),
     "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "its chosen answer is empty"),
     "empty turn": (
         {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:2], "rejected": [{"role": "assistant", "content": ""}]},
-        "of the rejected conversation message 2, the assistant's, is empty",
+        "in the rejected conversation, message 2, the assistant's, is empty",
     ),
     "role": (
         {"prompt": MESSAGES[:1], "chosen": MESSAGES[:1], "rejected": [WRONG]},
-        "of the chosen conversation message 2 is the user's after the user",
+        "in the chosen conversation, message 2 is the user's after the user",
     ),
-    "mixed": ({"prompt": "a", "chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "leave the prompt out"),
+    "mixed": ({"prompt": "a", "chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "remove the prompt"),
     "number": ({"prompt": MESSAGES[:1], "chosen": 5, "rejected": MESSAGES[1:2]}, "its chosen is 5, not a list of"),
     "numbers": ({"chosen": MESSAGES[:2], "rejected": 6}, "its rejected is 6, not a list of messages"),
-    "no prompt": ({"chosen": "four", "rejected": "two"}, "no common beginning"),
-    "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so where their answers begin"),
+    "no prompt": ({"chosen": "four", "rejected": "two"}, "no common prefix"),
+    "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so the start of the answers"),
     "beyond": ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [300]}, "token 1 of its rejected answer is 300"),
     "nothing": ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [3]}, "its chosen answer has no token"),
     "long": ({"prompt_ids": [1], "chosen_ids": [1], "rejected_ids": [1] * 200}, "rejected answer has 201 tokens"),
@@ -430,7 +438,7 @@ def test_samples_are_read_once_and_mapped_until_files_settings_or_template_chang
     first, again = opened(), opened(packing=False)
     assert len(reads) == 1 and isinstance(again.tokens, np.memmap)
     for found in (first, again):
-        assert found.identity() == own.identity() and list(found.places) == own.places
+        assert found.identity() == own.identity() and list(found.sources) == own.sources
         assert (found.counts, found.first_bad, len(found)) == (own.counts, own.first_bad, 2)
     opened(assistant_only_loss=False), opened(longest=150), opened(tokenizer_with(folder, MARKED))
     assert len(reads) == 4

@@ -257,9 +257,7 @@ def test_keys_that_change_nothing_are_taken(folder):
 def test_a_preference_takes_no_answer_of_weight_0(folder):
     tokenizer = tokenizer_with(folder, PLAIN)
     record = {"prompt": turns("x"), "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "v", "weight": 0}]}
-    with pytest.raises(
-        DataError, match="message 2 of the rejected conversation says that it is not to be learned"
-    ):
+    with pytest.raises(DataError, match="message 2 of the rejected conversation is marked as not learned"):
         read(tokenizer, record, name="pairs.jsonl")
     turn = turns("a", "b", "x")
     turn[1]["weight"] = 0

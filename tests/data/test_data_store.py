@@ -45,7 +45,7 @@ def test_every_sample_is_token_for_token_that_of_the_file_in_one_block_or_many(c
     assert remote[0].indexed.identity() == local[0].indexed.identity()
 
 
-def test_blocks_are_fetched_once_and_no_further_than_needed(copied, monkeypatch):
+def test_blocks_are_fetch_once_and_no_further_than_needed(copied, monkeypatch):
     monkeypatch.setattr(idx_format, "BLOCK", 64)
     asked, read = [], StorePath.read_range
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_what_is_missing_or_cannot_be_is_a_sentence_before_it_takes_room(copied,
 def test_a_store_that_is_gone_or_an_object_cut_short_is_a_sentence(copied, bucket, monkeypatch):
     dataset = IndexedDataset(copied)
     (bucket / "corpus.bin").write(b"\0\0")
-    with pytest.raises(DataError, match=r"memory://data/corpus.bin ends before byte .* cut short since"):
+    with pytest.raises(DataError, match=r"memory://data/corpus.bin ends before byte .* truncated since"):
         dataset.get(5)
 
     def gone(self, *_):
@@ -117,6 +117,6 @@ def test_a_store_that_is_gone_or_an_object_cut_short_is_a_sentence(copied, bucke
 
     monkeypatch.setattr(StorePath, "read_range", gone)
     for ask in (lambda: dataset.get(20), lambda: IndexedDataset(copied)):
-        idx_format._fetched.cache_clear()
+        idx_format._fetch.cache_clear()
         with pytest.raises(DataError, match=r"cannot read memory://.*: no route to host; check .*network"):
             ask()

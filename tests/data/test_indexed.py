@@ -174,7 +174,7 @@ def test_a_file_cut_short_while_it_is_open_is_an_error_and_not_a_crash(tmp_path)
     with open(tmp_path / "golden.bin", "r+b") as file:
         file.truncate(5)
     with pytest.raises(
-        DataError, match=r"golden\.bin ends before byte 6, but had 8 bytes .* cut short since"
+        DataError, match=r"golden\.bin ends before byte 6, but had 8 bytes .* truncated since"
     ):
         dataset.get(0)
 

@@ -131,7 +131,7 @@ def test_a_damaged_or_truncated_compressed_file_is_refused(tmp_path, suffix):
     assert len(list(read_texts(path, ["text"]))) == 20_000
     for broken in (whole[: len(whole) // 2], whole[:-1], whole[:3], b"not compressed\n"):
         path.write_bytes(broken)
-        with pytest.raises(DataError, match=rf"is not a whole {suffix} file"):
+        with pytest.raises(DataError, match=rf"is not a complete {suffix} file"):
             list(read_texts(path, ["text"]))
     path.write_bytes(whole[:5000] + b"\0" * 99 + whole[5099:])  # may show as a bad line first
     with pytest.raises(DataError):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megalith.data.batch import BoundaryRules, make_batch
-from megalith.data.dataset import MockDataset
 from megalith.data.loader import Loader
-from megalith.data.order import CyclicOrder, SingleOrder, leave_out, sample_order, stream_position
+from megalith.data.mock_datasets import MockDataset
+from megalith.data.order import CyclicOrder, SingleOrder, sample_order, skip_range, stream_position
 from megalith.errors import ConfigError, DataError
 from megalith.ops.documents import document_ids
 
@@ -183,7 +183,7 @@ def test_a_wrapping_pass_begins_again():
 def test_an_order_needs_samples_and_a_known_name():
     with pytest.raises(DataError, match="no samples"):
         sample_order("cyclic", 0, 1)
-    with pytest.raises(ConfigError, match="'random' is not known"):
+    with pytest.raises(ConfigError, match="'random' is unknown"):
         sample_order("random", 5, 1)
 
 
@@ -265,5 +265,5 @@ def test_what_was_left_out_is_stepped_over_from_its_first_position_on():
     assert [stream_position(consumed, [[4, 6]]) for consumed in (3, 4, 5)] == [3, 6, 7]
     apart = [[2, 3], [4, 6], [9, 10]]
     assert [stream_position(consumed, apart) for consumed in range(8)] == [0, 1, 3, 6, 7, 8, 10, 11]
-    assert leave_out([[2, 4]], 1, 2) == [[1, 2], [2, 4]] and leave_out([[2, 4]], 1, 3) == [[1, 5]]
-    assert leave_out([[2, 4]], 2, 3) == [[2, 4], [4, 5]]  # what the run takes next stands right behind
+    assert skip_range([[2, 4]], 1, 2) == [[1, 2], [2, 4]] and skip_range([[2, 4]], 1, 3) == [[1, 5]]
+    assert skip_range([[2, 4]], 2, 3) == [[2, 4], [4, 5]]  # what the run takes next stands right behind

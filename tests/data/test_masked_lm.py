@@ -11,7 +11,8 @@ from sentences import CASES, PIECES, SEED, SEQ, SPANS, ours, spans, words, write
 
 from megalith.config import RunConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.masked_lm import Masking, MockMaskedDataset, WordPieces, make_bert_batch
+from megalith.data.masked_lm import Masking, WordPieces, make_bert_batch
+from megalith.data.mock_datasets import MockMaskedDataset
 from megalith.data.sentence_index import mersenne_twister_64
 from megalith.data.tokenizers.huggingface import BertWordPieceLowerCase
 from megalith.data.tokenizers.plain import ByteTokenizer
@@ -82,19 +83,19 @@ def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(
 
 def test_what_begins_a_word_is_the_tokenizers_word() -> None:
     tokenizer = BertWordPieceLowerCase({"vocab.txt": "\n".join(PIECES).encode()})
-    found, expected = WordPieces.of(tokenizer, len(PIECES) + 2), words(2)
-    assert np.array_equal(found.begins, expected.begins)
+    found, expected = WordPieces.from_tokenizer(tokenizer, len(PIECES) + 2), words(2)
+    assert np.array_equal(found.begins_word, expected.begins_word)
     assert (found.cls, found.sep, found.mask, found.pad) == (
         expected.cls,
         expected.sep,
         expected.mask,
         expected.pad,
     )
-    with pytest.raises(ConfigError, match="ByteTokenizer does not spell its entries"):
-        WordPieces.of(ByteTokenizer({}, None), 300)
+    with pytest.raises(ConfigError, match="ByteTokenizer has no spelling of its entries"):
+        WordPieces.from_tokenizer(ByteTokenizer({}, None), 300)
     without = BertWordPieceLowerCase({"vocab.txt": b"[UNK]\n[CLS]\n[SEP]\n"})
-    with pytest.raises(ConfigError, match=r"has no \[MASK\], \[PAD\], which samples of masked words"):
-        WordPieces.of(without, 3)
+    with pytest.raises(ConfigError, match=r"has no \[MASK\], \[PAD\], which masked-word samples need"):
+        WordPieces.from_tokenizer(without, 3)
 
 
 def test_made_up_samples_depend_on_seed_and_number_alone() -> None:
@@ -110,5 +111,5 @@ def test_made_up_samples_are_as_short_as_a_masked_token_allows() -> None:
     for length in (5, 6, 7):
         samples = MockMaskedDataset(5, length, 20, SEED, Masking(mask_prob=0.9))
         assert all(samples[i]["loss_mask"].sum() for i in range(20))
-    with pytest.raises(ConfigError, match="vocab_size 4 has nothing but"):
+    with pytest.raises(ConfigError, match="vocab_size 4 has no entries besides"):
         MockMaskedDataset(4, 32, 1, SEED, Masking())

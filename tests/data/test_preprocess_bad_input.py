@@ -101,7 +101,7 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_refused(run, tmp_pa
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     tokenizer.vocab_size = 50
     tokenizer.encode = lambda text: [70]
-    with pytest.raises(DataError, match="gave ids 70 to 70, but its vocab_size is 50"):
+    with pytest.raises(DataError, match="returned ids 70 to 70, but its vocab_size is 50"):
         run([write(tmp_path / "a.jsonl", '{"text": "1"}')], tokenizer)
 
 

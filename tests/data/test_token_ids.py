@@ -101,7 +101,7 @@ def test_what_a_device_finds_is_raised_by_a_later_call_once_it_is_known():
     event.done = True
     with pytest.raises(DataError, match=f"{SEQ + 3} {VOCAB}"):
         ids.check(batch_with().input_ids, "input_ids", "the batch")
-    ids.raise_found()
+    ids.raise_pending()
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])

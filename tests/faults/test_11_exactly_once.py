@@ -13,7 +13,7 @@ import torch
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
-from megalith.data.order import leave_out, stream_position
+from megalith.data.order import skip_range, stream_position
 from megalith.training.build import Data, prepare
 
 STEPS, RESTARTS = 60, 20
@@ -83,7 +83,7 @@ def test_what_is_left_out_is_missing_and_all_else_keeps_its_order(corpus):
     job = Job(config, 2)
     _, straight = job.run(0, 0, STEPS)
     tokens = [sample for _, sample in straight]
-    left_out = leave_out(leave_out([], 8, 16), 20, 28)
+    left_out = skip_range(skip_range([], 8, 16), 20, 28)
     assert left_out == [[8, 16], [28, 36]]
     _, samples = job.run(0, 0, 30, left_out)
     kept = tokens[:8] + tokens[16:28] + tokens[36:]
@@ -91,7 +91,7 @@ def test_what_is_left_out_is_missing_and_all_else_keeps_its_order(corpus):
 
 
 def test_leaving_out_again_what_was_behind_a_gap_joins_the_two():
-    left_out = leave_out(leave_out([], 8, 16), 6, 10)  # positions 6, 7, 16 and 17
+    left_out = skip_range(skip_range([], 8, 16), 6, 10)  # positions 6, 7, 16 and 17
     assert left_out == [[6, 18]]
     assert [stream_position(consumed, left_out) for consumed in (0, 5, 6, 7)] == [0, 5, 18, 19]
-    assert leave_out(left_out, 0, 2) == [[0, 2], [6, 18]]
+    assert skip_range(left_out, 0, 2) == [[0, 2], [6, 18]]

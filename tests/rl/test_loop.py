@@ -121,7 +121,7 @@ KILLS = {  # where, and in which of its calls
     "after the sync": (RolloutSampler, "sample_batch", 2),
     "between generation and rewards": (Rewards, "__call__", 8),  # behind two evaluations
     "after a rollout file": (LiveRollouts, "_save", 2),
-    "in training": (PolicyTask, "figures", 7),
+    "in training": (PolicyTask, "step_metrics", 7),
     "in a save": (StepFolder, "commit", 2),
 }
 

@@ -165,14 +165,16 @@ def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_p
     shutil.copytree(
         predictions["folder"] / "logits6", short, ignore=lambda *_: ["samples_000000000004.safetensors"]
     )
-    with pytest.raises(DataError, match="has predictions of 4 samples, and the run has come to sample 4"):
+    with pytest.raises(DataError, match="has predictions of 4 samples, but the run has reached sample 4"):
         job(stored(predictions, 6).with_settings({"distill.logits_dir": str(short)}))
     settings = stored(predictions, 6).with_settings({"distill.temperature": 1.0})
     with pytest.raises(
         ConfigError, match=r"was written with temperature 2\.0, and distill\.temperature is 1\.0"
     ):
         job(settings)
-    with pytest.raises(DataError, match=r"was begun with temperature 2\.0, not 1\.0; choose another folder"):
+    with pytest.raises(
+        DataError, match=r"was started with temperature 2\.0, not 1\.0; choose another folder"
+    ):
         store_logits(settings)
     with pytest.raises(ConfigError, match="set both"):
         store_logits(config_of(predictions))

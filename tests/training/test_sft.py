@@ -157,7 +157,7 @@ def test_the_example_trains_evaluates_resumes_and_exports(prepared, capsys):
     deterministic = [*prepared, "--train.deterministic", "true", "--checkpoint.save_interval", "3"]
     assert main([*deterministic, "--train.output_dir", "whole", "--checkpoint.export_hf", "true"]) == 0
     out = capsys.readouterr().out
-    assert "train: 57 samples in " in out and "% of tokens, " in out and "sequences a row" in out
+    assert "train: 57 samples in " in out and "% of tokens, " in out and "sequences per row" in out
     found = losses(Path("whole"))
     assert found[-1] < found[0]
     assert "validation loss at iteration 4" in out

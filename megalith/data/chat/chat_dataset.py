@@ -1,9 +1,9 @@
-"""Rows of chat samples: padded, one sample a row, or packed, several whole ones in each.
+"""Rows of chat samples: padded, with one sample per row, or packed, with several complete samples per row.
 
-Packing is best fit, decreasing: the longest samples first, each into the row with the least room that still takes it.
-It leaves a few per cent of padding, cuts no sample, and follows from the lengths and the seed alone. In a packed row
-attention stays inside a sample (`document_ends`) and positions begin again at 0 with each, so a sample's loss is what
-it is alone. A row is a sequence to everything else: batch sizes, epochs and the position in the data count rows.
+Packing is best fit decreasing: the longest samples first, each into the row with the least sufficient room. It leaves
+a few per cent of padding, splits no sample, and depends only on the lengths and the seed. In a packed row attention
+stays within a sample (`document_ends`) and positions restart at 0, so a sample's loss is the same as without packing.
+Batch sizes, epochs and positions in the data count rows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megalith.errors import DataError
 
 
 def best_fit_decreasing(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
-    """Which samples share a row of `room` tokens; rows and what is in them are in the samples' order.
+    """Return the samples of each row of `room` tokens; rows and their samples are in sample order.
 
-    Samples of one length are taken in an order made of the seed.
+    Samples of equal length are placed in an order that depends on the seed.
     """
     order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # tokens that are free → the rows
-    rooms: list[int] = []  # the keys of with_room, sorted
+    with_room: dict[int, list[int]] = {}  # rows by number of free tokens
+    rooms: list[int] = []  # sorted keys of with_room
     for sample in order.tolist():
         length = int(lengths[sample])
         at = bisect_left(rooms, length)
@@ -58,11 +58,11 @@ def best_fit_decreasing(lengths: np.ndarray, room: int, seed: int) -> list[list[
 
 
 class ChatDataset:
-    """Rows of `seq_length` tokens out of samples [first, last) of `samples`.
+    """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
-    Row i is int64 [4, seq_length]: tokens, the label of each, 1 where the label is learned, and the sample's number
-    in the row; `make_chat_batch` makes a Batch of several. Padding follows the last sample and belongs to it. Of pairs
-    it is two rows, [2, 4, seq_length]: one with the chosen answers of its samples, one with the rejected ones.
+    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index of the sample within
+    the row. `make_chat_batch` collates rows. Padding counts to the last sample. For pairs it is [2, 4, seq_length]: a
+    row with the chosen answers and one with the rejected ones.
     """
 
     def __init__(
@@ -77,23 +77,24 @@ class ChatDataset:
         padding: int,
     ):
         self.samples, self.seq_length, self.padding = samples, seq_length, padding
-        self.shape = (4, seq_length) if samples.each == 1 else (samples.each, 4, seq_length)
-        of_samples = samples.lengths.reshape(-1, samples.each)[first:last]  # [samples, each]
-        lengths = of_samples.max(1)
+        count = samples.sequences_per_sample
+        self.shape = (4, seq_length) if count == 1 else (count, 4, seq_length)
+        sample_lengths = samples.lengths.reshape(-1, count)[first:last]  # [samples, count]
+        lengths = sample_lengths.max(1)
         rows = (
             best_fit_decreasing(lengths, seq_length, seed) if packing else [[i] for i in range(len(lengths))]
         )
         self._members = first + np.array([i for row in rows for i in row], dtype=np.int64)
         self._starts = np.cumsum([0, *map(len, rows)])
-        sizes = of_samples[self._members - first]  # [members, each]
-        of_members = np.stack([sizes.sum(1), np.square(sizes).sum(1)], axis=1)
-        self.work = np.add.reduceat(of_members, self._starts[:-1])
-        """Of each row its tokens, and the sum of its sequences' squared lengths: int64 [rows, 2]."""
+        sizes = sample_lengths[self._members - first]  # [members, each]
+        member_work = np.stack([sizes.sum(1), np.square(sizes).sum(1)], axis=1)
+        self.work = np.add.reduceat(member_work, self._starts[:-1])
+        """int64 [rows, 2]: tokens per row, and the sum of the squared sequence lengths."""
         self._length, self.num_rows = len(rows), len(rows)
-        self.num_samples, self.num_tokens = len(lengths), int(of_samples.sum())
+        self.num_samples, self.num_tokens = len(lengths), int(sample_lengths.sum())
 
-    def filled_up(self, global_batch_size: int) -> ChatDataset:
-        """The same with rows of nothing but padding behind it, to whole global batches: an evaluation takes each row
+    def pad_to_batches(self, global_batch_size: int) -> ChatDataset:
+        """Return a copy with padding rows up to a multiple of the global batch, so that evaluation reads each row
         once."""
         other = copy.copy(self)
         other._length = -(-self.num_rows // global_batch_size) * global_batch_size
@@ -105,8 +106,8 @@ class ChatDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of chat data that has {len(self)}")
-        members, each = self._samples_of(i), self.samples.each
-        rows = [self._row([sample * each + side for sample in members]) for side in range(each)]
+        members, answers = self._samples_of(i), self.samples.sequences_per_sample
+        rows = [self._row([sample * answers + answer for sample in members]) for answer in range(answers)]
         return np.stack(rows).reshape(self.shape)
 
     def _row(self, sequences: list[int]) -> np.ndarray:
@@ -126,7 +127,7 @@ class ChatDataset:
         return self._members[self._starts[i] : self._starts[i + 1]].tolist() if i < self.num_rows else []
 
     def describe(self, i: int) -> str:
-        return "the row of " + ", ".join(self.samples.places[sample] for sample in self._samples_of(i))
+        return "the row of " + ", ".join(self.samples.sources[sample] for sample in self._samples_of(i))
 
     def epochs(self) -> dict[str, int]:
         return {}
@@ -135,36 +136,36 @@ class ChatDataset:
         return True  # rows do not depend on the length of the run
 
     def identity(self) -> dict[str, int | str]:
-        """What tells whether the rows are the same: `rows`, and `samples_sha256`."""
+        """Return the number and the hash of the rows, to detect changes."""
         return {"rows": self.num_rows, "samples_sha256": self.samples.identity()}
 
     def note(self, packing: bool) -> str:
-        """How full the rows are."""
-        each, sequences = self.samples.each, self.num_samples / self.num_rows
-        share = 100 * self.num_tokens / (self.num_rows * each * self.seq_length)
-        packed = f", {sequences:.1f} sequences a row" if packing else ", padded"
-        twice = "" if each == 1 else f"{each} × "
-        return f"{twice}{self.num_rows:,} rows of {self.seq_length:,}: {share:.1f} % of tokens{packed}"
+        """Return a note on how full the rows are."""
+        answers, sequences = self.samples.sequences_per_sample, self.num_samples / self.num_rows
+        percent = 100 * self.num_tokens / (self.num_rows * answers * self.seq_length)
+        layout = f", {sequences:.1f} sequences per row" if packing else ", padded"
+        prefix = "" if answers == 1 else f"{answers} × "
+        return f"{prefix}{self.num_rows:,} rows of {self.seq_length:,}: {percent:.1f} % of tokens{layout}"
 
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
-    """A Batch from int64 rows [batch, 4, seq] and their places in the stream, int64 [batch]."""
+    """Collate rows, int64 [batch, 4, seq], at stream positions `sample_numbers`, int64 [batch]."""
     tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
     positions = np.broadcast_to(np.arange(rows.shape[2]), tokens.shape)
-    begins = np.diff(rows[:, 3], axis=1, prepend=rows[:, 3, :1]) != 0
-    positions = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+    starts = np.diff(rows[:, 3], axis=1, prepend=rows[:, 3, :1]) != 0
+    positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
     return Batch(
         input_ids=tokens,
         labels=labels,
         loss_mask=learned.float(),
         position_ids=torch.from_numpy(positions),
-        document_ends=document_ends(begins),
+        document_ends=document_ends(starts),
         sample_numbers=torch.from_numpy(sample_numbers),
     )
 
 
 class ChatSplits(NamedTuple):
-    """A run's chat data. A split that there is none of is None."""
+    """The chat data of a run. Empty splits are None."""
 
     train: ChatDataset
     valid: ChatDataset | None
@@ -181,43 +182,48 @@ def open_chat_data(
     cache: Path,
     may_write: bool = True,
 ) -> ChatSplits:
-    """The rows of the run's splits: shares of data_path by `split`, or what the data path of each names, whole.
+    """Return the rows of the run's splits, divided from data_path by `split` or from the data path of each.
 
-    All of it is tokenized, by one process of those that share `cache` (`cached_samples`). DataError: a bad sample, or a
-    split without any.
+    All files are tokenized, once per machine with the folder `cache` (`cached_samples`).
+
+    Raises:
+        DataError: if a sample is unusable or a split is empty.
     """
-    own = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    named = own if data.data_path is None else (data.data_path,)
-    files = [None if path is None else chat_files(path) for path in named]
-    longest = data.seq_length
-    of_files = [
-        cached_samples(cache, each, tokenizer, chat, longest, vocab_size, may_write) if each else None
-        for each in files
+    split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    paths = split_paths if data.data_path is None else (data.data_path,)
+    files = [None if path is None else chat_files(path) for path in paths]
+    seq_length = data.seq_length
+    samples_by_split = [
+        cached_samples(cache, split_files, tokenizer, chat, seq_length, vocab_size, may_write)
+        if split_files
+        else None
+        for split_files in files
     ]
     if len(files) == 1:
-        bounds, ranges = parse_split(data.split), split_ranges(data.split, len(of_files[0]))
-        of_files *= len(SPLITS)
+        bounds, ranges = parse_split(data.split), split_ranges(data.split, len(samples_by_split[0]))
+        samples_by_split *= len(SPLITS)
     else:
-        ranges = [(0, len(samples)) if samples else (0, 0) for samples in of_files]
+        ranges = [(0, len(samples)) if samples else (0, 0) for samples in samples_by_split]
     padding = tokenizer.eod if tokenizer is not None and tokenizer.eod is not None else 0
     parts: list[ChatDataset | None] = []
     notes = []
-    for name, samples, (first, last) in zip(SPLITS, of_files, ranges):
+    for name, samples, (first, last) in zip(SPLITS, samples_by_split, ranges):
         if first == last:
             parts.append(None)
             if name == "valid" and len(files) == 1 and bounds[1] < bounds[2]:
                 notes.append(
-                    f"valid: none of the {len(samples):,} samples, by data.split {data.split}; nothing is evaluated"
+                    f"valid: data.split {data.split} gives it none of the {len(samples):,} samples, so there is no "
+                    "evaluation"
                 )
             continue
-        rows = ChatDataset(samples, first, last, longest, packing=chat.packing, seed=seed, padding=padding)
+        rows = ChatDataset(samples, first, last, seq_length, packing=chat.packing, seed=seed, padding=padding)
         parts.append(rows)
         notes.append(f"{name}: {rows.num_samples:,} samples in {rows.note(chat.packing)}")
     if parts[0] is None:
         raise DataError(
-            f"the train share of data.split {data.split} has none of the samples; give it a larger one, or add data"
+            f"data.split {data.split} gives the train split no samples; raise its weight, or add data"
         )
-    for samples in {id(samples): samples for samples in of_files if samples}.values():
-        notes += [f"{count:,} samples were {what}" for what, count in samples.counts.items()]
-        notes += [f"the first of the unusable: {samples.first_bad}"] * bool(samples.first_bad)
+    for samples in {id(samples): samples for samples in samples_by_split if samples}.values():
+        notes += [f"{count:,} samples were {event}" for event, count in samples.counts.items()]
+        notes += [f"the first unusable one: {samples.first_bad}"] * bool(samples.first_bad)
     return ChatSplits(*parts, notes)

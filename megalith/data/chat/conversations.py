@@ -1,17 +1,17 @@
-"""Records of chat data: a conversation, a prompt with its completion, tokens, or a preference between two answers.
+"""Records of chat data: conversations, prompts with completions, token ids, or preferences between two answers.
 
 | form | keys of a record |
 |---|---|
-| conversation | `messages`: [{role, content}], and perhaps `tools`, `chat_template_kwargs` |
+| conversation | `messages`: [{role, content}]; optional `tools`, `chat_template_kwargs` |
 | prompt and completion | `prompt`, `completion`: two texts, or two lists of messages |
-| ShareGPT | `conversations`: [{from, value}], and perhaps `system`, `tools` |
-| Alpaca | `instruction`, `output`, and perhaps `input`, `system` |
-| tokens | `input_ids`, and perhaps `labels` (−100: not learned) or a mask of what is learned |
+| ShareGPT | `conversations`: [{from, value}]; optional `system`, `tools` |
+| Alpaca | `instruction`, `output`; optional `input`, `system` |
+| tokens | `input_ids`; optional `labels` (−100: not learned) or a mask of learned tokens |
 | preference: prompt and answers | `prompt`, `chosen`, `rejected`: three texts, or three lists of messages |
-| preference: whole answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common beginning |
+| preference: full answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common prefix |
 | preference: tokens | `prompt_ids`, `chosen_ids`, `rejected_ids` |
 
-A record in no form, or a malformed one, is a ValueError; the reader (samples.py) adds file, line and sample.
+A record without a form, or a malformed one, raises ValueError; the reader (samples.py) adds file, line and sample.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalith.data.doors import of_records
+from megalith.data.input_hints import record_hint
 
 Record = Mapping[str, Any]
 Message = dict[str, Any]
 
-IGNORED = -100  # the label that transformers and TRL leave out of the loss
-MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # of tokens: 0 where one is not learned
-LEARNED = ("weight", "train", "training", "train_on_turn", "loss")
-"""Keys of a message that say whether it is learned: OpenAI's, axolotl's by three names, and ms-swift's."""
-PARTLY_LEARNED = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
-"""Keys of a message that leave out a part of it, which is not supported."""
+IGNORED = -100  # label that transformers and TRL exclude from the loss
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # per token: 0 if it is not learned
+LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
+"""Keys of a message that determine whether it is learned: OpenAI's, axolotl's three, and ms-swift's."""
+UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
+"""Keys of a message that exclude part of it from the loss, which is not supported."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -47,7 +47,7 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-FOLLOWS = {  # who may speak after whom
+FOLLOWS = {  # roles that may follow a role
     None: ("system", "user"),
     "system": ("user",),
     "user": ("assistant",),
@@ -58,12 +58,12 @@ FOLLOWS = {  # who may speak after whom
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. What stands before message `first` is a prompt, of which no turn is learned."""
+    """A conversation. Messages before `first` are a prompt, of which nothing is learned."""
 
     messages: list[Message]
     first: int = 0
-    more: dict[str, Any] = field(default_factory=dict)  # what else the chat template is given
-    unlearned: frozenset[int] = frozenset()  # messages that say that they are not to be learned
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of the chat template
+    unlearned: frozenset[int] = frozenset()  # indices of messages marked as not learned
 
 
 @dataclass(frozen=True)
@@ -78,35 +78,37 @@ class Tokens:
     learned: list[bool]
 
 
-Said = Chat | Text | Tokens
+ParsedSequence = Chat | Text | Tokens
 
 
-def parse_record(record: Record) -> list[Said]:
-    """What a record says, as one sequence. ValueError: the reason why it cannot be used."""
+def parse_record(record: Record) -> list[ParsedSequence]:
+    """Parse a record into one sequence. Raise ValueError with the reason if it is unusable."""
     if isinstance(label := record.get("label"), bool | int | float) and label != 1:
         raise ValueError(
-            f"its label is {label!r}, which marks an undesirable answer in KTO's data, and all answers here are "
-            "learned as good ones; leave such records out, or remove the key if it means something else"
+            f"its label is {label!r}, which marks an undesirable answer in KTO's data, but all answers here are "
+            "learned; remove such records, or remove the key if it means something else"
         )
-    return [_parsed(record, FORMS)]
+    return [_parse(record, FORMS)]
 
 
-def parse_preference(record: Record) -> list[Said]:
-    """The chosen and the rejected answer of a record, each behind its prompt. ValueError as above."""
-    return _parsed(record, PREFERENCES)
+def parse_preference(record: Record) -> list[ParsedSequence]:
+    """Parse a record into its chosen and its rejected answer, each after the prompt. Raise ValueError like
+    parse_record."""
+    return _parse(record, PREFERENCES)
 
 
-def _parsed(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
+def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
     if record.get("weight") not in (None, 1):
         raise ValueError(
-            f"its weight is {record['weight']!r}, but each sample counts once; repeat the record, or leave it out"
+            f"its weight is {record['weight']!r}, but each sample counts once; repeat the record, or remove it"
         )
     for keys, parse in all_forms.items():
         if all(record.get(key) is not None for key in keys):
             return parse(record)
     forms = "; ".join(" and ".join(keys) for keys in all_forms)
     raise ValueError(
-        f"its keys are {', '.join(map(repr, record)) or 'none'}, and none of the forms: {forms}{of_records(record)}"
+        f"its keys are {', '.join(map(repr, record)) or 'none'}, which match none of the forms: {forms}"
+        f"{record_hint(record)}"
     )
 
 
@@ -121,7 +123,7 @@ def _tokens(record: Record) -> Tokens:
             raise ValueError(f"{name} has {len(values)} entries and input_ids has {len(ids)}")
     if padding is not None and 0 in padding:
         raise ValueError(
-            "its attention_mask has zeros; leave the padding out of input_ids and the other lists"
+            "its attention_mask has zeros; remove the padding from input_ids and the other lists"
         )
     learned = [all(values) for values in zip(*masks.values())] if masks else [True] * len(ids)
     if labels is None:
@@ -167,14 +169,14 @@ def _alpaca(record: Record) -> Chat:
     for name in ("instruction", "input", "output"):
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"its {name} is {record[name]!r:.60}, not text")
-    asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+    question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
     if record.get("system"):
         turns.insert(0, {"role": "system", "content": record["system"]})
     return _chat(turns, "role", "content", {})
 
 
-FORMS: dict[tuple[str, ...], Callable[[Record], Said]] = {
+FORMS: dict[tuple[str, ...], Callable[[Record], ParsedSequence]] = {
     ("input_ids",): _tokens,
     ("messages",): _messages,
     ("prompt", "completion"): _prompt_completion,
@@ -183,7 +185,7 @@ FORMS: dict[tuple[str, ...], Callable[[Record], Said]] = {
 }
 
 
-def _token_answers(record: Record) -> list[Said]:
+def _token_answers(record: Record) -> list[ParsedSequence]:
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
         _require_ids(name, record[name])
     prompt = list(record["prompt_ids"])
@@ -191,20 +193,20 @@ def _token_answers(record: Record) -> list[Said]:
     return [Tokens(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in answers]
 
 
-def _prompted_answers(record: Record) -> list[Said]:
+def _prompted_answers(record: Record) -> list[ParsedSequence]:
     prompt = record["prompt"]
-    of_text = [isinstance(record[name], str) for name in ("prompt", "chosen", "rejected")]
-    if any(of_text) and not all(of_text):
+    are_text = [isinstance(record[name], str) for name in ("prompt", "chosen", "rejected")]
+    if any(are_text) and not all(are_text):
         raise ValueError(
-            "some of prompt, chosen and rejected are text and others lists of messages; where these are whole "
-            "conversations, leave the prompt out"
+            "some of prompt, chosen and rejected are text and others lists of messages; if chosen and rejected are "
+            "full conversations, remove the prompt"
         )
-    if not any(of_text):
+    if not any(are_text):
         _require_messages(prompt=prompt, chosen=record["chosen"], rejected=record["rejected"])
     return [_answer(name, prompt, record[name], record) for name in ("chosen", "rejected")]
 
 
-def _whole_answers(record: Record) -> list[Said]:
+def _full_answers(record: Record) -> list[ParsedSequence]:
     chosen, rejected = record["chosen"], record["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("one of chosen and rejected is text and the other a list of messages")
@@ -212,24 +214,22 @@ def _whole_answers(record: Record) -> list[Said]:
         _require_messages(chosen=chosen, rejected=rejected)
     if chosen == rejected:
         raise ValueError(
-            "chosen and rejected are equal, so where their answers begin is not known; give the prompt"
+            "chosen and rejected are equal, so the start of the answers is unknown; add the prompt"
         )
     first = next(
         (at for at, (one, other) in enumerate(zip(chosen, rejected)) if one != other),
         min(len(chosen), len(rejected)),
     )
-    if (
-        isinstance(chosen, str) and chosen[first - 1 : first] == " "
-    ):  # the space goes with the word, as in TRL
-        first -= 1
+    if isinstance(chosen, str) and chosen[first - 1 : first] == " ":
+        first -= 1  # as in TRL, the space belongs to the word
     if not first:
         raise ValueError(
-            "chosen and rejected have no common beginning, which would be their prompt; give the prompt"
+            "chosen and rejected have no common prefix, which would be their prompt; add the prompt"
         )
     prompt = chosen[:first]
     return [
-        _answer(name, prompt, whole[first:], record)
-        for name, whole in (("chosen", chosen), ("rejected", rejected))
+        _answer(name, prompt, full_answer[first:], record)
+        for name, full_answer in (("chosen", chosen), ("rejected", rejected))
     ]
 
 
@@ -241,19 +241,19 @@ def _answer(name: str, prompt: Any, answer: Any, record: Record) -> Chat | Text:
     try:
         chat = _chat([*prompt, *answer], "role", "content", record, first=len(prompt))
     except ValueError as error:
-        raise ValueError(f"of the {name} conversation {error}") from None
-    if left_out := [k for k in chat.unlearned if k >= chat.first]:
+        raise ValueError(f"in the {name} conversation, {error}") from None
+    if unlearned := [k for k in chat.unlearned if k >= chat.first]:
         raise ValueError(
-            f"message {min(left_out) + 1} of the {name} conversation says that it is not to be learned, but a "
-            "preference is one between whole answers; put the message into the prompt, or leave it out"
+            f"message {min(unlearned) + 1} of the {name} conversation is marked as not learned, but preferences "
+            "compare full answers; move the message to the prompt, or remove it"
         )
     return chat
 
 
-PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[Said]]] = {
+PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[ParsedSequence]]] = {
     ("prompt_ids", "chosen_ids", "rejected_ids"): _token_answers,
     ("prompt", "chosen", "rejected"): _prompted_answers,
-    ("chosen", "rejected"): _whole_answers,
+    ("chosen", "rejected"): _full_answers,
 }
 
 
@@ -264,10 +264,10 @@ def _require_messages(**lists: Any) -> None:
 
 
 def template_arguments(record: Record) -> dict[str, Any]:
-    """What the chat template is given beside the messages."""
-    more, tools = record.get("chat_template_kwargs") or {}, record.get("tools")
-    if not isinstance(more, Mapping):
-        raise ValueError(f"its chat_template_kwargs is {more!r:.60}, not an object")
+    """Return the record's further arguments of the chat template."""
+    arguments, tools = record.get("chat_template_kwargs") or {}, record.get("tools")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"its chat_template_kwargs is {arguments!r:.60}, not an object")
     if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
@@ -275,29 +275,30 @@ def template_arguments(record: Record) -> dict[str, Any]:
             raise ValueError(f"its tools are text that is not JSON ({error})") from None
     if tools and (not isinstance(tools, Sequence) or isinstance(tools, str)):
         raise ValueError(f"its tools are {tools!r:.60}, not a list")
-    return dict(more) | ({"tools": tools} if tools else {})
+    return dict(arguments) | ({"tools": tools} if tools else {})
 
 
 def prompt_messages(turns: Any) -> list[Message]:
-    """The messages that an answer is asked to: the last one is not the assistant's. ValueError: the reason why not."""
-    messages = _checked(turns, "role", "content", answered=False)
+    """Return the messages of a prompt, the last of which is not the assistant's. Raise ValueError with the reason
+    otherwise."""
+    messages = _check_messages(turns, "role", "content", needs_answer=False)
     if messages[-1]["role"] == "assistant":
         raise ValueError("its last message is the assistant's, so there is nothing to answer")
     return messages
 
 
 def _chat(turns: Any, role_key: str, content_key: str, record: Record, first: int = 0) -> Chat:
-    messages = _checked(turns, role_key, content_key)
+    messages = _check_messages(turns, role_key, content_key)
     unlearned = frozenset(
         k
         for k, (turn, message) in enumerate(zip(turns, messages))
-        if message["role"] == "assistant" and not all(turn.get(key) in (None, 1) for key in LEARNED)
+        if message["role"] == "assistant" and not all(turn.get(key) in (None, 1) for key in LEARNED_KEYS)
     )
-    return Chat(messages, first=first, more=template_arguments(record), unlearned=unlearned)
+    return Chat(messages, first=first, arguments=template_arguments(record), unlearned=unlearned)
 
 
-def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True) -> list[Message]:
-    """The turns as {role, content, …}, in an order that a conversation can have and none of them empty."""
+def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: bool = True) -> list[Message]:
+    """Return the turns as {role, content, …}. Raise ValueError for an impossible order of roles or an empty message."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError("its conversation is not a list of messages, or has none")
     messages, before = [], None
@@ -307,43 +308,43 @@ def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True)
         role = ROLES.get(turn[role_key]) if isinstance(turn[role_key], str) else None
         if role is None:
             raise ValueError(
-                f"message {number} is of the role {turn[role_key]!r}; there are {', '.join(ROLES)}"
+                f"message {number} has the role {turn[role_key]!r}; supported are {', '.join(ROLES)}"
             )
         if role not in FOLLOWS[before]:
             raise ValueError(
-                f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, where it has "
-                f"to be the {' or '.join(FOLLOWS[before])}'s"
+                f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, but it must "
+                f"be the {' or '.join(FOLLOWS[before])}'s"
             )
-        left_out = (role_key, content_key, *LEARNED, *PARTLY_LEARNED)
-        rest = {key: value for key, value in turn.items() if key not in left_out and value is not None}
-        if answered:
+        excluded = (role_key, content_key, *LEARNED_KEYS, *UNSUPPORTED_KEYS)
+        rest = {key: value for key, value in turn.items() if key not in excluded and value is not None}
+        if needs_answer:
             _check_learned(number, role, turn)
         content = _content(turn.get(content_key))
         if not content.strip() and not rest.get("tool_calls"):
             raise ValueError(f"message {number}, the {role}'s, is empty")
         messages.append({"role": role, "content": content, **rest})
         before = role
-    if answered and all(message["role"] != "assistant" for message in messages):
-        raise ValueError("the assistant says nothing in it")
+    if needs_answer and all(message["role"] != "assistant" for message in messages):
+        raise ValueError("it has no message of the assistant")
     return messages
 
 
 def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
-    """Raises ValueError where a message says of itself that it is learned in a way that it cannot be."""
-    for key in PARTLY_LEARNED:
+    """Raise ValueError if a message has an unsupported marker of being learned."""
+    for key in UNSUPPORTED_KEYS:
         if turn.get(key) is not None:
             raise ValueError(
-                f"message {number} has {key}, but a message is learned whole or not at all: say that by its weight, 1 "
-                "or 0, or give tokens with a mask"
+                f"message {number} has {key}, but a message is either learned or not: set its weight to 1 or 0, or "
+                "give tokens with a mask"
             )
-    for key in LEARNED:
+    for key in LEARNED_KEYS:
         value = turn.get(key)
         if value not in (None, 0, 1):
             raise ValueError(f"message {number} has {key} {value!r}; give 1 (learned) or 0 (not learned)")
         if value and role != "assistant":
             raise ValueError(
-                f"message {number}, the {role}'s, has {key} {value!r}, but only the assistant's messages can be "
-                "learned that way; remove the key"
+                f"message {number}, the {role}'s, has {key} {value!r}, but only the assistant's messages "
+                "can be learned; remove the key"
             )
 
 
@@ -359,7 +360,7 @@ def _content(content: Any) -> str:
 
 
 def unicode_text(text: str) -> str:
-    """`text`; a ValueError where it is none that a tokenizer takes: JSON may escape half of a surrogate pair."""
+    """Return `text`. Raise ValueError if it is not encodable: JSON may escape half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

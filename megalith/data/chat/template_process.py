@@ -1,4 +1,6 @@
-"""A chat template in a process of its own, so that one that never ends, or fills the memory, ends with a sentence."""
+"""A separate process for rendering a chat template, so that a template that never ends or fills the memory only causes
+an error.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +24,36 @@ PROGRAM = (
 
 
 class TemplateProcess:
-    """The process that renders `source` (template_renderer.py), started at the first text and again after its end."""
+    """The process that renders `source` (template_renderer.py). It is started at the first text, and again if it has
+    ended."""
 
     def __init__(self, source: str):
         self._source, self._lock = source, Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it: after a fork another one is needed
+        self._owner = 0  # id of the process that started it: a forked process must start its own
 
     def render(self, variables: Mapping[str, Any], *, mark_turns: bool = False) -> str:
-        """Return the text for these variables; values that JSON lacks are rendered as `str` of them.
+        """Return the text for these variables. Values that JSON lacks are rendered as `str`.
 
-        With `mark_turns`, the text has markers around what the template writes for each message (turns.py).
+        With `mark_turns`, the text has markers around each message (turns.py).
 
         Raises:
-            ValueError: the template refuses them, or does not end within the bounds.
-            ConfigError: the template cannot be compiled.
+            ValueError: if the template rejects them or exceeds its limits.
+            ConfigError: if the template cannot be compiled.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._start()
             answer = self._exchange({"variables": variables, "mark_turns": mark_turns})
         if "error" in answer:
-            raise ValueError(f"the chat template refuses it: {answer['error']}")
+            raise ValueError(f"the chat template rejects it: {answer['error']}")
         return answer["text"]
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *sys.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            process_group=0,  # an interrupt is ours
+            process_group=0,  # only this process gets the terminal's interrupts
         )  # fmt: skip
         self._owner = os.getpid()
         weakref.finalize(self, _kill, self._process)
@@ -61,14 +64,14 @@ class TemplateProcess:
         if "error" in answer:
             self._process.kill()
             self._stop()
-            raise ConfigError(f"the chat template is not one ({answer['error']}); correct it")
+            raise ConfigError(f"the chat template is invalid ({answer['error']}); correct it")
 
     def _exchange(self, value: Any) -> dict[str, Any]:
-        """Send a value and return the answer. ValueError: the process has ended instead."""
+        """Send a value and return the answer. Raise ValueError if the process has ended."""
         try:
             request = json.dumps(value, default=str).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the chat template cannot be given its variables: {error}") from error
+            raise ValueError(f"the chat template's variables cannot be sent: {error}") from error
         process = self._process
         try:
             process.stdin.write(request)
@@ -76,7 +79,7 @@ class TemplateProcess:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
-        except BaseException:  # an answer that nobody reads would be taken for the next one
+        except BaseException:  # an unread answer would be taken for the next one
             process.kill()
             self._stop()
             raise
@@ -95,13 +98,13 @@ class TemplateProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process at once: processes forked since hold its pipes open. In those it is left alone."""
+    """Kill the process; children forked since hold its pipes open and must not touch it."""
     process.kill()
     _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Close the pipes of a process that has ended, or is about to, and return its exit code."""
+    """Close the pipes of a process that has ended or is about to, and return its exit code."""
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):
             pipe.close()

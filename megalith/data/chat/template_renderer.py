@@ -1,9 +1,9 @@
-"""The process that renders a chat template: Jinja in a sandbox, within bounds of memory and processor time.
+"""The process that renders a chat template: sandboxed Jinja with limits on memory and processor time.
 
-It reads JSON from its standard input, a line each, and answers each line with one: first the template's source, then
-the variables of one text after the other. A template comes with a model that anyone may have published, and the sandbox
-of Jinja bounds neither loops nor the length of a text. The kernel does: it ends the process (processor time) or refuses
-its memory. The file imports nothing heavy, for each process pays for it.
+It reads JSON lines from standard input and answers each with a line: first the template's source, then the variables
+of one text after another. Anyone may publish a model with a template, and Jinja's sandbox limits neither loops nor
+the length of a text. The kernel does: it ends the process (processor time) or refuses memory. The file has no heavy
+imports, because each process pays for them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalith.data.chat.turns import marked_template, turn_markers
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what a generation block renders: code points that no text may have
-SECONDS = 5  # of processor time per text
-MEMORY = 2 << 30  # bytes of the whole process
-LONGEST = 1 << 25  # characters of a text
-SHOWN = 1000  # characters of an error
+BEGIN, END = "\ufdd0", "\ufdd1"  # around the text of a generation block; code points that no text may contain
+SECONDS = 5  # processor time per text
+MEMORY = 2 << 30  # bytes of address space
+MAX_CHARACTERS = 1 << 25  # of a text
+SHOWN = 1000  # characters of an error message
 FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -38,11 +38,11 @@ FAILURES = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template can raise on a conversation that it does not take."""
+"""Exceptions that a template can raise for a conversation that it does not support."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks what the assistant says."""
+    """`{% generation %}…{% endgeneration %}`: marks the assistant's text."""
 
     tags = {"generation"}
 
@@ -56,7 +56,7 @@ class GenerationBlock(Extension):
 
 
 def template_environment() -> jinja2.Environment:
-    """Return a sandbox with the names that transformers gives a chat template."""
+    """Return a sandbox with the names that transformers provides to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
     )
@@ -75,12 +75,12 @@ def _raise(message: str) -> None:
 
 
 def serve() -> None:
-    """Answer requests until the standard input ends: {"text": …}, or {"error": why there is none}."""
-    _bound(resource.RLIMIT_AS, MEMORY)
+    """Answer requests until standard input ends: {"text": …}, or {"error": reason}."""
+    _set_limit(resource.RLIMIT_AS, MEMORY)
     renderer = None
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _bound(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + SECONDS)
+        _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + SECONDS)
         answer: dict[str, Any] = {}
         try:
             if renderer is None:
@@ -91,8 +91,8 @@ def serve() -> None:
             answer = {"error": f"{error}"[:SHOWN]}
         except MemoryError:
             answer = {"error": f"it needs more than {MEMORY >> 30} GB of memory"}
-        if len(answer.get("text", "")) > LONGEST:
-            answer = {"error": f"its text is longer than {LONGEST:,} characters"}
+        if len(answer.get("text", "")) > MAX_CHARACTERS:
+            answer = {"error": f"its text is longer than {MAX_CHARACTERS:,} characters"}
         print(json.dumps(answer), flush=True)
 
 
@@ -111,8 +111,8 @@ class _Renderer:
         return marked_template(self._environment, self._source)
 
 
-def _bound(limit: int, value: int) -> None:
-    """Lower a soft limit to `value`, or to the hard limit where that is lower."""
+def _set_limit(limit: int, value: int) -> None:
+    """Lower a soft limit to `value`, or to the hard limit if that is lower."""
     hard = resource.getrlimit(limit)[1]
-    with suppress(OSError, ValueError):  # macOS bounds no address space
+    with suppress(OSError, ValueError):  # macOS does not limit address space
         resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

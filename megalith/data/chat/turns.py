@@ -1,9 +1,9 @@
-"""Turns of a conversation in the text that a chat template renders.
+"""Locations of a conversation's turns in the text that a chat template renders.
 
-A template writes each message in an iteration of a loop over the messages. So the bounds of the messages are known from
-one rendering of the whole conversation: every loop body is given a marker at its beginning and its end, and the marked
-rendering is compared with the plain one. This also holds for templates that render a message differently depending on
-what follows it, such as those that drop the reasoning of earlier turns.
+A template writes each message in an iteration of a loop over the messages. Every loop body gets a marker at its start
+and its end, so one rendering of the full conversation shows the bounds of the messages. This also works for templates
+that render a message differently depending on what follows it, such as those that drop the reasoning of earlier
+turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2 import nodes
 
 Span = tuple[int, int]  # characters [start, end)
 
-OPEN, CLOSE, CONTENT = "\ufdd2", "\ufdd3", "\ufdd4"  # code points that no text may have
+OPEN, CLOSE, CONTENT = "\ufdd2", "\ufdd3", "\ufdd4"  # code points that no text may contain
 MARKER = re.compile(f"[{OPEN}{CLOSE}](\\d*);|{CONTENT}")
 REASONING_END = re.compile(r"</(?:\w+:)?think>\s*|\[/THINK\]\s*")
 OPEN_TURN, CLOSE_TURN = "_megalith_open_turn", "_megalith_close_turn"  # names in the marked template
@@ -34,11 +34,12 @@ def marked_template(environment: jinja2.Environment, source: str) -> jinja2.Temp
 
 
 def turn_markers(messages: Sequence[Any]) -> dict[str, Any]:
-    """Return the functions that a marked template calls: they write the number of a message, and nothing for others."""
-    numbers = {id(message): number for number, message in enumerate(messages)}
+    """Return the functions that a marked template calls. They write the index of a message, and nothing for other
+    values."""
+    indices = {id(message): index for index, message in enumerate(messages)}
 
     def marker(kind: str) -> Any:
-        return lambda value: f"{kind}{numbers[id(value)]};" if id(value) in numbers else ""
+        return lambda value: f"{kind}{indices[id(value)]};" if id(value) in indices else ""
 
     return {OPEN_TURN: marker(OPEN), CLOSE_TURN: marker(CLOSE)}
 
@@ -48,7 +49,7 @@ def without_markers(text: str) -> str:
 
 
 def find_turns(marked: str) -> dict[int, Span]:
-    """Return the span of each message in the unmarked text: the longest of the iterations that were about it."""
+    """Return the span of each message in the unmarked text: the longest of its iterations."""
     turns: dict[int, Span] = {}
     begins: dict[str, int] = {}
     for position, marker in _markers(marked):
@@ -64,12 +65,12 @@ def find_turns(marked: str) -> dict[int, Span]:
 
 
 def content_positions(marked: str) -> list[int]:
-    """Return where in the unmarked text the marks of `mark_content` are."""
+    """Return the positions of `mark_content`'s markers in the unmarked text."""
     return [position for position, marker in _markers(marked) if marker == CONTENT]
 
 
 def mark_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with a mark where its text begins, and another one after its reasoning."""
+    """Return the message with a marker at the start of its text, and another one after its reasoning."""
     content = message["content"]
     begin = len(content) - len(content.lstrip())
     marked = REASONING_END.sub(lambda found: found.group() + CONTENT, content[begin:])
@@ -82,7 +83,7 @@ def answer_of(message: Mapping[str, Any]) -> str:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """Return the number of characters that both texts begin with."""
+    """Return the length of the common prefix of two texts."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other)) if a != b),
         min(len(one), len(other)),
@@ -90,12 +91,12 @@ def common_prefix(one: str, other: str) -> int:
 
 
 def _markers(marked: str) -> list[tuple[int, str]]:
-    """Each marker, and its position in the unmarked text."""
-    found, removed = [], 0
+    """Return each marker with its position in the unmarked text."""
+    markers, removed = [], 0
     for match in MARKER.finditer(marked):
-        found.append((match.start() - removed, match.group()))
+        markers.append((match.start() - removed, match.group()))
         removed += len(match.group())
-    return found
+    return markers
 
 
 def _calls(function: str, names: Sequence[str]) -> list[nodes.Node]:
@@ -106,7 +107,7 @@ def _calls(function: str, names: Sequence[str]) -> list[nodes.Node]:
 
 
 def _closed(body: Sequence[nodes.Node], names: Sequence[str]) -> list[nodes.Node]:
-    """The body with the closing marker before each `continue` and `break` of this loop."""
+    """Return the body with a closing marker before each `continue` and `break` of this loop."""
     closed: list[nodes.Node] = []
     for node in body:
         if isinstance(node, nodes.Continue | nodes.Break):

@@ -1,1 +1,1 @@
-"""From texts to indexed datasets."""
+"""Conversion of texts to indexed datasets."""

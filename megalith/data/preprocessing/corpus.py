@@ -1,7 +1,7 @@
-"""JSON Lines written from other corpora: Hugging Face datasets, parquet, and Python's standard library.
+"""JSON Lines from other corpora: Hugging Face datasets, Parquet, and Python's standard library.
 
-The standard library is the embedded default: real text that is present on every machine without a download, 10 to
-15 MB of code, comments and prose. Tests, generated tables and installed packages are left out.
+The standard library is real text that every machine has without a download: 10 to 15 MB of code, comments and prose,
+without tests, generated tables and installed packages.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megalith.io import atomic_file
 from megalith.progress import Progress
 
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-EXCLUDED_PREFIXES = ("_sysconfigdata_",)  # this machine's build, full of its own paths
+EXCLUDED_PREFIXES = ("_sysconfigdata_",)  # build data with this machine's paths
 
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """`bytes` of UTF-8 text, without the JSON around it."""
+    """A written corpus. `bytes` counts UTF-8 text without JSON."""
 
     path: Path
     documents: int
@@ -36,23 +36,30 @@ class CorpusSummary:
 def write_dataset(
     source: str, output_jsonl: str | Path, keys: Sequence[str] = ("text",), *, overwrite: bool = False
 ) -> Path:
-    """Writes the columns `keys` of `source` as JSON Lines; returns the file to read, `source` itself if it is such.
+    """Write columns of a dataset as JSON Lines and return the file to read, which is `source` if it is one already.
 
-    `source`: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a dataset of the Hugging Face hub, which is looked for
-    in the local cache first (its split `train` where none is named). DataError: it cannot be had, has no such column,
-    the output exists, or the package that reads it is not installed.
+    Args:
+            source: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a Hugging Face dataset (default: split `train`),
+            which is
+            looked up in the local cache first.
+        output_jsonl: file to write.
+        keys: columns to write.
+        overwrite: replace an existing output.
+
+    Raises:
+        DataError: if the source is unavailable or lacks a column, the output exists, or a package is missing.
     """
     output = Path(output_jsonl)
     if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return Path(source)
     if Path(source).is_file() and not source.endswith(".parquet"):
         raise DataError(
-            f"{source} is a file, and --dataset takes a dataset's name, a .parquet or a .jsonl file; write JSON Lines, "
-            '{"text": "…"} on a line for each document, and give them as --input'
+            f"{source} is a file, but --dataset takes a dataset's name, a .parquet or a .jsonl file; write JSON Lines, "
+            'one {"text": "…"} per document, and pass them as --input'
         )
     if output.exists() and not overwrite:
         raise DataError(
-            f"{output} exists and is not overwritten; give it as --input, or set overwrite (--overwrite)"
+            f"{output} exists and is not overwritten; pass it as --input, or set overwrite (--overwrite)"
         )
     rows = _parquet_rows(source, keys) if source.endswith(".parquet") else _hub_rows(source, keys)
     with atomic_file(output) as file, Progress("dataset", None, "rows") as progress:
@@ -73,7 +80,7 @@ def _parquet_rows(path: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
         _check_columns(path, keys, file.schema_arrow.names)
         for batch in file.iter_batches(columns=list(keys)):
             yield from batch.to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         raise DataError(f"{path} cannot be read as parquet: {error}; use another file") from error
 
 
@@ -86,8 +93,8 @@ def _hub_rows(source: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
         reason = str(error).strip().split("\n")[0]
         raise DataError(
             f"the dataset {name!r} with split {split or 'train'!r} is not in the local Hugging Face cache and could "
-            f"not be fetched ({reason}); download it where there is a network, check its name, or give JSON Lines by "
-            "--input"
+            f"not be downloaded ({reason}); download it on a machine with a network, check its name, or pass JSON "
+            "Lines as --input"
         ) from error
     _check_columns(name, keys, dataset.column_names)
     yield from dataset
@@ -102,18 +109,18 @@ def _package(module: str, package: str) -> ModuleType:
         ) from error
 
 
-def _check_columns(source: str, keys: Sequence[str], there: Sequence[str]) -> None:
-    if missing := [key for key in keys if key not in there]:
+def _check_columns(source: str, keys: Sequence[str], columns: Sequence[str]) -> None:
+    if missing := [key for key in keys if key not in columns]:
         raise DataError(
-            f"{source} has no column {', '.join(missing)}; it has {', '.join(there)}: give --json-keys"
+            f"{source} has no column {', '.join(missing)}; it has {', '.join(columns)}: set --json-keys"
         )
 
 
 def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) -> CorpusSummary:
-    """Write the standard library as JSON Lines, `{"text": …, "path": …}` for each module.
+    """Write the standard library as JSON Lines, one `{"text": …, "path": …}` per module.
 
-    The order is that of each path's hash: the same every time, and mixed, so that the last documents, which
-    become the validation split, are not one package. DataError: the output exists, or no source is installed.
+    Modules are ordered by the hash of their paths, so that the last documents, which become the validation split, do
+    not come from a single package. Raise DataError if the output exists or no source is installed.
     """
     output = Path(output_jsonl)
     if output.exists() and not overwrite:
@@ -139,7 +146,7 @@ def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) ->
         if documents == 0:
             raise DataError(
                 f"this Python's standard library in {root} has no source files; "
-                "use another Python, or preprocess a text of your own"
+                "use another Python, or preprocess your own text"
             )
     return CorpusSummary(output, documents, size)
 

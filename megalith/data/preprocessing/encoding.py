@@ -1,4 +1,4 @@
-"""Encoding of a block of JSON Lines into token arrays: the part of preprocessing that the workers run."""
+"""Encoding of blocks of JSON Lines into token arrays: the part of preprocessing that workers run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megalith.errors import DataError
 
 @dataclass(frozen=True)
 class Column:
-    """The documents of one JSON key. Empty documents and sentences are already left out.
+    """The documents of one JSON key, without empty documents and sentences.
 
-    `tokens` [n], in the dataset's dtype; `sequence_lengths` int64 [sequences]; `sequences` int64 [documents],
-    how many sequences each document has (1, unless sentences are split).
+    `tokens` [n] in the dataset's dtype; `sequence_lengths` int64 [sequences]; `sequences` int64 [documents], the
+    number of sequences per document (1 unless sentences are split).
     """
 
     tokens: np.ndarray
@@ -32,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`columns`: one a JSON key. `empty`: documents that have no token, over all keys."""
+    """`columns`: one per JSON key. `empty`: number of documents without tokens, over all keys."""
 
     columns: list[Column]
     empty: int
@@ -41,7 +41,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """A function LineBlock → EncodedBlock that can be sent to another process."""
+    """A picklable function LineBlock → EncodedBlock."""
 
     tokenizer: Tokenizer
     json_keys: Sequence[str]
@@ -55,8 +55,8 @@ class BlockEncoder:
         try:
             columns = [self._column(records, k) for k in range(len(self.json_keys))]
         except DataError:  # some text cannot be encoded: find out which
-            records, refused = self._sift(block, records)
-            bad_lines = sorted(bad_lines + refused, key=lambda bad: bad.line)
+            records, bad = self._split_bad_records(block, records)
+            bad_lines = sorted(bad_lines + bad, key=lambda bad: bad.line)
             columns = [self._column(records, k) for k in range(len(self.json_keys))]
         empty = sum(len(records) - len(column.sequences) for column in columns)
         return EncodedBlock(columns, empty, bad_lines)
@@ -91,32 +91,34 @@ class BlockEncoder:
     def _check_ids(self, tokens: np.ndarray) -> None:
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab_size):
             raise DataError(
-                f"the tokenizer gave ids {tokens.min()} to {tokens.max()}, but its vocab_size is "
+                f"the tokenizer returned ids {tokens.min()} to {tokens.max()}, but its vocab_size is "
                 f"{self.tokenizer.vocab_size}; its files do not belong together"
             )
 
-    def _sift(self, block: LineBlock, records: list[TextRecord]) -> tuple[list[TextRecord], list[BadLine]]:
-        """The records that the tokenizer takes, and a BadLine for each that it refuses."""
-        taken, refused = [], []
+    def _split_bad_records(
+        self, block: LineBlock, records: list[TextRecord]
+    ) -> tuple[list[TextRecord], list[BadLine]]:
+        """Return the records that the tokenizer accepts, and a BadLine for each other one."""
+        good, bad = [], []
         for record in records:
             try:
                 for key in range(len(self.json_keys)):
                     self._column([record], key)
-                taken.append(record)
+                good.append(record)
             except DataError as error:
-                refused.append(BadLine(block.path, record.line, record.offset, str(error)))
-        return taken, refused
+                bad.append(BadLine(block.path, record.line, record.offset, str(error)))
+        return good, bad
 
 
-OWN_THREADS = "TOKENIZERS_PARALLELISM"  # which the tokenizers library reads at each call
+LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"  # the tokenizers library reads it at each call
 
 
 def start_worker(encoder: BlockEncoder) -> None:
-    """Make this process, started for the purpose, a worker that encodes with `encoder` on one core."""
+    """Initialize a worker process that encodes with `encoder` on one core."""
     global _encoder
     _encoder = encoder
-    os.environ[OWN_THREADS] = "false"  # one worker, one core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted, and ends its workers
+    os.environ[LIBRARY_THREADS] = "false"  # one worker, one core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles interrupts and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -125,9 +127,9 @@ def encode_in_worker(block: LineBlock) -> EncodedBlock:
 
 
 def _end_with_parent() -> None:
-    """A main process that was killed leaves no workers behind."""
+    """End this worker when the main process ends, even if it is killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-_encoder: BlockEncoder  # of a worker process, set once by start_worker
+_encoder: BlockEncoder  # set once per worker process by start_worker

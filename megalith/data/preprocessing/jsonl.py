@@ -1,7 +1,7 @@
-"""JSON Lines read in blocks of whole lines, plain or compressed.
+"""Reading of JSON Lines, plain or compressed, in blocks of complete lines.
 
-Reading and parsing are separate, so that parsing can run in the worker processes, where the encoding runs. A line that
-cannot be used is a `BadLine`: file, line, byte offset (in the uncompressed text) and reason.
+Reading and parsing are separate, so that worker processes can parse. An unusable line is a `BadLine` with file, line,
+byte offset (in the uncompressed text) and reason.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megalith.remote import StorePath, open_location
 
 BLOCK_BYTES = 1 << 18
 MAX_LINE_BYTES = 32 << 20
-"""Byte-pair encoding takes some 125 bytes of memory for each byte of a document: 4 GB at this length."""
+"""Byte-pair encoding takes about 125 bytes of memory per byte of a document: 4 GB at this length."""
 
-_ZSTD_PIECE_BYTES = 1 << 13  # zstd may unpack to 30,000 times its size, so little at a time
+_ZSTD_PIECE_BYTES = 1 << 13  # small, because zstd may expand data 30,000 times
 
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines of a file, without the last newline; the first one's number (from 1) and byte offset.
+    """Complete lines of a file without the last newline, with the number (from 1) and byte offset of the first.
 
-    `position`: the bytes of the (compressed) file read so far.
+    `position` is the number of bytes of the (compressed) file read so far.
     """
 
     path: Path | StorePath
@@ -45,7 +45,7 @@ class LineBlock:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that holds no usable document. `line` counts from 1, `offset` is the line's first byte."""
+    """A line without a usable document. `line` counts from 1; `offset` is the line's first byte."""
 
     path: Path | StorePath
     line: int
@@ -58,7 +58,7 @@ class BadLine:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """The texts of one line, in the order of the keys asked for."""
+    """The texts of one line, in the order of the requested keys."""
 
     line: int
     offset: int
@@ -66,18 +66,21 @@ class TextRecord:
 
 
 def expand_inputs(inputs: Sequence[str | Path]) -> list[Path | StorePath]:
-    """The files and URLs of `inputs`, in order; a glob's matches are sorted. DataError: missing, or named twice."""
+    """Return the files and URLs of `inputs`, in order, with globs expanded and sorted. Raise DataError for missing
+    files or duplicates."""
     paths: list[Path | StorePath] = []
-    for given in map(str, inputs):
+    for pattern in map(str, inputs):
         try:
-            matches = _matches(given)
+            matches = _matches(pattern)
         except OSError as error:
-            raise DataError(f"cannot look for {given!r}: {error.strerror or error}; check the path") from None
+            raise DataError(
+                f"cannot look for {pattern!r}: {error.strerror or error}; check the path"
+            ) from None
         if not matches:
-            raise DataError(f"no file matches the input {given!r}; check the path")
+            raise DataError(f"no file matches the input {pattern!r}; check the path")
         paths += matches
     if not paths:
-        raise DataError("no input was given; name at least one JSONL file")
+        raise DataError("no input; name at least one JSONL file")
     seen: set[Path] = set()
     for path in paths:
         if not path.is_file():
@@ -88,26 +91,28 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path | StorePath]:
     return paths
 
 
-def _matches(given: str) -> list[Path | StorePath]:
-    path = open_location(given)
+def _matches(pattern: str) -> list[Path | StorePath]:
+    path = open_location(pattern)
     if path.exists():
         return [path]
     return (
-        path.glob() if isinstance(path, StorePath) else [*map(Path, sorted(glob.glob(given, recursive=True)))]
+        path.glob()
+        if isinstance(path, StorePath)
+        else [*map(Path, sorted(glob.glob(pattern, recursive=True)))]
     )
 
 
 def read_blocks(
     path: Path | StorePath, max_line_bytes: int = MAX_LINE_BYTES, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[LineBlock]:
-    """The file in blocks of whole lines, of about `block_bytes` each.
+    """Yield the file in blocks of complete lines of about `block_bytes`.
 
-    A line longer than `max_line_bytes` comes cut to one byte more, alone in its block: `parse_block` refuses
-    it, and memory never holds the rest. DataError: the file cannot be read, or is damaged or cut short.
+    A line longer than `max_line_bytes` is truncated to one byte more, in a block of its own: `parse_block` rejects
+    it, and the rest never fills the memory. Raise DataError if the file cannot be read, or is damaged or truncated.
     """
     line, offset, position = 1, 0, 0
-    tail = bytearray()  # the line that is not yet whole
-    dropping = False  # within the rest of a line that is too long
+    tail = bytearray()  # the incomplete last line
+    dropping = False  # inside the rest of a line that is too long
     for piece, position in _pieces(path, block_bytes):
         if dropping:
             end = piece.find(b"\n")
@@ -134,7 +139,7 @@ def read_blocks(
 def parse_block(
     block: LineBlock, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
 ) -> tuple[list[TextRecord], list[BadLine]]:
-    """The block's documents and its unusable lines, in order. Blank lines are neither."""
+    """Return the block's documents and its unusable lines, in order, without blank lines."""
     records, bad_lines = [], []
     offset = block.offset
     for number, line in enumerate(block.data.split(b"\n"), block.first_line):
@@ -144,7 +149,7 @@ def parse_block(
                 records.append(TextRecord(number, offset, _parse_line(content, json_keys, max_line_bytes)))
             except (ValueError, RecursionError) as error:
                 bad_lines.append(
-                    BadLine(block.path, number, offset, _reason(error) + _plain_text(block.path))
+                    BadLine(block.path, number, offset, _reason(error) + _text_file_hint(block.path))
                 )
         offset += len(line) + 1
     return records, bad_lines
@@ -153,7 +158,7 @@ def parse_block(
 def read_texts(
     path: Path | StorePath, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[str]:
-    """Every text of the file, one key after another within a line. DataError at the first bad line."""
+    """Yield every text of the file, key by key within a line. Raise DataError at the first bad line."""
     for block in read_blocks(path, max_line_bytes):
         records, bad_lines = parse_block(block, json_keys, max_line_bytes)
         if bad_lines:
@@ -165,7 +170,7 @@ def read_texts(
 def read_objects(
     path: Path | StorePath, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line's number and object; blank lines are none. DataError at the first bad line."""
+    """Yield every line's number and object, except blank lines. Raise DataError at the first bad line."""
     for block in read_blocks(path, max_line_bytes):
         offset = block.offset
         for number, line in enumerate(block.data.split(b"\n"), block.first_line):
@@ -174,7 +179,7 @@ def read_objects(
                     content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
                     yield number, _parse_object(content, max_line_bytes)
                 except (ValueError, RecursionError) as error:
-                    bad = BadLine(path, number, offset, _reason(error) + _plain_text(path))
+                    bad = BadLine(path, number, offset, _reason(error) + _text_file_hint(path))
                     raise DataError(f"{bad}; correct or remove the line") from error
             offset += len(line) + 1
 
@@ -182,20 +187,20 @@ def read_objects(
 PLAIN_TEXT = (".txt", ".md", ".csv", ".tsv", ".html", ".xml")
 
 
-def _plain_text(path: Path | StorePath) -> str:
-    """What to do with a file that is no JSON Lines, by the ending of its name; "" for other endings."""
+def _text_file_hint(path: Path | StorePath) -> str:
+    """Return advice for a plain-text file, by its name's extension; "" for other extensions."""
     ending = os.path.splitext(str(path))[1].lower()
     if ending not in PLAIN_TEXT:
         return ""
-    return f' ({ending} files are not read: write JSON Lines, {{"text": "…"}} on a line for each document)'
+    return f' ({ending} files are not supported: write JSON Lines, one {{"text": "…"}} per document)'
 
 
 def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
-    """ValueError (of which JSON and Unicode errors are kinds): the reason."""
+    """Parse a line. Raise ValueError with the reason; JSON and Unicode errors are subclasses."""
     if len(line) > max_line_bytes:
         raise ValueError(
             f"it is longer than the limit of {max_line_bytes} bytes; cut the document into parts, or raise "
-            "max_line_bytes where some 125 bytes of memory for each byte of it are free"
+            "max_line_bytes if about 125 bytes of memory per byte are free"
         )
     content = json.loads(line.decode("utf-8"))
     if not isinstance(content, dict):
@@ -204,7 +209,7 @@ def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
 
 
 def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> list[str]:
-    """The strings under `json_keys`. ValueError: the reason."""
+    """Return the strings under `json_keys`. Raise ValueError with the reason."""
     content = _parse_object(line, max_line_bytes)
     texts = []
     for key in json_keys:
@@ -245,11 +250,11 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _pieces(path: Path | StorePath, size: int) -> Iterator[tuple[bytes, int]]:
-    """The file's uncompressed content in pieces of about `size`, each with the position in the file itself."""
+    """Yield the file's uncompressed content in pieces of about `size`, each with the position in the file itself."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".zst":
-                pieces = _unzstd(file, size)
+                pieces = _decompress_zstd(file, size)
             elif path.suffix == ".gz":
                 pieces = iter(lambda: unzipped.read(size), b"")
                 unzipped = gzip.GzipFile(fileobj=file)
@@ -259,14 +264,14 @@ def _pieces(path: Path | StorePath, size: int) -> Iterator[tuple[bytes, int]]:
                 yield piece, file.tell()
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(
-            f"{path} is not a whole {path.suffix} file ({error}); it is damaged or cut short: copy it again"
+            f"{path} is not a complete {path.suffix} file ({error}); it is damaged or truncated: copy it again"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}; check the file") from error
 
 
-def _unzstd(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The content of all frames. The library's own stream reader would take a cut file for a whole one."""
+def _decompress_zstd(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the content of all frames. The library's stream reader would accept a truncated file."""
     library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     content = bytearray()

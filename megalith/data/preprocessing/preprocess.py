@@ -1,13 +1,13 @@
-"""JSON Lines to Megatron's indexed datasets, on every core.
+"""Preprocessing of JSON Lines into Megatron's indexed datasets, on all cores.
 
-The main process reads blocks of whole lines and writes tokens. Workers parse and encode one block each (encoding.py),
-in any order. Their results are written in the order of the input, so the output does not depend on the number of
+The main process reads blocks of complete lines and writes tokens. Workers parse and encode one block each
+(encoding.py) in any order. Results are written in input order, so the output does not depend on the number of
 workers.
 
-If a tokenizer encodes without holding Python's lock, the workers are threads, which share its cache of words: two
-cores take a third less processor time than two processes. Each thread encodes its block alone, because the library's
-own threads would leave their allocations for another thread to free. Parsing and passing ids to Python hold the lock,
-about 3 % of a worker's time, so for many cores, as for any other tokenizer, the workers are processes.
+If a tokenizer encodes without holding Python's lock, workers are threads, which share its word cache: two cores take
+a third less processor time than with two processes. Each thread encodes its block alone, because with the library's
+threads memory would be freed by other threads than those that allocated it. Parsing and passing ids to Python hold
+the lock, about 3 % of a worker's time, so for many cores, and for other tokenizers, workers are processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 
 from megalith.data.indexed import IndexedWriter, best_dtype
 from megalith.data.preprocessing.encoding import (
-    OWN_THREADS,
+    LIBRARY_THREADS,
     BlockEncoder,
     Column,
     EncodedBlock,
@@ -46,28 +46,29 @@ from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
 from megalith.remote import StorePath, size_of
 
-BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up
-MOST_THREADS = 16  # cores that one process keeps busy
+BLOCKS_PER_WORKER = 4  # prefetched, so that a slow block does not delay others
+MAX_THREADS = 16  # cores that one process can keep busy
 BAD_LINES_KEPT = 20
 
 
 @dataclass
 class PreprocessSummary:
-    """What was written. `prefixes` are dataset paths, one a JSON key, and `documents` counts each one's."""
+    """Totals of a run. `prefixes` has the dataset path of each JSON key, and `documents` the number of documents of
+    each."""
 
     prefixes: list[str]
     documents: list[int]
     sequences: int = 0
     tokens: int = 0
     bytes: int = 0
-    """Of the input, uncompressed."""
+    """Uncompressed bytes of the input."""
     seconds: float = 0.0
     empty: int = 0
-    """Documents left out because they have no tokens."""
+    """Number of documents without tokens, which are omitted."""
     skipped: int = 0
-    """Unusable lines left out (`on_error="skip"`)."""
+    """Number of unusable lines that were skipped (`on_error="skip"`)."""
     bad_lines: list[BadLine] = field(default_factory=list)
-    """The first of those."""
+    """The first skipped lines."""
 
     def add(self, block: LineBlock, encoded: EncodedBlock) -> None:
         for k, column in enumerate(encoded.columns):
@@ -77,8 +78,8 @@ class PreprocessSummary:
         self.empty += encoded.empty
         self.bytes += len(block.data) + 1
 
-    def figures(self) -> str:
-        """`1,234 documents | 5,678 tokens | 2.31 M tokens/s | 8.4 MB/s`"""
+    def progress_text(self) -> str:
+        """Return a progress line: `1,234 documents | 5,678 tokens | 2.31 M tokens/s | 8.4 MB/s`."""
         documents, seconds = sum(self.documents), max(self.seconds, 1e-9)
         return (
             f"{documents:,} documents | {self.tokens:,} tokens | {self.tokens / seconds / 1e6:.2f} M tokens/s | "
@@ -100,14 +101,27 @@ def preprocess(
     max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: bool = True,
 ) -> PreprocessSummary:
-    """Encode JSONL files (also .gz, .zst; globs) into `{output_prefix}_{key}_document.{bin,idx}`; all may be URLs.
+    """Encode JSONL files into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`.
 
-    `json_keys`: the texts to take from each line, each key a dataset of its own. `append_eod`: end each
-    document with the tokenizer's end of document. `split_sentences`: each sentence a sequence of its own,
-    the files named `_sentence`. `workers`: cores that encode, by default all; 0 encodes in this thread.
-    (Worker processes import the main script: guard its start with `if __name__ == "__main__"`.)
-    `on_error`: what an unusable line does; skipped lines are counted. Nothing takes its final name before
-    all is written. ConfigError: impossible arguments. DataError: bad input, or none of it has tokens.
+    Nothing gets its final name before everything is written. Worker processes import the main script, which must
+    guard its start with `if __name__ == "__main__"`.
+
+    Args:
+        inputs: files, also .gz and .zst, globs and URLs.
+        output_prefix: path or URL.
+        tokenizer: encodes the texts.
+        json_keys: keys of the texts, each of which becomes a dataset.
+        append_eod: end each document with the end-of-document token.
+        split_sentences: make each sentence a sequence; the files are named `_sentence`.
+        workers: number of cores; None: all; 0: encode in this thread.
+        on_error: stop at an unusable line, or skip and count it.
+        overwrite: replace existing outputs.
+        max_line_bytes: maximum length of a line.
+        show_progress: show a progress bar.
+
+    Raises:
+        ConfigError: for invalid arguments.
+        DataError: for unusable input, or if no document has tokens.
     """
     _check_arguments(tokenizer, json_keys, append_eod, workers, on_error, max_line_bytes)
     paths = expand_inputs(inputs)
@@ -122,9 +136,9 @@ def preprocess(
             stack.enter_context(IndexedWriter(prefix, dtype, overwrite=overwrite))
             for prefix in summary.prefixes
         ]
-        read_before, total = _places(paths)
+        read_before, total = _file_offsets(paths)
         progress = stack.enter_context(Progress("preprocess", total, show=show_progress))
-        threaded = tokenizer.encodes_without_lock and 0 < workers <= MOST_THREADS
+        threaded = tokenizer.encodes_without_lock and 0 < workers <= MAX_THREADS
         blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes) for path in paths)
         pool = stack.enter_context(_threads(workers) if threaded else _processes(encoder, workers))
         results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, pool)))
@@ -134,7 +148,7 @@ def preprocess(
                 _write(writer, column)
             summary.add(block, encoded)
             summary.seconds = time.monotonic() - start
-            progress.update(read_before[block.path] + block.position, summary.figures())
+            progress.update(read_before[block.path] + block.position, summary.progress_text())
         _check_not_empty(summary, json_keys)
     summary.seconds = time.monotonic() - start
     return summary
@@ -142,20 +156,20 @@ def preprocess(
 
 @contextlib.contextmanager
 def _threads(workers: int) -> Iterator[Executor]:
-    """One core each, with the tokenizers library's own threads off."""
-    before = os.environ.get(OWN_THREADS)
-    os.environ[OWN_THREADS] = "false"
+    """Yield a pool of threads, one per core, with the tokenizers library's own threads disabled."""
+    before = os.environ.get(LIBRARY_THREADS)
+    os.environ[LIBRARY_THREADS] = "false"
     pool = ThreadPoolExecutor(workers)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        os.environ.pop(OWN_THREADS) if before is None else os.environ.update({OWN_THREADS: before})
+        os.environ.pop(LIBRARY_THREADS) if before is None else os.environ.update({LIBRARY_THREADS: before})
 
 
 @contextlib.contextmanager
 def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]:
-    """One core each; None for no workers."""
+    """Yield a pool of processes, one per core; None for 0 workers."""
     if workers == 0:
         yield None
         return
@@ -166,9 +180,9 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
         yield pool
     except BrokenProcessPool as error:
         raise DataError(
-            f"one of {workers} worker processes ended before its work: killed, perhaps for want of memory, or "
-            'started by a script that does not guard its start with `if __name__ == "__main__"`; '
-            "set fewer workers, or 0 to encode in the main process"
+            f"one of {workers} worker processes ended early: it was killed, perhaps out of memory, or the main script "
+            'does not guard its start with `if __name__ == "__main__"`; set fewer workers, or 0 to encode in the main '
+            "process"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -177,18 +191,18 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
 def _encode_in_order(
     blocks: Iterable[LineBlock], encoder: BlockEncoder, pool: Executor | None
 ) -> Iterator[tuple[LineBlock, EncodedBlock]]:
-    """Each block with its encoding, in the order of `blocks`; a few blocks a worker are under way at a time."""
+    """Yield each block with its encoding, in the order of `blocks`, with a few blocks per worker in progress."""
     if pool is None:
         yield from ((block, encoder(block)) for block in blocks)
         return
     encode = encoder if isinstance(pool, ThreadPoolExecutor) else encode_in_worker
-    under_way: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
+    pending: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
     for block in blocks:
-        under_way.append((block, pool.submit(encode, block)))
-        if len(under_way) >= BLOCKS_PER_WORKER * pool._max_workers:
-            block, future = under_way.popleft()
+        pending.append((block, pool.submit(encode, block)))
+        if len(pending) >= BLOCKS_PER_WORKER * pool._max_workers:
+            block, future = pending.popleft()
             yield block, future.result()
-    for block, future in under_way:
+    for block, future in pending:
         yield block, future.result()
 
 
@@ -204,8 +218,8 @@ def _write(writer: IndexedWriter, column: Column) -> None:
         first_token, first_sequence = end, first_sequence + int(count)
 
 
-def _places(paths: Sequence[Path | StorePath]) -> tuple[dict[Path | StorePath, int], int]:
-    """The bytes of input before each file, and of all files."""
+def _file_offsets(paths: Sequence[Path | StorePath]) -> tuple[dict[Path | StorePath, int], int]:
+    """Return the bytes of input before each file, and the total."""
     sizes = [size_of(path) for path in paths]
     return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
 
@@ -213,8 +227,8 @@ def _places(paths: Sequence[Path | StorePath]) -> tuple[dict[Path | StorePath, i
 def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], on_error: str) -> None:
     if bad_lines and on_error == "stop":
         raise DataError(
-            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip (--on-error skip) to leave such "
-            "lines out"
+            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip (--on-error skip) to skip such "
+            "lines"
         )
     summary.skipped += len(bad_lines)
     summary.bad_lines += bad_lines[: BAD_LINES_KEPT - len(summary.bad_lines)]
@@ -240,7 +254,7 @@ def _check_arguments(
     if append_eod and tokenizer.eod is None:
         raise ConfigError(
             f"append_eod is set, but this {tokenizer.tokenizer_type} of {tokenizer.vocab_size} entries has no "
-            "end-of-document token; name an eos_token in its tokenizer_config.json, or leave append_eod out"
+            "end-of-document token; name an eos_token in its tokenizer_config.json, or omit append_eod"
         )
     if isinstance(json_keys, str) or not json_keys or len(set(json_keys)) < len(json_keys):
         raise ConfigError(f"json_keys {json_keys!r} is not a list of different keys; name each key once")

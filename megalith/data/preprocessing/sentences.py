@@ -1,9 +1,9 @@
-"""Splitting text into sentences by rules, without a model or language data.
+"""Sentence splitting by rules, without a model or language data.
 
-A sentence ends at `.`, `!`, `?` or `…` (and the quotes or brackets that close after it) when white space and any
-character except a lower-case letter follow, unless the full stop belongs to an abbreviation or an initial. It also
-ends at `。`, `！` and `？`, and before a blank line. White space stays with the sentence after it, so that the
-sentences joined give the text again. Every pattern runs in time linear in the text.
+A sentence ends at `.`, `!`, `?` or `…` (and closing quotes or brackets after it) if white space and any character
+except a lower-case letter follow, unless the full stop belongs to an abbreviation or an initial. It also ends at `。`,
+`！` and `？`, and before a blank line. White space belongs to the sentence before it, so that the joined sentences give
+the text. All patterns run in linear time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_WORD = 16
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, none of them blank; joined they are `text`. A blank text has none."""
+    """Return the sentences of `text`, none of them blank; joined they are `text`. A blank text has none."""
     sentences: list[str] = []
     start = 0
     for boundary in _BOUNDARY.finditer(text):

@@ -1,1 +1,1 @@
-"""One file for each kind of tokenizer; megalith.data.tokenizers.open_tokenizer builds them by name."""
+"""Tokenizers, one file per kind; open_tokenizer.py builds them by name."""

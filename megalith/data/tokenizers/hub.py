@@ -1,4 +1,4 @@
-"""A tokenizer given by its hub name: found in the local Hugging Face cache, else fetched if that is allowed."""
+"""Lookup of tokenizers by hub name: in the local Hugging Face cache, or else by download."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _FILES = (".json", ".txt", ".model", ".tiktoken", ".safetensors", ".bin")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` could be a repository of the hub, if it is no path."""
+    """Return True if `name` could be a repository of the hub."""
     return bool(_HUB_NAME.fullmatch(name)) and not name.endswith(_FILES)
 
 
 def local_folder(name: str, patterns: Sequence[str]) -> Path:
-    """The folder of the snapshot of hub repository `name` that holds the first of `patterns`.
+    """Return the local folder of hub repository `name` that contains the first of `patterns`.
 
-    The cache is asked first, so that a machine without a network never waits for one. Whether a download is
-    tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it, or `name` is a path.
+    The cache is tried first, so that machines without a network do not wait. The hub library's HF_HUB_OFFLINE
+    controls downloads. Raise DataError if neither has it, or if `name` is a path.
     """
     no_name = DataError(f"there is no file or folder {name!r}; check the path")
     if not is_hub_name(name):
@@ -32,7 +32,7 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
     except ImportError as error:
         raise DataError(
             f"{name!r} is no local file or folder, and huggingface_hub, which could look it up as a hub name, "
-            "is not installed; give a local path, or run: pip install huggingface_hub"
+            "is not installed; pass a local path, or run: pip install huggingface_hub"
         ) from error
     try:
         folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
@@ -48,6 +48,6 @@ def local_folder(name: str, patterns: Sequence[str]) -> Path:
         reason = str(error).strip().split("\n")[0]
         raise DataError(
             f"{name!r} is no local file or folder, is not in the local Hugging Face cache, and could not be "
-            f"fetched ({reason}); download it where there is a network (hf download {name}) and give that "
+            f"downloaded ({reason}); download it on a machine with a network (hf download {name}) and pass that "
             "folder, or check the spelling"
         ) from error

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: a tokenizer.json, GPT-2's vocab.json and merges.txt, BERT's vocab.txt."""
+"""Tokenizers of the `tokenizers` library: tokenizer.json, GPT-2's vocab.json and merges.txt, BERT's vocab.txt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from megalith.data.tokenizers.hub import local_folder
-from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json
 from megalith.errors import ConfigError, DataError
 
 MODEL = "tokenizer.json"
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, GENERATION, MODEL_CONFIG, CHAT_TEMPLATE)
 
 EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
-"""Tried in turn when no file beside the tokenizer names its end of sequence."""
+"""Tried in this order if no file next to the tokenizer names its end of sequence."""
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 PIECES, UNKNOWN = "vocab.txt", "[UNK]"
@@ -35,26 +35,28 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """Makes a DataError of a panic of the tokenizers library, which is no Exception: a regular expression of a
-    tokenizer.json may give up on a text."""
+    """Convert a panic of the tokenizers library, which is no Exception, into a DataError.
+
+    A regular expression of a tokenizer.json may give up on a text.
+    """
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as panic:
         raise DataError(
-            f"the tokenizers library failed on a text ({panic}); use another tokenizer, or leave the text out"
+            f"the tokenizers library failed on a text ({panic}); use another tokenizer, or remove the text"
         ) from None
 
 
 class _RustTokenizer(Tokenizer):
-    """The calls that both kinds share; `_tokenizer` is a tokenizers.Tokenizer."""
+    """Calls shared by all kinds. `_tokenizer` is a tokenizers.Tokenizer."""
 
     encodes_without_lock = True
     _tokenizer: tokenizers.Tokenizer
 
     def _set_vocab_size(self) -> None:
-        """One more than the highest id: added tokens may leave holes, so a count could be too low."""
+        """Set the size to the highest id plus one: added tokens may leave gaps, so a count could be too low."""
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def pieces(self) -> list[str]:
@@ -79,32 +81,32 @@ class _RustTokenizer(Tokenizer):
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
+        """Special tokens that the post-processor adds before and after a text."""
         pieces = chain("a", self._tokenizer.get_vocab(with_added_tokens=False))
         texts = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
         with _no_panic():
             text = next((encoding for encoding in texts if encoding.ids), None)
         if text is None:
             return [], []
-        whole = self._tokenizer.post_process(text)
-        begin = whole.special_tokens_mask.index(0)
-        return whole.ids[:begin], whole.ids[begin + len(text.ids) :]
+        processed = self._tokenizer.post_process(text)
+        start = processed.special_tokens_mask.index(0)
+        return processed.ids[:start], processed.ids[start + len(text.ids) :]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         with _no_panic():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [array("I", encoding.ids) for encoding in encodings]  # a list of Python's integers at a time
+        return [array("I", encoding.ids) for encoding in encodings]  # arrays take less memory than lists
 
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[bool]] | str]:
-        """By the characters that each token is of: one that reaches into a span is in it, as in transformers."""
+        """Mark tokens by their characters: a token that overlaps a span is in it, as in transformers."""
         result = []
         with _no_panic():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        for encoding, text, of_text in zip(encodings, texts, spans):
+        for encoding, text, text_spans in zip(encodings, texts, spans):
             inside = np.zeros(len(text) + 1, dtype=np.int64)  # characters of spans before each
-            for start, end in of_text:
+            for start, end in text_spans:
                 inside[start + 1 : end + 1] = 1
             inside = np.cumsum(inside)
             first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -117,9 +119,9 @@ class _RustTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(_RustTokenizer):
-    """A `tokenizer.json`, read by the tokenizers library; neither transformers nor any code is loaded.
+    """A `tokenizer.json`, read by the tokenizers library; neither transformers nor code is loaded.
 
-    `eod` is the end of sequence that the files beside it name, else the first known end-of-text token.
+    `eod` is the end of sequence named by the files next to it, else the first known end-of-text token.
     """
 
     required_files = (MODEL,)
@@ -129,7 +131,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
         super().__init__(files, vocab_size)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self.files[MODEL])
-        except BaseException as error:  # the library raises bare Exception, and where it panics not even that
+        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(
@@ -142,17 +144,17 @@ class HuggingFaceTokenizer(_RustTokenizer):
         self.eod = self._find_eod()
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        if named.tokenizer_model is None:
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        if paths.tokenizer_model is None:
             raise ConfigError(
                 f"HuggingFaceTokenizer needs tokenizer_model: a {MODEL}, a folder with one, or a hub name"
             )
-        path = Path(named.tokenizer_model)
+        path = Path(paths.tokenizer_model)
         if path.exists() and not path.is_dir():
             files = {MODEL: read_file(path, "tokenizer")}
             folder = path.parent if path.name == MODEL else None
         else:
-            folder = path if path.is_dir() else local_folder(named.tokenizer_model, (MODEL, *SIDE_FILES))
+            folder = path if path.is_dir() else local_folder(paths.tokenizer_model, (MODEL, *SIDE_FILES))
             if not (folder / MODEL).exists():
                 raise DataError(_without_tokenizer_json(folder))
             files = {MODEL: read_file(folder / MODEL, "tokenizer", folder)}
@@ -162,7 +164,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
         return cls(files)
 
     def content(self) -> bytes:
-        """The tokenizer.json alone, whatever its layout: side files change no id."""
+        """Return only the normalized tokenizer.json: side files do not change ids."""
         return json.dumps(read_json(self.files[MODEL], MODEL), sort_keys=True).encode()
 
     def _find_eod(self) -> int | None:
@@ -190,7 +192,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
 
 
 class GPT2BPETokenizer(_RustTokenizer):
-    """GPT-2's byte-level byte-pair encoding, from `vocab.json` and `merges.txt`. `eod` is `<|endoftext|>`."""
+    """GPT-2's byte-level byte-pair encoding from `vocab.json` and `merges.txt`. `eod` is `<|endoftext|>`."""
 
     required_files = (VOCAB, MERGES)
 
@@ -199,20 +201,20 @@ class GPT2BPETokenizer(_RustTokenizer):
         vocab = read_json(self.files[VOCAB], "vocabulary file")
         if not isinstance(vocab, dict) or not all(isinstance(i, int) for i in vocab.values()):
             raise DataError(
-                "the vocabulary file is not a JSON object of token → id; give GPT-2's vocab.json as vocab_file"
+                "the vocabulary file is not a JSON object of token → id; pass GPT-2's vocab.json as vocab_file"
             )
         merges = _merges(self.files[MERGES])
-        if lost := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None):
+        if unknown := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None):
             raise DataError(
-                f"the merges file does not fit the vocabulary of {len(vocab)} tokens (it joins {lost[0]!r} and "
-                f"{lost[1]!r}, and one of the three is not there); give the merges.txt that came with this vocab.json"
+                f"the merges file does not fit the vocabulary of {len(vocab)} tokens (it joins {unknown[0]!r} and "
+                f"{unknown[1]!r}, but one of the three is not in it); use the merges.txt that came with this vocab.json"
             )
         try:
             model = tokenizers.models.BPE(vocab, merges)
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"the merges file does not fit the vocabulary of {len(vocab)} tokens ({error}); "
-                "give the merges.txt that came with this vocab.json"
+                "use the merges.txt that came with this vocab.json"
             ) from error
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -223,12 +225,12 @@ class GPT2BPETokenizer(_RustTokenizer):
         self._set_vocab_size()
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        vocab_file, merge_file, folder = named.vocab_file, named.merge_file, None
-        if named.tokenizer_model is not None and None in (vocab_file, merge_file):
-            folder = Path(named.tokenizer_model)
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        vocab_file, merge_file, folder = paths.vocab_file, paths.merge_file, None
+        if paths.tokenizer_model is not None and None in (vocab_file, merge_file):
+            folder = Path(paths.tokenizer_model)
             if not folder.is_dir():
-                folder = local_folder(named.tokenizer_model, (VOCAB, MERGES))
+                folder = local_folder(paths.tokenizer_model, (VOCAB, MERGES))
         if folder is None and None in (vocab_file, merge_file):
             raise ConfigError(
                 f"GPT2BPETokenizer needs vocab_file ({VOCAB}) and merge_file ({MERGES}), "
@@ -241,7 +243,7 @@ class GPT2BPETokenizer(_RustTokenizer):
 
 
 class BertWordPieceLowerCase(_RustTokenizer):
-    """BERT's word pieces in lower case and without accents, from its vocab.txt. It has no end of document."""
+    """BERT's word pieces, lower-cased and without accents, from its vocab.txt. It has no end of document."""
 
     required_files = (PIECES,)
     lower_case: ClassVar[bool] = True
@@ -252,12 +254,12 @@ class BertWordPieceLowerCase(_RustTokenizer):
             pieces = self.files[PIECES].decode("utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"the vocabulary of word pieces is not UTF-8 ({error}); give BERT's {PIECES}"
+                f"the vocabulary of word pieces is not UTF-8 ({error}); use BERT's {PIECES}"
             ) from error
         vocab = {piece.rstrip("\r"): number for number, piece in enumerate(pieces) if piece.strip()}
         if UNKNOWN not in vocab:
             raise DataError(
-                f"the vocabulary of {len(vocab)} word pieces has no {UNKNOWN}; give BERT's {PIECES}, a piece a line"
+                f"the vocabulary of {len(vocab)} word pieces has no {UNKNOWN}; use BERT's {PIECES}, one piece per line"
             )
         self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token=UNKNOWN))
         self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=self.lower_case)
@@ -268,30 +270,30 @@ class BertWordPieceLowerCase(_RustTokenizer):
 
     @property
     def model_vocab_size(self) -> int:
-        """With Megatron's [BOS] and [EOS], which no text has, but which a masked word may become."""
+        """The vocabulary plus Megatron's [BOS] and [EOS], which occur in no text but can replace masked words."""
         return self.vocab_size + 2
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        path = named.vocab_file or named.tokenizer_model
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        path = paths.vocab_file or paths.tokenizer_model
         if path is None:
             raise ConfigError(f"{cls.__name__} needs vocab_file: BERT's {PIECES}")
         return cls({PIECES: read_file(path, "vocabulary of word pieces")})
 
 
 class BertWordPieceCase(BertWordPieceLowerCase):
-    """As BertWordPieceLowerCase, with the text as it is."""
+    """Like BertWordPieceLowerCase, but case-sensitive."""
 
     lower_case = False
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether the library can take it: JSON may hold half of a surrogate pair."""
+    """Return True if the library accepts the text: JSON may contain half of a surrogate pair."""
     return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def _merges(content: bytes) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt, best first: one a line, `a b`, after an optional `#version` line."""
+    """Return the pairs of a merges.txt, best first: one `a b` per line, after an optional `#version` line."""
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -312,9 +314,9 @@ def _merges(content: bytes) -> list[tuple[str, str]]:
 
 
 def _without_tokenizer_json(folder: Path) -> str:
-    ways = {
+    remedies = {
         VOCAB: f"it has {VOCAB}: set tokenizer_type to GPT2BPETokenizer",
         "tokenizer.model": "it has tokenizer.model: set tokenizer_type to SentencePieceTokenizer with that file",
     }
-    way = next((text for name, text in ways.items() if (folder / name).is_file()), "check the path")
-    return f"{str(folder)!r} has no {MODEL}; {way}"
+    remedy = next((text for name, text in remedies.items() if (folder / name).is_file()), "check the path")
+    return f"{str(folder)!r} has no {MODEL}; {remedy}"

@@ -1,7 +1,7 @@
-"""Builds a tokenizer by its kind's name, or from a folder that `Tokenizer.save` wrote (checkpoints have one).
+"""Builds tokenizers by kind, or from a folder written by `Tokenizer.save` (as in checkpoints).
 
-The names are Megatron's. Every kind encodes without adding special tokens; the end of document is added
-where documents are joined, in preprocessing.
+The names of the kinds are Megatron's. No kind adds special tokens when encoding; preprocessing adds the end of
+document between documents.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from megalith.data.tokenizers.tokenizer import SPEC_FILE, Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import SPEC_FILE, Tokenizer, TokenizerPaths, read_file, read_json
 from megalith.errors import ConfigError, DataError, nearest_of
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
 
-TOKENIZER_TYPES: dict[str, str] = {  # kind → the module that defines it, imported when it is asked for
+TOKENIZER_TYPES: dict[str, str] = {  # kind → module, imported on demand
     "HuggingFaceTokenizer": "megalith.data.tokenizers.huggingface",
     "SentencePieceTokenizer": "megalith.data.tokenizers.sentencepiece",
     "Llama2Tokenizer": "megalith.data.tokenizers.sentencepiece",
@@ -36,24 +36,31 @@ def build_tokenizer(
     merge_file: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of kind `tokenizer_type`.
+    """Return the tokenizer of kind `tokenizer_type`.
 
-    `tokenizer_model`: HuggingFaceTokenizer, a tokenizer.json, a folder with one, or a hub name;
-    SentencePieceTokenizer and Llama2Tokenizer, a .model file; TikTokenizer, a .tiktoken file or Megatron's JSON list;
-    Llama3Tokenizer, Meta's tokenizer.model;
-    GPT2BPETokenizer, the folder of vocab.json and merges.txt, else `vocab_file` and `merge_file` name them.
-    BertWordPieceLowerCase and -Case: `vocab_file` is BERT's vocab.txt.
-    `vocab_size`: NullTokenizer (needed), TikTokenizer with the JSON list; the other kinds have their own.
-    ConfigError: unknown kind, a missing argument or package. DataError: a missing or damaged file.
+    Args:
+        tokenizer_type: a key of TOKENIZER_TYPES.
+            tokenizer_model: HuggingFaceTokenizer: a tokenizer.json, a folder with one, or a hub name.
+            SentencePieceTokenizer
+            and Llama2Tokenizer: a .model file. TikTokenizer: a .tiktoken file or Megatron's JSON list. Llama3Tokenizer:
+            Meta's tokenizer.model. GPT2BPETokenizer: the folder of vocab.json and merges.txt.
+        vocab_file: GPT2BPETokenizer: vocab.json. BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt.
+        merge_file: GPT2BPETokenizer: merges.txt.
+        vocab_size: NullTokenizer (required), and TikTokenizer with the JSON list; other kinds have their own.
+
+    Raises:
+        ConfigError: for an unknown kind, or a missing argument or package.
+        DataError: for a missing or damaged file.
     """
     vocab_file, merge_file, model = (
         None if path is None else str(path) for path in (vocab_file, merge_file, tokenizer_model)
     )
-    return _tokenizer_class(tokenizer_type).from_paths(Named(model, vocab_file, merge_file, vocab_size))
+    paths = TokenizerPaths(model, vocab_file, merge_file, vocab_size)
+    return _tokenizer_class(tokenizer_type).from_paths(paths)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save(folder)` wrote. DataError: missing, damaged, or changed since."""
+    """Return the tokenizer saved by `Tokenizer.save(folder)`. Raise DataError if it is missing, damaged or changed."""
     folder = Path(folder)
     spec_path = folder / SPEC_FILE
     spec = read_json(read_file(spec_path, "tokenizer spec", folder), f"tokenizer spec {str(spec_path)!r}")
@@ -64,7 +71,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             raise TypeError(f"requested_vocab_size is {vocab_size!r}")
     except (TypeError, KeyError, ConfigError) as error:
         raise DataError(
-            f"the tokenizer spec {str(spec_path)!r} is not whole ({error}); save the tokenizer again"
+            f"the tokenizer spec {str(spec_path)!r} is incomplete ({error}); save the tokenizer again"
         ) from error
     names = [*kind.required_files, *(name for name in kind.optional_files if (folder / name).exists())]
     tokenizer = kind({name: read_file(folder / name, "tokenizer file", folder) for name in names}, vocab_size)
@@ -78,5 +85,5 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _tokenizer_class(name: str) -> type[Tokenizer]:
     if name not in TOKENIZER_TYPES:
-        raise ConfigError(f"tokenizer_type {name!r} is not known{nearest_of(name, TOKENIZER_TYPES)}")
+        raise ConfigError(f"tokenizer_type {name!r} is unknown{nearest_of(name, TOKENIZER_TYPES)}")
     return getattr(importlib.import_module(TOKENIZER_TYPES[name]), name)

@@ -1,4 +1,4 @@
-"""Tokenizers without files: one id a byte, and text that is already ids."""
+"""Tokenizers without files: one id per byte, and text that consists of ids."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Self
 
 import numpy as np
 
-from megalith.data.tokenizers.tokenizer import Named, Tokenizer
+from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths
 from megalith.errors import ConfigError, DataError
 
 
 class ByteTokenizer(Tokenizer):
-    """The UTF-8 bytes of the text, ids 0 to 255, and the end of document, 256."""
+    """UTF-8 bytes, ids 0 to 255, and the end of document, 256."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None, vocab_size: int | None = None) -> None:
         super().__init__(files or {}, vocab_size)
@@ -20,7 +20,7 @@ class ByteTokenizer(Tokenizer):
         self.eod = 256
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
         return cls()
 
     def encode(self, text: str) -> list[int]:
@@ -34,24 +34,24 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is already ids, separated by white space: `"17 4 203"`.
+    """Text that consists of ids separated by white space: `"17 4 203"`.
 
-    `vocab_size` is the caller's size plus one, and the end of document is the last id, as in Megatron.
+    `vocab_size` is the given size plus one, and the end of document is the last id, as in Megatron.
     """
 
     def __init__(self, files: Mapping[str, bytes] | None = None, vocab_size: int | None = None) -> None:
         super().__init__(files or {}, vocab_size)
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(
-                f"NullTokenizer was given vocab_size {vocab_size}; it needs a positive one (the ids in the "
+                f"NullTokenizer has vocab_size {vocab_size}, but needs a positive one (the ids in the "
                 "text are below it): set vocab_size"
             )
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        return cls(vocab_size=named.vocab_size)
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        return cls(vocab_size=paths.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         try:

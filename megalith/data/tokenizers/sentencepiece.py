@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file
+from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file
 from megalith.errors import ConfigError, DataError, install_line
 
 MODEL = "tokenizer.model"
@@ -40,10 +40,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = eos if eos >= 0 else None
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        if named.tokenizer_model is None:
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        if paths.tokenizer_model is None:
             raise ConfigError(f"{cls.__name__} needs tokenizer_model: the path of a .model file")
-        return cls({MODEL: read_file(named.tokenizer_model, "SentencePiece model")})
+        return cls({MODEL: read_file(paths.tokenizer_model, "SentencePiece model")})
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, out_type=int)
@@ -56,11 +56,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class Llama2Tokenizer(SentencePieceTokenizer):
-    """As SentencePieceTokenizer, with the model's `<s>` before every text, as in Megatron."""
+    """Like SentencePieceTokenizer, with the model's `<s>` before every text, as in Megatron."""
 
     @property
     def fingerprint(self) -> str:
-        """That of the SentencePieceTokenizer: each id means the same."""
+        """The fingerprint of the SentencePieceTokenizer, because ids mean the same."""
         return SentencePieceTokenizer(self.files).fingerprint
 
     def encode(self, text: str) -> list[int]:

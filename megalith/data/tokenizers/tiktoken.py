@@ -1,9 +1,9 @@
-"""TikTokenizer: byte-pair ranks for the tiktoken library, from a `.tiktoken` file or Megatron's JSON list.
+"""Byte-pair encoding with the tiktoken library, from a `.tiktoken` file or Megatron's JSON list.
 
-A `.tiktoken` file has a line `base64(token bytes) rank` for each token and names neither the pattern that
-cuts text into words nor the special tokens: they are known by the number of ranks. Megatron's list has an
-object `{"rank", "token_bytes" (base64), "token_str"}` for each token; a block of special tokens stands
-before them, so token ids are the rank plus 1,000.
+A `.tiktoken` file has one line `base64(token bytes) rank` per token. It names neither the pattern that splits text
+into words nor the special tokens; these are determined by the number of ranks. Megatron's list has one object
+`{"rank", "token_bytes" (base64), "token_str"}` per token, and token ids are the rank plus 1,000, after a block of
+special tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Tokenizer, TokenizerPaths, read_file, read_json
 from megalith.errors import ConfigError, DataError, install_line
 
 RANKS = "ranks.tiktoken"
@@ -42,7 +42,7 @@ MEGATRON_PATTERN = (  # its "v2", the default there
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a `.tiktoken` file is used. `special_tokens[eod_token]` is the end of document."""
+    """Pattern and special tokens of a `.tiktoken` file. `special_tokens[eod_token]` is the end of document."""
 
     pattern: str
     vocab_size: int
@@ -51,7 +51,7 @@ class Vocabulary:
 
 
 def llama3_vocabulary(ranks: int) -> Vocabulary:
-    """Llama 3's, of so many ranks: 256 special tokens behind them, most of them reserved."""
+    """Return Llama 3's vocabulary for this number of ranks, followed by 256 special tokens, most of them reserved."""
     special = {"<|begin_of_text|>": ranks, "<|end_of_text|>": ranks + 1}
     return Vocabulary(LLAMA3_PATTERN, ranks + 256, special, eod_token="<|end_of_text|>")
 
@@ -84,8 +84,8 @@ MEGATRON_MAX_VOCAB_SIZE = 2**17
 class TikTokenizer(Tokenizer):
     """tiktoken's byte-pair encoding, offline. Special tokens in the text are encoded as plain text.
 
-    `vocab_size` (Megatron's JSON list only): the entries wanted in all, special tokens among them; at most,
-    and by default, the whole list plus 1,000, and no more than 131,072 by default, as in Megatron.
+    `vocab_size` (Megatron's JSON list only) is the total number of entries including special tokens. The maximum is
+    the full list plus 1,000; the default is the maximum, but at most 131,072, as in Megatron.
     """
 
     required_files = (RANKS,)
@@ -115,19 +115,19 @@ class TikTokenizer(Tokenizer):
         self.eod = vocabulary.special_tokens[vocabulary.eod_token]
 
     def _vocabulary_of(self, ranks: int) -> Vocabulary:
-        """How a file of so many ranks is used."""
+        """Return the vocabulary for a file with this number of ranks."""
         unknown = Vocabulary(CL100K_PATTERN, ranks + 1, {"<|endoftext|>": ranks})
         return KNOWN_VOCABULARIES.get(ranks, unknown)
 
     @classmethod
-    def from_paths(cls, named: Named) -> Self:
-        path = named.tokenizer_model or named.vocab_file
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        path = paths.tokenizer_model or paths.vocab_file
         if path is None:
             raise ConfigError(
                 f"{cls.__name__} needs tokenizer_model: the path of a .tiktoken rank file or of Megatron's "
                 "JSON vocabulary"
             )
-        return cls({RANKS: read_file(path, "tiktoken vocabulary")}, named.vocab_size)
+        return cls({RANKS: read_file(path, "tiktoken vocabulary")}, paths.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -144,7 +144,7 @@ class Llama3Tokenizer(TikTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """That of the TikTokenizer of Llama 3's file: each id means the same."""
+        """The fingerprint of a TikTokenizer with Llama 3's file, because ids mean the same."""
         return TikTokenizer(self.files).fingerprint
 
     def _vocabulary_of(self, ranks: int) -> Vocabulary:
@@ -165,7 +165,7 @@ class Llama3Tokenizer(TikTokenizer):
 
 
 def _read_rank_lines(content: bytes) -> dict[bytes, int]:
-    """Token bytes → rank, from lines of `base64 rank`; every single byte must have a rank."""
+    """Return token bytes → rank from lines of `base64 rank`. Every single byte must have a rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -178,11 +178,11 @@ def _read_rank_lines(content: bytes) -> dict[bytes, int]:
                 f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}); "
                 "it is damaged or another kind of file"
             ) from error
-    return _checked(ranks, ranks.values())
+    return _check_ranks(ranks, ranks.values())
 
 
 def _read_json_ranks(content: bytes) -> dict[bytes, int]:
-    """Token bytes → rank, from Megatron's list."""
+    """Return token bytes → rank from Megatron's list."""
     ranks: dict[bytes, int] = {}
     entries = read_json(content, "tiktoken vocabulary")
     for number, entry in enumerate(entries):
@@ -195,11 +195,11 @@ def _read_json_ranks(content: bytes) -> dict[bytes, int]:
                 f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes "
                 f"in base64 ({error!r}); it is damaged or another kind of file"
             ) from error
-    return _checked(ranks, [entry["rank"] for entry in entries])
+    return _check_ranks(ranks, [entry["rank"] for entry in entries])
 
 
-def _checked(ranks: dict[bytes, int], every_rank: Iterable[int]) -> dict[bytes, int]:
-    if len(set(every_rank)) != len(ranks):
+def _check_ranks(ranks: dict[bytes, int], all_ranks: Iterable[int]) -> dict[bytes, int]:
+    if len(set(all_ranks)) != len(ranks):
         raise DataError("the tiktoken vocabulary lists a token or a rank twice; it is damaged")
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
@@ -213,17 +213,17 @@ def _checked(ranks: dict[bytes, int], every_rank: Iterable[int]) -> dict[bytes, 
 def _megatron_vocabulary(
     ranks: dict[bytes, int], vocab_size: int | None
 ) -> tuple[dict[bytes, int], Vocabulary]:
-    """Ids and special tokens as Megatron assigns them: special tokens first, then the best ranks."""
-    special, most = MEGATRON_NUM_SPECIAL_TOKENS, len(ranks) + MEGATRON_NUM_SPECIAL_TOKENS
-    vocab_size = min(most, MEGATRON_MAX_VOCAB_SIZE) if vocab_size is None else vocab_size
-    if not special + 256 <= vocab_size <= most:
+    """Return ids and special tokens as Megatron assigns them: special tokens first, then the best ranks."""
+    num_special, max_size = MEGATRON_NUM_SPECIAL_TOKENS, len(ranks) + MEGATRON_NUM_SPECIAL_TOKENS
+    vocab_size = min(max_size, MEGATRON_MAX_VOCAB_SIZE) if vocab_size is None else vocab_size
+    if not num_special + 256 <= vocab_size <= max_size:
         raise ConfigError(
-            f"TikTokenizer was given vocab_size {vocab_size}; this vocabulary has {len(ranks)} tokens after "
-            f"{special} special ones, so choose from {special + 256} to {most}"
+            f"TikTokenizer has vocab_size {vocab_size}, but this vocabulary has {len(ranks)} tokens after "
+            f"{num_special} special ones, so choose from {num_special + 256} to {max_size}"
         )
     names = list(MEGATRON_SPECIAL_TOKENS)
-    names += [f"<SPECIAL_{i}>" for i in range(len(names), special)]
-    ids = {token: rank + special for token, rank in ranks.items() if rank < vocab_size - special}
+    names += [f"<SPECIAL_{i}>" for i in range(len(names), num_special)]
+    ids = {token: rank + num_special for token, rank in ranks.items() if rank < vocab_size - num_special}
     return ids, Vocabulary(
         MEGATRON_PATTERN, vocab_size, {name: i for i, name in enumerate(names)}, eod_token="</s>"
     )

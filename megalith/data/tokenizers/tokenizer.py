@@ -1,8 +1,7 @@
-"""What every tokenizer offers.
+"""The interface of tokenizers.
 
-A tokenizer is a pure function of its files' content and, for some kinds, a vocabulary size. It keeps that
-content in memory, so that it can be saved into a checkpoint after its source has moved, rebuilt in another
-process, and compared by fingerprint.
+A tokenizer is a pure function of its files' content and, for some kinds, a vocabulary size. It keeps the content in
+memory, so that it can be saved into a checkpoint, rebuilt in another process, and compared by fingerprint.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ SPEC_FILE = "megalith_tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a configuration names for a tokenizer: paths, and a size for the kinds that have none of their own."""
+class TokenizerPaths:
+    """A configuration's tokenizer paths, and a vocabulary size for kinds that have none of their own."""
 
     tokenizer_model: str | None
     vocab_file: str | None
@@ -33,48 +32,48 @@ class Named:
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Conversion of text to token ids and back.
 
-    `vocab_size`: every id is in [0, vocab_size). `eod`: the id that ends a document, None when the
-    vocabulary has no such token. `files`: file name → content, all that a rebuild needs.
+    `vocab_size`: every id is in [0, vocab_size). `eod`: the id that ends a document; None if the vocabulary has none.
+    `files`: content by file name, sufficient for a rebuild.
     """
 
     required_files: ClassVar[tuple[str, ...]] = ()
     optional_files: ClassVar[tuple[str, ...]] = ()
-    """The names that `files` may have: nothing else is read from a saved tokenizer's folder."""
+    """Names that `files` may have; nothing else is read from a saved tokenizer's folder."""
 
     encodes_without_lock: ClassVar[bool] = False
-    """Whether `encode_batch` lets other threads run Python meanwhile."""
+    """True if `encode_batch` lets other Python threads run."""
 
     vocab_size: int
     eod: int | None
 
     def __init__(self, files: Mapping[str, bytes], vocab_size: int | None) -> None:
-        """`vocab_size` as the caller asked for it; the kinds that need none ignore it."""
+        """Keep the files and the requested `vocab_size`, which kinds with their own size ignore."""
         self.files = dict(files)
         self.requested_vocab_size = vocab_size
 
     @classmethod
     @abstractmethod
-    def from_paths(cls, named: Named) -> Self:
-        """Read the files that this kind is made of. ConfigError: a needed one is not named."""
+    def from_paths(cls, paths: TokenizerPaths) -> Self:
+        """Read the files of this kind. Raise ConfigError if a required path is missing."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no special tokens added. An empty text has none."""
+        """Return the ids of `text` without special tokens. An empty text has none."""
 
     @property
     def prefix(self) -> list[int]:
-        """The special tokens that the tokenizer's own model begins each text with, such as <s>."""
+        """Special tokens that the tokenizer's own model adds before a text, such as <s>."""
         return []
 
     @property
     def suffix(self) -> list[int]:
-        """The special tokens that the tokenizer's own model ends each text with, such as T5's </s>."""
+        """Special tokens that the tokenizer's own model adds after a text, such as T5's </s>."""
         return []
 
     def special_tokens(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what of `prefix` and `suffix` a text of these ids lacks: transformers tokenizes a text with them."""
+        """Return the parts of `prefix` and `suffix` that these ids lack; transformers adds both to a text."""
         prefix, suffix, ids = self.prefix, self.suffix, list(ids)
         return (
             [] if ids[: len(prefix)] == prefix else prefix,
@@ -82,36 +81,41 @@ class Tokenizer(ABC):
         )
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of `text` with its special tokens. An empty text has none."""
+        """Return the ids of `text` with special tokens. An empty text has none."""
         ids = list(self.encode(text))
         before, after = self.special_tokens(ids)
         return before + ids + after if ids else []
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """`encode` of each text; ids may come as lists or as arrays of integers."""
+        """Return `encode` of each text, as lists or integer arrays."""
         return [self.encode(text) for text in texts]
 
     def encode_marked(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[bool]] | str]:
-        """Of each text its ids, and which of them lie in one of its spans of characters, sorted and apart.
+        """Return the ids of each text, and for each id whether it lies in one of the text's spans.
 
-        In the place of one whose tokens cross the bounds of its spans stands the reason, as text.
+        Args:
+            texts: the texts.
+            spans: spans of characters of each text, sorted and disjoint.
+
+        Returns:
+            (ids, marks) per text, or the reason as a string if a token crosses the bounds of a span.
         """
-        return [self._encode_between(text, of_text) for text, of_text in zip(texts, spans)]
+        return [self._encode_between(text, text_spans) for text, text_spans in zip(texts, spans)]
 
     def _encode_between(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]] | str:
-        ids, marks, at = [], [], 0
+        ids, marks, position = [], [], 0
         for start, end in [*spans, (len(text), len(text))]:
-            for stretch, mark in ((text[at:start], False), (text[start:end], True)):
-                found = self._without_prefix(stretch) if stretch else []
-                ids += found
-                marks += [mark] * len(found)
-            at = end
+            for stretch, mark in ((text[position:start], False), (text[start:end], True)):
+                stretch_ids = self._without_prefix(stretch) if stretch else []
+                ids += stretch_ids
+                marks += [mark] * len(stretch_ids)
+            position = end
         if list(self._without_prefix(text)) != ids:
-            return "a token of it lies both in and outside of what is learned"
+            return "it has a token that is only partly in a learned span"
         return ids, marks
 
     def _without_prefix(self, text: str) -> list[int]:
@@ -119,27 +123,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, such as those that end a text or a turn, as far as this kind knows them."""
+        """Ids of special tokens, such as the ends of texts and turns, as far as this kind knows them."""
         return frozenset() if self.eod is None else frozenset({self.eod})
 
     def pieces(self) -> list[str]:
-        """Each entry of the vocabulary as it is spelled there, by its id. ConfigError for kinds that spell none."""
+        """Return the spelling of each vocabulary entry, by id. Raise ConfigError for kinds without one."""
         raise ConfigError(
-            f"{self.tokenizer_type} does not spell its entries, and masking asks which of them begin words; take "
+            f"{self.tokenizer_type} has no spelling of its entries, which masking needs to find word starts; use "
             "BertWordPieceLowerCase, BertWordPieceCase or HuggingFaceTokenizer"
         )
 
     def content(self) -> bytes:
-        """What decides which ids a text gets: the fingerprint is taken of this."""
+        """Return the bytes that determine the ids of every text; the fingerprint hashes them."""
         return b"".join(self.files[name] for name in sorted(self.files))
 
     @property
     def model_vocab_size(self) -> int:
-        """The entries that a model gets which says nothing of its vocabulary."""
+        """Vocabulary size for a model that sets none."""
         return self.vocab_size
 
     @property
@@ -148,7 +152,7 @@ class Tokenizer(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of kind, size and content: equal when every text gets the same ids."""
+        """SHA-256 of kind, size and content in hexadecimal: equal if every text gets the same ids."""
         head = f"{self.tokenizer_type} {self.vocab_size}\n".encode()
         return hashlib.sha256(head + self.content()).hexdigest()
 
@@ -168,24 +172,29 @@ class Tokenizer(ABC):
             file.write(json.dumps(spec, indent=2).encode() + b"\n")
 
     def __reduce__(self) -> tuple:
-        """Another process rebuilds the tokenizer from its content."""
+        """Pickle the content, from which another process rebuilds the tokenizer."""
         return type(self), (self.files, self.requested_vocab_size)
 
 
-def read_file(path: str | Path, what: str, folder: Path | None = None) -> bytes:
-    """The content of a tokenizer file; `what` names it in the error.
+def read_file(path: str | Path, description: str, folder: Path | None = None) -> bytes:
+    """Return the content of a tokenizer file; `description` names it in errors.
 
-    It may be a link to anywhere where the user gave its path; in a `folder` that the user gave, only within it.
+    Without `folder`, the file may be a link to anywhere, because the user chose its path; with it, only within the
+    folder.
     """
     try:
         return read_bounded(Path(path)) if folder is None else read_small_file(Path(path), folder)
     except OSError as error:
-        raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}; check the path") from error
+        raise DataError(
+            f"cannot read the {description} {str(path)!r}: {error.strerror}; check the path"
+        ) from error
 
 
-def read_json(content: bytes, what: str) -> object:
-    """`content` as JSON; `what` names it in the error."""
+def read_json(content: bytes, description: str) -> object:
+    """Parse JSON; `description` names it in errors."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"the {what} is not JSON ({error}); it is damaged or another kind of file") from error
+        raise DataError(
+            f"the {description} is not JSON ({error}); it is damaged or another kind of file"
+        ) from error

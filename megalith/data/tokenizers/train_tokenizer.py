@@ -1,8 +1,8 @@
 """Training of a byte-level byte-pair encoding like GPT-2's, which encodes every text without loss.
 
-Text is cut into words (GPT-2's pattern: a word keeps the space before it) and words into bytes. The most frequent
-neighbours are merged, one pair at a time, until the vocabulary is full. [Sennrich et al. 2016, arXiv:1508.07909;
-Radford et al. 2019]
+Text is split into words (GPT-2's pattern: a word includes the space before it) and words into bytes. The most
+frequent adjacent pairs are merged, one pair at a time, until the vocabulary is full. [Sennrich et al. 2016,
+arXiv:1508.07909; Radford et al. 2019]
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from megalith.io import atomic_file
 from megalith.progress import REDRAW_INTERVAL, Progress
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCAB_SIZE = 256 + 1  # the bytes and the end of text
+MIN_VOCAB_SIZE = 256 + 1  # the bytes and the end of text
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """`vocab_size` is smaller than asked for when the text has too few repetitions. `bytes` of UTF-8."""
+    """The trained tokenizer. `vocab_size` is smaller than requested if the text has too few repetitions; `bytes` are
+    UTF-8."""
 
     path: Path
     vocab_size: int
@@ -43,19 +44,30 @@ def train_tokenizer(
     max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: bool = True,
 ) -> TrainingSummary:
-    """Train on the texts under `json_keys` of JSONL files (also .gz, .zst; globs) and write a tokenizer.json.
+    """Train a tokenizer on JSONL files and write a tokenizer.json. The same input gives the same bytes.
 
-    `output`: a file that ends in .json, or a folder, which gets tokenizer.json. Beside a file of that very
-    name goes a tokenizer_config.json, so that transformers loads the folder too. The same input gives the
-    same bytes. A pair is merged only when it occurs `min_frequency` times.
-    ConfigError: a vocabulary too small to hold every byte. DataError: bad input, no text, output exists.
+    Args:
+        inputs: files, also .gz and .zst, and globs.
+        vocab_size: number of entries.
+            output: a .json file, or a folder for tokenizer.json. With that name, tokenizer_config.json is written
+            next to it, so
+            that transformers loads the folder.
+        json_keys: keys of the texts.
+        min_frequency: minimum number of occurrences of a merged pair.
+        overwrite: replace an existing output.
+        max_line_bytes: maximum length of a line.
+        show_progress: show a progress bar.
+
+    Raises:
+        ConfigError: if the vocabulary is too small for all bytes.
+        DataError: for unusable input, no text, or an existing output.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_VOCAB_SIZE:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"vocab_size {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}; "
-            f"choose at least {SMALLEST_VOCAB_SIZE}"
+            f"choose at least {MIN_VOCAB_SIZE}"
         )
     path = Path(output) if str(output).endswith(".json") else Path(output) / "tokenizer.json"
     if path.exists() and not overwrite:

@@ -61,7 +61,7 @@ def check_ids(ids: TokenIds, batch: Mapping[str, Any], *, causal: bool) -> None:
         counted = tensor != IGNORED if name in LABELS else None
         if name == "labels" and causal:
             counted[:, 0] = False
-        ids.check(tensor, name, "the batch", counted=counted)
+        ids.check(tensor, name, "the batch", mask=counted)
 
 
 def _unsupported_inputs(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which command a file of data is for, from the keys of its records: what the sentence for the wrong one names."""
+"""Hints for error messages: the command that a data file is meant for, by the keys of its records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megalith.errors import DataError
 
 PREFERENCES = "preferences, which `megalith dpo` trains on"
 CONVERSATIONS = "conversations or instructions, which `megalith sft` trains on"
-TEXT = "text to pretrain on, which `megalith preprocess` makes a dataset of for `megalith train`"
+TEXT = "text for pre-training, which `megalith preprocess` turns into a dataset for `megalith train`"
 PROMPTS = "prompts, which `megalith grpo` takes as rl.prompts"
 KEYS: tuple[tuple[set[str], str], ...] = (
     ({"chosen", "rejected"}, PREFERENCES),
@@ -26,32 +26,32 @@ KEYS: tuple[tuple[set[str], str], ...] = (
 )
 
 
-def purpose(keys: Iterable[object]) -> str:
-    """What records with these keys are, and the command for them; "" where no command takes them."""
-    there = set(keys)
-    return next((what for names, what in KEYS if names <= there), "")
+def record_kind(keys: Iterable[object]) -> str:
+    """Return the kind of records with these keys and the command for them; "" if unknown."""
+    present = set(keys)
+    return next((kind for names, kind in KEYS if names <= present), "")
 
 
-def of_records(keys: Iterable[object]) -> str:
-    """The same as the end of a sentence."""
-    found = purpose(keys)
-    return f"; such records are {found}" if found else ""
+def record_hint(keys: Iterable[object]) -> str:
+    """Return a clause for the end of a sentence about records with these keys; "" if unknown."""
+    kind = record_kind(keys)
+    return f"; such records are {kind}" if kind else ""
 
 
-def of_dataset(prefix: str) -> str:
-    """Where `prefix` is of an indexed dataset, or one of its two files: what it is for."""
+def dataset_hint(prefix: str) -> str:
+    """Return a sentence if `prefix` names an indexed dataset or one of its files; else ""."""
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
     if not path.with_name(f"{path.name}.idx").is_file():
         return ""
     return f"{path} is an indexed dataset, which `megalith train` reads; name files of records (docs/sft.md)"
 
 
-def of_file(path: Path) -> str:
-    """What a file that was named as an indexed dataset is for; "" where it says nothing of it."""
+def file_hint(path: Path) -> str:
+    """Return a sentence about the records of a file that was given as an indexed dataset; "" if unknown."""
     if not path.is_file():
         return ""
     try:
-        found = purpose(next((record for _, record in read_objects(path)), {}))
+        kind = record_kind(next((record for _, record in read_objects(path)), {}))
     except DataError as error:
         return str(error)
-    return f"{path} has {found}" if found else ""
+    return f"{path} has {kind}" if kind else ""
