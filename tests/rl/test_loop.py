@@ -217,7 +217,7 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
     for words in (
         "rewards: length, shout, silent",
         "note: 11 prompts have the id of an earlier one, so logs and files cannot tell them apart: 'q4' of ",
-        "prompts.jsonl, line 6 is that of ",
+        "prompts.jsonl, line 6 is also in ",
         "prompts.jsonl, line 5; 'q40' of ",
         "a reward logs the metric loss, a name that the run uses itself: it is logged as reward/loss",
         "step 1: the reward silent is None or NaN for all 8 completions and has no effect; correct",
@@ -343,7 +343,7 @@ def test_the_trainer_with_trls_signature(tmp_path):
     for given, said in (
         (dict(args=dict(learning_rat=1)), "no argument 'learning_rat'; did you mean"),
         (dict(processing_class="x"), "takes no processing_class: the tokenizer is that of the weights"),
-        (dict(callbacks=[1]), "takes no callbacks; leave it out"),
+        (dict(callbacks=[1]), "takes no callbacks; omit it"),
         (
             dict(peft_config=dict(r=2, target_modules=["q_proj"], use_dora=True)),
             "use_dora True, which is more",
