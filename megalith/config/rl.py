@@ -20,6 +20,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
+from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, is_extension
+from megalith.errors import nearest_of
 
 
 class ChatConfig(Section):
@@ -299,6 +301,9 @@ class RlConfig(Section):
     reward_weights: list[float] | None = None
     """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""
 
+    advantage_estimator: str = "group"
+    """Advantages from the rewards: group (relative to the group, by the settings below), or path.py:function."""
+
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
     """Baseline of the advantage: the mean of the group, or of the other completions in the group."""
 
@@ -330,10 +335,10 @@ class RlConfig(Section):
     ] = 1.0
     """DAPO: the penalty at max_completion_length."""
 
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "luspo", "cispo"] = "dapo"
+    loss_type: str = "dapo"
     """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), or a
     constant divisor (dr_grpo). cispo weights log-probabilities by a capped ratio without a gradient, instead
-    of PPO's clip."""
+    of PPO's clip. Or path.py:object, your own loss."""
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
@@ -442,6 +447,15 @@ class RlConfig(Section):
                 "it divides by each micro-batch's tokens, so the run would depend on the layout; choose dapo"
             )
             raise PydanticCustomError("bnpo", text)
+        return value
+
+    @field_validator("loss_type", "advantage_estimator")
+    @classmethod
+    def _check_extension(cls, value: str, info: ValidationInfo) -> str:
+        built_in = {"loss_type": LOSSES, "advantage_estimator": ADVANTAGE_ESTIMATORS}[info.field_name]
+        if not is_extension(value, built_in):
+            text = f"write a built-in name or path.py:object{nearest_of(value, built_in)}"
+            raise PydanticCustomError("extension", text.replace("{", "{{").replace("}", "}}"))
         return value
 
     @field_validator(*OTHER_SPELLINGS, mode="before")

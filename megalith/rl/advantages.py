@@ -1,22 +1,24 @@
-"""Group-relative advantages from rewards.
+"""Advantages of completions from their rewards.
 
-    reward     r_i = Σ_k w_k · r_ik − DAPO's overlong penalty      over the rewards that are present
-    baseline   mean of the group, or of the other completions in it (leave one out)
-    advantage  A_i = (r_i − baseline) / (s + ε)      s: standard deviation (n − 1) of the group, of the other
-                                                     completions in it, or of the rollout batch; or no division
+    r_i = Σ_k w_k · r_ik − DAPO's overlong penalty      over the rewards that are present
 
-A reward of None or NaN is absent. A completion without any reward is in no baseline and has advantage 0. The arithmetic
-is float64 on the host over complete groups, so that results are the same in every layout.
+A reward of None or NaN is absent; a completion without any reward has advantage 0. `rl.advantage_estimator` computes
+advantages from r (advantage_estimators/). The arithmetic is float64 on the host over complete groups, so that results
+are the same in every layout.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from megalith.config.extensions import ADVANTAGE_ESTIMATORS
 from megalith.config.rl import RlConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
+from megalith.rl.extensions import load_extension
 
 ZERO_STD = 1e-8  # standard deviations up to this count as 0
 
@@ -68,44 +70,40 @@ def overlong_penalty(rl: RlConfig, lengths: np.ndarray) -> np.ndarray:
 
 
 def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> Advantages:
-    """Return the advantages of a rollout batch.
+    """Return the advantages of a rollout batch, by `rl.advantage_estimator`.
 
     Args:
         rl: section `rl` of the configuration.
         rewards: float64 [groups, completions, kinds], NaN where absent.
         lengths: int [groups, completions], tokens per completion.
+
+    Raises:
+        DataError: if a user's estimator does not return one finite number per completion.
     """
     total = total_rewards(rl, rewards, lengths)
-    present = ~np.isnan(total)
+    values = np.asarray(load_estimator(rl.advantage_estimator)(rl, total), dtype=np.float64)
+    if values.shape != total.shape or not np.isfinite(values).all():
+        raise DataError(
+            f"rl.advantage_estimator {rl.advantage_estimator} returned {list(values.shape)} values for "
+            f"{list(total.shape)} completions, or values that are not finite; return one finite number per completion"
+        )
+    return Advantages(total, values, group_std(total))
+
+
+@functools.cache
+def load_estimator(name: str) -> Callable[[RlConfig, np.ndarray], np.ndarray]:
+    """Return the estimator of a value of `rl.advantage_estimator`. Raise ConfigError if it does not exist.
+
+    It takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and returns the
+    advantages in the same shape.
+    """
+    return load_extension(name, ADVANTAGE_ESTIMATORS, "rl.advantage_estimator")
+
+
+def group_std(rewards: np.ndarray) -> np.ndarray:
+    """Return the standard deviation (n − 1) of each group's present rewards, [groups]; 0 for fewer than two."""
+    present = ~np.isnan(rewards)
     count = present.sum(-1, keepdims=True)  # [groups, 1]
-    present_rewards = np.where(present, total, 0.0)
-    sums = present_rewards.sum(-1, keepdims=True)
-    mean = sums / np.maximum(count, 1)
-    centered = np.where(present, total - mean, 0.0)  # [groups, completions]
-    group_std = np.sqrt((centered**2).sum(-1) / np.maximum(count[:, 0] - 1, 1))  # [groups]
-    values = centered
-    if rl.advantage_baseline == "leave_one_out":
-        other_mean = (sums - present_rewards) / np.maximum(count - 1, 1)
-        values = np.where(present & (count > 1), total - other_mean, 0.0)
-    if rl.scale_rewards == "group" and rl.advantage_deviation == "others":
-        std = _leave_one_out_std(centered, present)
-        values = np.where(std > ZERO_STD, values / (std + rl.advantage_epsilon), values)
-    elif rl.scale_rewards == "group":
-        values = values / (group_std[:, None] + rl.advantage_epsilon)
-    elif rl.scale_rewards == "batch":
-        values = values / (_std(total[present]) + rl.advantage_epsilon)
-    return Advantages(total, values, group_std)
-
-
-def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """Return the group's standard deviation without each completion, float64 [groups, completions]; 0 for fewer than
-    two."""
-    others = present[:, None, :] & ~np.eye(present.shape[1], dtype=bool)  # [groups, completions, completions]
-    count = others.sum(-1, keepdims=True)
-    means = np.where(others, centered[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
-    squares = np.where(others, (centered[:, None, :] - means) ** 2, 0.0).sum(-1)
-    return np.sqrt(squares / np.maximum(count[..., 0] - 1, 1)) * (count[..., 0] > 1)
-
-
-def _std(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    centered = np.where(present, rewards - mean, 0.0)
+    return np.sqrt((centered**2).sum(-1) / np.maximum(count[:, 0] - 1, 1))

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
+from megalith.rl.losses.base import load_loss
+from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
 
@@ -41,57 +43,12 @@ class RolloutBatch(Batch):
     entropy_weights: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """The tokens of [batch, seq] that are in the loss, and their sequences."""
-
-    mask: Tensor  # bool [batch, seq]
-    sequence_ids: Tensor  # int64 [batch, seq]
-    tokens: Tensor  # float [sequences], tokens in the loss; at least one entry
-
-    @classmethod
-    def from_batch(cls, batch: RolloutBatch) -> Sequences:
-        """Return the sequences of a micro-batch. A batch without sequences gets one without tokens."""
-        tokens = batch.sequence_tokens
-        return cls(batch.loss_mask > 0, batch.sequence_ids, tokens if len(tokens) else tokens.new_zeros(1))
-
-    def masked(self, x: Tensor | None) -> Tensor | None:
-        """Return x with 0 at prompt and padding tokens, even where x is NaN."""
-        return None if x is None else torch.where(self.mask, x, 0.0)
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return the sum over the loss tokens of each sequence: [batch, seq] → [sequences]."""
-        flat = self.masked(x).flatten()
-        return flat.new_zeros(len(self.tokens)).index_add(0, self.sequence_ids.flatten(), flat)
-
-    def per_token(self, x: Tensor) -> Tensor:
-        """Expand [sequences] → [batch, seq]: each token gets the value of its sequence."""
-        return x[self.sequence_ids]
-
-    def means(self, x: Tensor) -> Tensor:
-        """Return the mean over the loss tokens of each sequence: [batch, seq] → [sequences]; 0 if it has none."""
-        return self.sums(x) / self.tokens.clamp(min=1)
-
-
 def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:
     """Return log π − log π_old per token, or at level `sequence` its mean over the token's sequence (GSPO)."""
     ratio = logprobs - old
     if rl.importance_sampling_level == "sequence":
         return sequences.per_token(sequences.means(ratio))
     return ratio
-
-
-def policy_losses(rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return the policy term of each token's loss, [batch, seq]: PPO's clipped ratio, or CISPO's weighted logarithm."""
-    if rl.loss_type == "cispo":
-        return -ratio.detach().clamp(rl.cispo_ratio_min, rl.upper_epsilon) * advantages * logprobs
-    clipped = ratio.clamp(1 - rl.epsilon, 1 + rl.upper_epsilon)
-    unclipped = ratio if rl.delta is None else ratio.clamp(max=rl.delta)
-    losses = -torch.min(unclipped * advantages, clipped * advantages)
-    if rl.clip_ratio_c is not None:
-        bound = -rl.clip_ratio_c * advantages
-        losses = torch.where(advantages < 0, torch.min(losses, bound), losses)
-    return losses
 
 
 def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
@@ -140,25 +97,14 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     return torch.where(in_bounds, weights, 0.0)
 
 
-def token_weights(rl: RlConfig, sequences: Sequences, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight of each token's loss in the numerator of the step's loss, [batch, seq]; see `divisor`."""
-    weights = sequences.mask.to(dtype)
-    return weights / sequences.per_token(sequences.tokens.clamp(min=1)) if rl.loss_type == "grpo" else weights
-
-
 def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """Return a micro-batch's contribution to the denominator of the step's loss, a float64 scalar.
-
-    It counts tokens for dapo and cispo, sequences for grpo and luspo, and a constant per sequence for dr_grpo.
 
     Args:
         rl: section `rl` of the configuration.
         sequence_tokens: float [sequences], number of tokens in the loss.
     """
-    if rl.loss_type in ("dapo", "cispo"):
-        return sequence_tokens.sum(dtype=torch.float64)
-    counted = torch.ones_like(sequence_tokens) if rl.counts_masked_sequences else sequence_tokens > 0
-    return counted.sum(dtype=torch.float64) * (rl.max_completion_length if rl.loss_type == "dr_grpo" else 1)
+    return load_loss(rl.loss_type).divisor(rl, sequence_tokens)
 
 
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
@@ -177,7 +123,7 @@ class PolicyLoss(SummedLoss):
     METRICS = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "compared", *DRIFT)
 
     def __init__(self, rl: RlConfig, vocab_size: int | None = None):
-        self.rl, self.vocab_size = rl, vocab_size
+        self.rl, self.vocab_size, self._loss = rl, vocab_size, load_loss(rl.loss_type)
         self.temperature = rl.temperature
         self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
         self._largest_drifts: list[Tensor] = []
@@ -209,7 +155,7 @@ class PolicyLoss(SummedLoss):
         rl, logprobs = self.rl, torch.where(tokens["mask"], logprobs, 0.0)
         old, mismatch = _old_logprobs(logprobs, tokens), tokens.get("mismatch")
         ratio = log_ratio(rl, logprobs, old, sequences).exp()
-        losses = policy_losses(rl, ratio, logprobs, tokens["advantages"])
+        losses = self._loss.token_losses(rl, ratio, logprobs, tokens["advantages"])
         if "rollout" in tokens:
             mismatch = mismatch_weights(rl, old, tokens["rollout"], sequences)
         losses = losses if mismatch is None else losses * mismatch
@@ -239,7 +185,7 @@ class PolicyLoss(SummedLoss):
         terms["rollout"] = rollout if rl.mismatch_mode else None
         terms["proximal_weight"] = batch.proximal_weight
         terms = {name: sequences.masked(x) for name, x in terms.items() if x is not None}
-        weights = token_weights(rl, sequences, batch.advantages.dtype)
+        weights = self._loss.token_weights(rl, sequences, batch.advantages.dtype)
         if rl.entropy_coef:
             terms["entropy_weights"] = self._entropy_weights(batch, weights)
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
@@ -275,8 +221,7 @@ class PolicyLoss(SummedLoss):
             size, k3 = difference.abs(), difference.expm1() - difference
             drift = [compared, size, compared * size.exp(), k3, size > 1]
             self._record_largest_drift(difference, trainer, rollout)
-        lowest = (rl.cispo_ratio_min or 0.0) if rl.loss_type == "cispo" else 1 - rl.epsilon
-        highest = rl.upper_epsilon if rl.loss_type == "cispo" else 1 + rl.upper_epsilon
+        lowest, highest = self._loss.clip_bounds(rl)
         clips = (ratio < lowest) & (advantages < 0), (ratio > highest) & (advantages > 0)
         each = torch.ones_like(ratio), ratio, *clips, kl, zero if entropy is None else entropy, *drift
         self.add_metrics([masked(x) for x in each])

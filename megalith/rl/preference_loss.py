@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from megalith.config.rl import DpoConfig
 from megalith.data.batch import Batch
-from megalith.rl.objective import Sequences
+from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
 

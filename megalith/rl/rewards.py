@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import importlib.util
 import inspect
 import math
 import numbers
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from megalith.errors import ConfigError, DataError, nearest_of
-from megalith.rl.named_rewards import BUILTIN_REWARDS, SLOW_REWARDS, ground_truth, require_math_verify
+from megalith.config.extensions import REWARDS
+from megalith.errors import DataError
+from megalith.rl.extensions import load_extension
 from megalith.rl.prompts import Prompt
+from megalith.rl.reward_functions.answers import ground_truth
 from megalith.rl.reward_workers import RewardWorker
 
 
@@ -118,33 +117,9 @@ def reward_function(reward: str | Callable) -> RewardFunction:
     """Return a reward by name, from `path.py:function`, or a function itself. Raise ConfigError if there is none."""
     if callable(reward):
         return RewardFunction(getattr(reward, "__name__", type(reward).__name__), reward)
-    if reward == "math_verify":
-        require_math_verify()
-    if reward in BUILTIN_REWARDS:
-        return RewardFunction(reward, BUILTIN_REWARDS[reward], is_builtin=True)
-    path, colon, name = reward.rpartition(":")
-    if not colon:
-        raise ConfigError(
-            f"rl.reward_funcs has {reward!r}{nearest_of(reward, BUILTIN_REWARDS)}; choose among "
-            f"{', '.join(BUILTIN_REWARDS)}, or write path.py:function"
-        )
-    if not Path(path).is_file():
-        raise ConfigError(f"rl.reward_funcs has {reward!r}, but there is no file {path}; correct the path")
-    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"rl.reward_funcs has {reward!r}, but importing it raised {type(error).__name__}: {error}; correct the file"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"rl.reward_funcs has {reward!r}, but {path} has no function {name}; correct the name"
-        )
-    return RewardFunction(name, function)
+    function = load_extension(reward, REWARDS, "rl.reward_funcs")
+    getattr(function, "requires", lambda: None)()
+    return RewardFunction(reward.rpartition(":")[2], function, is_builtin=reward in REWARDS)
 
 
 class _InvalidResult(Exception):
@@ -225,7 +200,9 @@ class Rewards:
         names = [one.name for one in self.functions]
         self.names = [f"{n}_{k}" if names.count(n) > 1 else n for k, n in enumerate(names)]
         self.prompts, self._longest, self._timeout = list(prompts), max_tokens, timeout
-        needs_workers = any(not one.is_builtin or one.name in SLOW_REWARDS for one in self.functions)
+        needs_workers = any(
+            not one.is_builtin or getattr(one.function, "is_slow", False) for one in self.functions
+        )
         self._workers = [RewardWorker(self.work) for _ in range(workers if needs_workers else 0)]
         self._owner = os.getpid()
         atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons

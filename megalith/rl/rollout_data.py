@@ -118,7 +118,7 @@ class FileRollouts:
             )
 
     def _drop_zero_std_groups(self, rl: RlConfig) -> None:
-        group_std = group_advantages(rl, [*map(self._rollouts.group, self._entries)]).group_std
+        group_std = batch_advantages(rl, [*map(self._rollouts.group, self._entries)]).group_std
         kept = [entry for entry, deviation in zip(self._entries, group_std) if deviation > ZERO_STD]
         dropped = len(self._entries) - len(kept)
         if dropped:
@@ -196,7 +196,7 @@ class RolloutData:
         rl = self._rl
         count = self._size * rl.mini_batches // rl.num_generations
         groups = self.source.batch(number, count)
-        advantages, first_step = group_advantages(rl, groups), number * rl.steps_per_batch
+        advantages, first_step = batch_advantages(rl, groups), number * rl.steps_per_batch
         metrics = _reward_metrics(groups, advantages) | _staleness_metrics(rl, groups, first_step)
         self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples = []
@@ -434,7 +434,7 @@ def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
                 )
 
 
-def group_advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
+def batch_advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return compute_advantages(rl, rewards, lengths)

@@ -22,7 +22,7 @@ from megalith.rl.engines.rollout_engine import run_sampling
 from megalith.rl.phase_timer import PhaseTimer
 from megalith.rl.prompts import Prompt, Prompts
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_data import group_advantages
+from megalith.rl.rollout_data import batch_advantages
 from megalith.rl.rollouts import PromptGroup
 from megalith.rl.scored_groups import (
     HELD_OUT_KEY,
@@ -71,7 +71,7 @@ class RolloutSampler:
             candidates, round_metrics = self._sample(range(first, first + missing))
             metrics |= round_metrics | {LOGGED: metrics[LOGGED] | round_metrics[LOGGED]}
             sampled += missing
-            group_std = group_advantages(rl, candidates).group_std
+            group_std = batch_advantages(rl, candidates).group_std
             kept += [
                 group for group, std in zip(candidates, group_std) if std > ZERO_STD or not rl.max_resamples
             ]

@@ -16,6 +16,7 @@ from oumi_job import QUICK_START
 from benchmarks import oumi_configurations
 from megalith.cli.main import main
 from megalith.config import RunConfig
+from megalith.config.extensions import REWARDS
 from megalith.dialects.oumi import oumi_command, oumi_errors, oumi_file, oumi_grpo, oumi_keys, oumi_params
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
 from megalith.dialects.oumi.oumi_errors import name_oumi_keys
@@ -35,7 +36,6 @@ from megalith.dialects.oumi.oumi_settings import translate_oumi
 from megalith.errors import ConfigError
 from megalith.planner.rates import rates_of
 from megalith.planner.search import planned
-from megalith.rl.named_rewards import BUILTIN_REWARDS
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"preset": "llama3.1-70b"}
@@ -321,7 +321,7 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
         section, _, name = path.partition(".")
         assert name in fields[section], path
     assert all(isinstance(row, Assigns | Read | NoEffect | MustBe) for row in ALL_KEYS.values())
-    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(BUILTIN_REWARDS) == oumi_grpo.KNOWN_REWARDS
+    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(REWARDS) == oumi_grpo.KNOWN_REWARDS
     assert name_oumi_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
     said = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
     assert name_oumi_keys("set rl.engine own, or rl.engine_url") == said

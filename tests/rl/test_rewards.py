@@ -13,7 +13,7 @@ import pytest
 from megalith.errors import ConfigError, DataError
 from megalith.launch.signals import StopSignals
 from megalith.rl.prompts import Prompt
-from megalith.rl.rewards import BUILTIN_REWARDS, Rewards
+from megalith.rl.rewards import Rewards, reward_function
 
 
 def prompt(text="p", messages=None, **columns) -> Prompt:
@@ -61,7 +61,7 @@ GRADED = [
 
 @pytest.mark.parametrize(("name", "text", "columns", "worth"), GRADED)
 def test_a_named_reward_gives_what_its_formula_says(name, text, columns, worth):
-    assert BUILTIN_REWARDS[name](text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
+    assert reward_function(name).function(text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
 
 
 CHAT = [{"role": "user", "content": "Sort:\n9,3,7"}]
@@ -78,14 +78,14 @@ CHAT = [{"role": "user", "content": "Sort:\n9,3,7"}]
 )
 def test_sort_counts_the_places_that_are_right(asked):
     found = [
-        BUILTIN_REWARDS["sort"](text, asked, [], 10)
+        reward_function("sort").function(text, asked, [], 10)
         for text in ("3 7 9", "3,7,9", "3 9 7", "9,3,7", "3 7 9 9", "")
     ]
     assert found == [1.0, 1.0, pytest.approx(1 / 3), 0.0, 0.75, 0.0]
 
 
 def test_sort_takes_numbers_below_0_and_of_three_digits():
-    assert BUILTIN_REWARDS["sort"]("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
+    assert reward_function("sort").function("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
 
 
 HUGE = {
@@ -101,7 +101,9 @@ HUGE = {
 def test_a_huge_formula_of_countdown_takes_no_time(what):
     began = time.process_time()
     assert (
-        BUILTIN_REWARDS["countdown"](f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10)
+        reward_function("countdown").function(
+            f"<answer>{HUGE[what]}</answer>", prompt(target=7, nums=[7]), [], 10
+        )
         == 0.0
     )
     assert time.process_time() - began < 0.5

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config import RlConfig
+from megalith.config.extensions import LOSSES, is_extension
 from megalith.errors import ConfigError, nearest_of
 from megalith.rl.from_trl.arguments import Arguments, read_arguments
 from megalith.rl.from_trl.grpo_arguments import (
@@ -37,7 +38,6 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_apex_fused": "adamw", "sgd": "sgd"}
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "luspo", "cispo")
 TRACKERS = {"tensorboard": "log.tensorboard", "wandb": "log.wandb"}
 MODEL_KWARGS = (
     "attn_implementation",
@@ -261,9 +261,9 @@ def _precision(values: dict[str, Any], arguments: Arguments) -> Settings:
 
 def _objective(values: dict[str, Any], arguments: Arguments) -> Settings:
     loss_type = values.get("loss_type", "dapo")
-    if loss_type not in LOSS_TYPES:
+    if not is_extension(loss_type, LOSSES):
         reason = " (bnpo divides by each micro-batch's tokens)" if loss_type == "bnpo" else ""
-        _reject("loss_type", loss_type, f"choose among {', '.join(LOSS_TYPES)}{reason}")
+        _reject("loss_type", loss_type, f"choose among {', '.join(LOSSES)}{reason}")
     if "max_completion_length" in arguments.values and arguments.values["max_completion_length"] is None:
         _reject("max_completion_length", None, "a completion needs a maximum number of tokens; set it")
     max_tokens = values.get("max_completion_length", RlConfig.model_fields["max_completion_length"].default)

@@ -1,0 +1,36 @@
+"""Extension points of GRPO: built-in losses, advantage estimators and rewards.
+
+A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
+`path.py:object`. `megalith.rl.extensions` loads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LOSSES: dict[str, str] = {  # rl.loss_type
+    "dapo": "megalith.rl.losses.dapo:Dapo",
+    "grpo": "megalith.rl.losses.grpo:Grpo",
+    "dr_grpo": "megalith.rl.losses.dr_grpo:DrGrpo",
+    "luspo": "megalith.rl.losses.luspo:Luspo",
+    "cispo": "megalith.rl.losses.cispo:Cispo",
+}
+ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
+    "group": "megalith.rl.advantage_estimators.group:group_relative",
+}
+REWARDS: dict[str, str] = {  # rl.reward_funcs
+    "gsm8k": "megalith.rl.reward_functions.gsm8k:gsm8k",
+    "gsm8k_flexible": "megalith.rl.reward_functions.arithmetic:arithmetic",
+    "countdown": "megalith.rl.reward_functions.countdown:countdown",
+    "arithmetic": "megalith.rl.reward_functions.arithmetic:arithmetic",
+    "sort": "megalith.rl.reward_functions.sort:sort",
+    "format": "megalith.rl.reward_functions.tags:tagged",
+    "length": "megalith.rl.reward_functions.length:length",
+    "math_verify": "megalith.rl.reward_functions.math_verify:math_verify",
+}
+
+
+def is_extension(value: str, built_in: Mapping[str, str]) -> bool:
+    """Return True for a built-in name, and for the form `path.py:object`, whose file is not opened here."""
+    path, colon, name = value.rpartition(":")
+    return value in built_in or (bool(colon) and path.endswith(".py") and name.isidentifier())

@@ -1,0 +1,1 @@
+"""Values of `rl.advantage_estimator`, one file each, listed in config/extensions.py."""

@@ -1,0 +1,53 @@
+"""GRPO's advantage: a completion's reward relative to its group.
+
+baseline   mean of the group, or of the other completions in it (rl.advantage_baseline)
+advantage  A_i = (r_i − baseline) / (s + ε)      s: standard deviation (n − 1) of the group, of the other completions
+                                                 in it, or of the rollout batch; or no division (rl.scale_rewards)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megalith.config.rl import RlConfig
+from megalith.rl.advantages import ZERO_STD, group_std
+
+
+def group_relative(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
+    """Return the advantages of a rollout batch, float64 [groups, completions]; 0 for completions without a reward.
+
+    Args:
+        rl: section `rl` of the configuration.
+        rewards: weighted sums, float64 [groups, completions], NaN where absent.
+    """
+    present = ~np.isnan(rewards)
+    count = present.sum(-1, keepdims=True)  # [groups, 1]
+    present_rewards = np.where(present, rewards, 0.0)
+    sums = present_rewards.sum(-1, keepdims=True)
+    centered = np.where(present, rewards - sums / np.maximum(count, 1), 0.0)
+    values = centered
+    if rl.advantage_baseline == "leave_one_out":
+        other_mean = (sums - present_rewards) / np.maximum(count - 1, 1)
+        values = np.where(present & (count > 1), rewards - other_mean, 0.0)
+    if rl.scale_rewards == "group" and rl.advantage_deviation == "others":
+        std = _leave_one_out_std(centered, present)
+        return np.where(std > ZERO_STD, values / (std + rl.advantage_epsilon), values)
+    if rl.scale_rewards == "group":
+        return values / (group_std(rewards)[:, None] + rl.advantage_epsilon)
+    if rl.scale_rewards == "batch":
+        return values / (_std(rewards[present]) + rl.advantage_epsilon)
+    return values
+
+
+def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Return the group's standard deviation without each completion, float64 [groups, completions]; 0 for fewer than
+    two."""
+    others = present[:, None, :] & ~np.eye(present.shape[1], dtype=bool)  # [groups, completions, completions]
+    count = others.sum(-1, keepdims=True)
+    means = np.where(others, centered[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    squares = np.where(others, (centered[:, None, :] - means) ** 2, 0.0).sum(-1)
+    return np.sqrt(squares / np.maximum(count[..., 0] - 1, 1)) * (count[..., 0] > 1)
+
+
+def _std(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -1,0 +1,15 @@
+"""LUSPO: PPO's clip, summed within each sequence, averaged over sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalith.config.rl import RlConfig
+from megalith.rl.losses.base import GrpoLoss, count_sequences
+
+
+class Luspo(GrpoLoss):
+    """Mean over sequences of Σ m·ℓ."""
+
+    def divisor(self, rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
+        return count_sequences(rl, sequence_tokens)

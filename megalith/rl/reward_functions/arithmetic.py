@@ -1,0 +1,15 @@
+"""The last number of the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megalith.rl.prompts import Prompt
+from megalith.rl.reward_functions.answers import NUMBER, answer_of, parse_number
+
+
+def arithmetic(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
+    """Return 1 if the last number of the text is the column `answer`."""
+    matches = re.findall(NUMBER, text)
+    return float(bool(matches) and parse_number(matches[-1]) == parse_number(answer_of(prompt)))

@@ -1,0 +1,26 @@
+"""GSM8K's answer after "####", as verl computes it (strict)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from numbers import Real
+
+from megalith.rl.prompts import Prompt
+from megalith.rl.reward_functions.answers import answer_of, parse_number, true_answer
+
+
+def gsm8k(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
+    """Return 1 if the last "#### number" is the answer, without commas.
+
+    The text must be equal (strict), or the number if the column `answer` is a number.
+    """
+    matches, answer = re.findall(r"#### (-?[0-9.,]+)", text), answer_of(prompt)
+    if not matches:
+        return 0.0
+    is_number = isinstance(true_answer(prompt), Real)
+    return float(
+        parse_number(matches[-1]) == parse_number(answer)
+        if is_number
+        else matches[-1].replace(",", "") == answer
+    )

@@ -1,0 +1,21 @@
+"""Sorting of the numbers in a prompt: a small task that shows learning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megalith.rl.prompts import Prompt
+from megalith.rl.reward_functions.answers import ITEM, parse_number
+
+
+def sort(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
+    """Return the fraction of positions with the right number when the last line of the prompt is sorted.
+
+    In a conversation the prompt is its last message.
+    """
+    question = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+    expected = sorted(map(parse_number, re.findall(ITEM, question.strip().rpartition("\n")[2])))
+    answer = [parse_number(one) for one in re.findall(ITEM, text)]
+    correct = sum(a == b for a, b in zip(answer, expected))
+    return correct / max(len(expected), len(answer), 1)
