@@ -188,7 +188,7 @@ REFUSED = [
     ("vllm_mode", "ray", "rl.vllm_mode is 'ray' and rl.engine_url None: server has an address, colocate none"),
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
-    ("loss_type", "sapo", "'sapo': input should be 'dapo'"),
+    ("loss_type", "sapo", "'sapo': write a built-in name or path.py:object"),
     ("max_num_gen_batches", 0, "is 0, which means no limit elsewhere; set rl.max_resamples"),
     ("filter_groups", {"enable": True}, "rl.filter_zero_std is .*: true or false is needed"),
     ("norm_adv_by_std_in_grpo", "true", "rl.norm_adv_by_std_in_grpo is 'true': true or false is needed"),

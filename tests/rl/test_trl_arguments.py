@@ -162,12 +162,12 @@ REFUSED = [
     ),
     (dict(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=2), "choose a multiple of 4"),
     (dict(lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 1e-7}), "linear supports none"),
-    (dict(lr_scheduler_type="cosine_with_min_lr"), "takes min_lr or min_lr_rate"),
+    (dict(lr_scheduler_type="cosine_with_min_lr"), "supports min_lr or min_lr_rate"),
     (dict(loss_type="sapo"), "args.loss_type is 'sapo', which is not supported: choose among dapo, grpo"),
-    (dict(report_to=["mlflow"]), "there are tensorboard and wandb"),
+    (dict(report_to=["mlflow"]), "only tensorboard and wandb are supported"),
     (dict(model_init_kwargs={"revision": "v2"}), r"model_init_kwargs\['revision'\] is 'v2'"),
     (dict(resume_from_checkpoint="x"), r"settings=\{'checkpoint.load': folder\}"),
-    (dict(max_completion_length=None), "a completion needs a bound"),
+    (dict(max_completion_length=None), "a completion needs a maximum number of tokens"),
     (
         dict(save_strategy="best"),
         "save_strategy is 'best', which is not supported: choose among no, steps and epoch",
@@ -226,7 +226,7 @@ def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():
     )
     args = {"num_generations": 4, "use_liger_kernel": True}
     trainer = GRPOTrainer("m", args=args, optimizers=(None, None), **given)
-    assert "args.use_liger_kernel has no effect: kernels are Megalith's own" in " ".join(trainer.config.notes)
+    assert "args.use_liger_kernel has no effect: Megalith has its own kernels" in " ".join(trainer.config.notes)
     with pytest.raises(ConfigError, match=r"rl\.top_p is 0\.9"):
         GRPOTrainer("m", args=args | {"top_p": 0.9}, **given)
     with pytest.raises(ConfigError, match=r"rl\.epsilon_high, the cap of its ratio, is not set"):
