@@ -25,7 +25,7 @@ def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
     `bias` float32 [width] was added to x [..., width] without its gradient, which is computed here.
     """
     if bias is not None and bias.requires_grad and kernels.fuses_backward(x):
-        return _BiasedGelu.apply(x, bias)  # one kernel makes the gradient of x and sums it over the tokens
+        return _BiasedGelu.apply(x, bias)  # one kernel computes the gradient of x and its sum over tokens
     x = add_bias_gradient(x, bias)
     if x.is_cuda and torch.compiler.is_compiling():
         return _by_sigmoid(x)
@@ -143,8 +143,8 @@ class _BiasedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        # A view, for torch 2.11: compiled, it loses the gradient of a result that is an intermediate's tensor too, as
-        # after a cast to the type that it has.
+        # A view, because compiled code of torch 2.11 loses the gradient of a result that is also an intermediate, such
+        # as the result of a cast to the same dtype.
         return _by_sigmoid(x).view_as(x)
 
     @staticmethod

@@ -30,13 +30,13 @@ def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Re
 
 
 def block_backward(
-    grad: Tensor,  # of the merged o
+    grad: Tensor,  # gradient of the merged o
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,  # merged o, in the dtype of query
     lse: Tensor,  # merged l
-    random: Tensor,  # int64 [2], as block_forward gave it; anything where it gave None
+    random: Tensor,  # int64 [2] from block_forward; ignored if that returned None
     block: Block,
 ) -> Gradients:
     """Return the gradients of query, key and value through this block."""
@@ -63,8 +63,9 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_K
     if not block.changes_scores:
         kernel = next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
     if kernel is KERNELS["plain"] and query.is_cuda:
-        asked = block.softcap, block.slopes is not None, block.dropout
-        warn_of_plain_attention(*asked, query.dtype, query.shape[3])
+        warn_of_plain_attention(
+            block.softcap, block.slopes is not None, block.dropout, query.dtype, query.shape[3]
+        )
     return kernel, block
 
 
@@ -81,8 +82,8 @@ def warn_of_plain_attention(
 ) -> None:
     """Warn once that no fused GPU kernel supports this attention."""
     warnings.warn(
-        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, "
-        f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, "
-        "compiled, in bf16 is faster",
+        f"attention runs without a fused kernel, with all scores in memory: none supports softcap {softcap}, "
+        f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a compiled model without "
+        "dropout in bf16 is faster",
         stacklevel=2,
     )

@@ -44,7 +44,7 @@ from megalith.ops.gemm import add_bias_gradient
 if kernels.AVAILABLE:
     from megalith.ops.kernels.decode_kernel import decode_attention
 
-# With heads as _on_gpu gives them, one of the first three takes any shape; MATH is for devices that lack them.
+# One of the first three supports every shape that _on_gpu passes. MATH is for devices without them.
 _CAUSAL = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -52,8 +52,8 @@ _CAUSAL = [
     SDPBackend.MATH,
 ]
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_FLEX_BLOCK = 128  # queries and keys of a block that flex_attention takes or skips
-_MULTIPLE = 8  # of which a head's size must be one, for every fused kernel in every type
+_FLEX_BLOCK = 128  # queries and keys per block that flex_attention computes or skips
+_MULTIPLE = 8  # head_dim must be a multiple, for all fused kernels and dtypes
 
 
 def attention(
@@ -62,24 +62,24 @@ def attention(
     value: Tensor,  # [batch, keys, groups, head_dim]
     *,
     causal: bool = True,
-    mask: Tensor
-    | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
-    documents: Tensor
-    | None = None,  # int32 [batch, documents], as ops/documents.py has them: attention stays inside of each. Of queries
-    # that are no keys' tokens [2, batch, documents]: theirs, and the keys'
-    window: int
-    | None = None,  # the keys that a query sees at most, its own included; the queries are the last tokens
+    # bool [batch, 1, queries, keys], True where a query sees a key; replaces causal
+    mask: Tensor | None = None,
+    # int32 [batch, documents], ends of documents (ops/documents.py), between which there is no attention; if queries
+    # and keys are different tokens, [2, batch, documents]: the queries', and the keys'
+    documents: Tensor | None = None,
+    # maximum number of keys that a query sees, including its own; the queries are the last tokens
+    window: int | None = None,
     softcap: float | None = None,  # scores become softcap · tanh(score / softcap)
     scale: float | None = None,  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
-    first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
-    alibi: int
-    | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
-    saved: bool = False,  # for a recomputation (block_attention.attention_saved); not with dropout, softcap and alibi
-    bias: Tensor | None = None,  # [1, heads, queries, keys], added to the scores; not with softcap and alibi
-    sink: Tensor
-    | None = None,  # float32 [heads]: a score beside those of the keys, of nothing; with none of the other changes
+    first_head: int = 0,  # index of the first of these heads in the layer, for dropout and ALiBi
+    alibi: int | None = None,  # number of heads of the layer, to bias scores with ALiBi (documents.py)
+    # save results for recomputation (saved_attention_contexts); not with dropout, softcap or alibi
+    saved: bool = False,
+    bias: Tensor | None = None,  # [1, heads, queries, keys], added to the scores; not with softcap or alibi
+    # float32 [heads], score of an attention sink per head; not with bias, softcap, alibi or dropout
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scale · query · keyᵀ) · value, [batch, queries, heads, head_dim]. The softmax is in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
@@ -119,7 +119,7 @@ class Visibility(NamedTuple):
     window: int | None = None
 
     @property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         """True if only causality restricts attention."""
         return self.mask is None and self.documents is None and self.window is None
 
@@ -170,14 +170,14 @@ def _on_gpu(
 ) -> Tensor:
     """Attention with a fused kernel."""
     head_dim = query.shape[3]
-    if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
+    if head_dim % _MULTIPLE:  # padding with zeros does not change scores
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    if seen.whole and supports_heads(query, key) and (dropout or not saved):
+    if seen.is_full and supports_heads(query, key) and (dropout or not saved):
         with sdpa_kernel(_CAUSAL, set_priority=True):
             out = _fused(query, key, value, seen.causal, None, scale, dropout)
     elif not dropout:
         out = _as_block(query, key, value, seen, scale)
-    else:  # whose random numbers torch keeps
+    else:  # torch keeps the random numbers of its dropout
         causal, mask = seen.dense(query, key)
         key, value = (for_each_head(x, query) for x in (key, value))
         with sdpa_kernel(_MASKED, set_priority=True):
@@ -242,10 +242,12 @@ def _flex(
             one = one & (row + before >= column)
         return one if window is None else one & (column > row + before - window)
 
-    some, whole = visible_blocks(queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device)
+    any_visible, all_visible = visible_blocks(
+        queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device
+    )
     blocks = BlockMask.from_kv_blocks(
-        *_listed(some if mask is not None else some & ~whole),
-        *(_listed(whole) if mask is None else (None, None)),
+        *_listed(any_visible if mask is not None else any_visible & ~all_visible),
+        *(_listed(all_visible) if mask is None else (None, None)),
         BLOCK_SIZE=_FLEX_BLOCK,
         mask_mod=allowed,
         seq_lengths=(queries, keys),
@@ -316,9 +318,9 @@ def _plain(
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1)
     if dropout:
-        places = torch.arange(scores.shape[3], device=scores.device)
-        kept = attention_keep_mask(dropout_rows, scores.shape[1], places, dropout, first_head)
-        probabilities = torch.where(kept, probabilities / (1.0 - dropout), 0.0)
+        positions = torch.arange(scores.shape[3], device=scores.device)
+        keep = attention_keep_mask(dropout_rows, scores.shape[1], positions, dropout, first_head)
+        probabilities = torch.where(keep, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
 
 
@@ -326,9 +328,9 @@ def cached_attention(
     query: Tensor,  # [rows, 1, heads, head_dim]
     key: Tensor,  # [rows, 1, groups, head_dim]
     value: Tensor,  # [rows, 1, groups, head_dim]
-    cache: Tensor,  # [2, rows, room, groups, head_dim]: keys and values, to which those of the new token are added
-    places: Tensor,  # int64 [rows]: of the new tokens; a row sees everything up to its own
-    seen: Tensor | None,  # what `visible_positions` gives; on a GPU it is not looked at
+    cache: Tensor,  # [2, rows, room, groups, head_dim]: keys and values; those of the new token are added
+    positions: Tensor,  # int64 [rows]: positions of the new tokens; a row sees all up to its own
+    visible: Tensor | None,  # from `visible_positions`; not used on a GPU
     *,
     window: int | None,
     softcap: float | None,
@@ -340,35 +342,35 @@ def cached_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and kernels.AVAILABLE and sink is None:
         new = (x[:, 0] for x in (query, key, value))
-        return decode_attention(*new, cache, places, window or 0, softcap or 0.0, scale)[:, None]
+        return decode_attention(*new, cache, positions, window or 0, softcap or 0.0, scale)[:, None]
     rows, room = cache.shape[1:3]
-    new = torch.arange(0, rows * room, room, device=places.device) + places
+    new = torch.arange(0, rows * room, room, device=positions.device) + positions
     for cached, x in zip(cache, (key, value)):
         cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
-    if seen is None:
-        seen = torch.arange(room, device=places.device) <= places[:, None]
+    if visible is None:
+        visible = torch.arange(room, device=positions.device) <= positions[:, None]
     if window is not None:
-        seen = seen & (torch.arange(seen.shape[1], device=places.device) > places[:, None] - window)
-    groups = (
-        query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
-    )  # [rows, in group, groups, head_dim]
-    mask = seen[:, None, None].expand(-1, 1, groups.shape[1], -1)
-    filled = cache[:, :, : seen.shape[1]]
-    if sink is not None:  # a query head of a group is a query here, each with a sink of its own
-        of_group = (x.transpose(1, 2) for x in (groups, *filled))
-        both = block_attention(*of_group, mask, None, False, None, scale)
-        out = merge_sink(*both, sink.view(key.shape[2], -1))[0]
+        keys = torch.arange(visible.shape[1], device=positions.device)
+        visible = visible & (keys > positions[:, None] - window)
+    # The query heads of a group become queries: [rows, in group, groups, head_dim].
+    groups = query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
+    mask = visible[:, None, None].expand(-1, 1, groups.shape[1], -1)
+    filled = cache[:, :, : visible.shape[1]]
+    if sink is not None:
+        inputs = (x.transpose(1, 2) for x in (groups, *filled))
+        results = block_attention(*inputs, mask, None, False, None, scale)
+        out = merge_sink(*results, sink.view(key.shape[2], -1))[0]
         return out.flatten(1, 2)[:, None]
     out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
     return out.transpose(1, 2).flatten(1, 2)[:, None]
 
 
-def visible_positions(places: Tensor, longest: int) -> Tensor | None:
+def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
     """Return which of the first `longest` positions each row sees, bool [rows, longest], from positions int64 [rows].
     None if the kernel determines this itself."""
-    if places.is_cuda and kernels.AVAILABLE:
+    if positions.is_cuda and kernels.AVAILABLE:
         return None
-    return torch.arange(longest, device=places.device) <= places[:, None]
+    return torch.arange(longest, device=positions.device) <= positions[:, None]
 
 
 def split_qkv(

@@ -34,23 +34,23 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 class Block:
     """Masking, scaling and dropout of a block."""
 
-    causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
-    mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look, causal included
-    documents: tuple[Tensor, Tensor] | None = (
-        None  # the ends of the queries' and of the keys' (ops/documents.py)
+    causal: bool = False  # queries and keys are the same tokens: each sees keys up to itself
+    mask: Tensor | None = (
+        None  # bool [batch, 1, queries, keys], True where a query sees a key; includes causality
     )
+    documents: tuple[Tensor, Tensor] | None = None  # ends of the queries' and the keys' (ops/documents.py)
     window: int | None = (
-        None  # the keys that a query sees at most, its own included: causal. The last query's place
+        None  # maximum number of keys that a query sees, including its own; implies causality
     )
-    ahead: int = 0  # is so many behind the last key's
+    ahead: int = 0  # with window: position of the last query minus that of the last key
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0
-    dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
-    key_positions: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
-    first_head: int = 0  # and the number of the first head among all
-    slopes: Tensor | None = None  # float32 [heads], of ALiBi, which depends on the keys' places and on
-    query_positions: Tensor | None = None  # the queries', int64 [queries]
+    dropout_rows: Tensor | None = None  # int32 [batch, queries]: dropout keys of the queries
+    key_positions: Tensor | None = None  # int64 [keys] in the full sequence, for dropout and ALiBi
+    first_head: int = 0  # index of the first head in the layer, for dropout
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi
+    query_positions: Tensor | None = None  # int64 [queries], for ALiBi
 
     @property
     def changes_scores(self) -> bool:
@@ -102,19 +102,21 @@ def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
 
-# Flash: GPU, fp16 and bf16, no mask, but documents and windows, of which it skips what is closed; draws its own
-# dropout. It takes tokens [batch, seq, heads, head_dim], or in documents [batch · seq, heads, head_dim], where it has
-# l [heads, batch · seq].
+# Flash: GPU, fp16 and bf16, no mask, but documents and windows, skipping masked blocks; uses its own random numbers for
+# dropout. It takes tokens [batch, seq, heads, head_dim], or with documents [batch · seq, heads, head_dim], and then
+# returns l [heads, batch · seq].
 
 
 def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     if not query.is_cuda or block.mask is not None or query.shape[3] % 8:
         return False
-    if block.documents is not None and block.ahead:  # it counts a window from where a document ends in either
+    if block.documents is not None and block.ahead:  # flash aligns windows with the ends of documents
         return False
     if block.ahead >= key.shape[2] and query.shape[2] > key.shape[2]:
-        return False  # it cuts `ahead` to the number of keys, which then closes some to the first queries
-    square = block.causal and block.window is None  # what it asks of all others: as many keys as queries
+        return (
+            False  # flash limits `ahead` to the number of keys, which would hide some from the first queries
+        )
+    square = block.causal and block.window is None  # flash's check requires equal numbers of queries and keys
     return can_use_flash_attention(_parameters(query, key, value, replace(block, causal=square)))
 
 
@@ -129,9 +131,8 @@ def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> R
             out.unflatten(0, (query.shape[0], -1)),
             lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1),
         )
-        lse = lse.masked_fill(
-            lse == float("inf"), float("-inf")
-        )  # of a query that sees no key, as it tells it
+        # Flash returns inf for a query that sees no key.
+        lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     return out.transpose(1, 2), lse, random.view(torch.int64) if block.dropout else None
 
 
@@ -169,14 +170,14 @@ def _flash_settings(query: Tensor, key: Tensor, block: Block) -> tuple[tuple, di
     return (*lengths, *longest), dict(scale=block.scale, **window)
 
 
-# Memory-efficient: GPU, any dtype, masks. It wants a head of keys for each head of queries, rows of the bias at
-# multiples of 16 elements, and l padded to a multiple of 32 queries.
+# Memory-efficient: GPU, any dtype, masks. It needs a key head per query head, rows of the bias at multiples of 16
+# elements, and l padded to a multiple of 32 queries.
 
 
 def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     if not query.is_cuda or block.dropout:
         return False
-    key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))  # the shapes alone
+    key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))  # only shapes matter
     return can_use_efficient_attention(_parameters(query, key, value, block))
 
 
@@ -195,11 +196,11 @@ def _efficient_backward(grad, query, key, value, out, lse, random, block):
     groups = key.shape[1]
     key, value = (for_each_head(x, query) for x in (key, value))
     lse = pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-    # It reads o as [batch, queries, heads, head_dim] whatever its strides say: another order gives wrong gradients.
+    # The kernel reads o as [batch, queries, heads, head_dim] regardless of its strides.
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     bias, (seed, offset) = _bias(query, block.mask), random
-    wanted = [True, True, True, False]
-    saved = (query, key, value, bias, out, lse, seed, offset, 0.0, wanted, block.causal)
+    needs_grad = [True, True, True, False]
+    saved = (query, key, value, bias, out, lse, seed, offset, 0.0, needs_grad, block.causal)
     d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, *saved, scale=block.scale
     )
@@ -240,7 +241,7 @@ def _cpu_backward(grad, query, key, value, out, lse, random, block):
     )
 
 
-# The formula, for whatever the others leave, as soft-capping is. Its dropout is keyed by place, as one process's is.
+# The formula, for everything else, such as soft-capping. Its dropout is keyed by position.
 
 
 def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
@@ -262,7 +263,7 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
         d_probabilities, kept = _drop(d_probabilities, block), _drop(probabilities, block)
     softmax_term = (grad.float() * out.float()).sum(-1, keepdim=True)  # [batch, heads, queries, 1]
     d_scores = probabilities * (d_probabilities - softmax_term) * _scale(query, block)
-    if block.softcap is not None:  # the slope of softcap · tanh(x / softcap); a masked score is -inf
+    if block.softcap is not None:  # derivative of softcap · tanh(x / softcap); masked scores are -inf
         d_scores = d_scores * (1 - (scores.clamp(min=-block.softcap) / block.softcap).square())
     d_query = d_scores.to(dtype) @ for_each_head(key, query)
     d_key = d_scores.mT.to(dtype) @ query

@@ -38,5 +38,5 @@ class SinkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         sink, *saved = ctx.saved_tensors
-        of_sink = sink_gradient(grad, saved[3], saved[4], sink)
-        return of_sink, *block_attention_backward(grad, *saved, *ctx.plain), *[None] * 5
+        grad_sink = sink_gradient(grad, saved[3], saved[4], sink)
+        return grad_sink, *block_attention_backward(grad, *saved, *ctx.plain), *[None] * 5

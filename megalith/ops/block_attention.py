@@ -52,17 +52,17 @@ def block_attention(
     query: Tensor,  # [batch, heads, queries, head_dim]
     key: Tensor,  # [batch, groups, keys, head_dim]
     value: Tensor,  # [batch, groups, keys, head_dim]
-    mask: Tensor | None,  # bool [batch or 1, 1, queries, keys], True where a query may look
-    documents: Tensor | None,  # as ops.documents.of_queries_and_keys takes them
+    mask: Tensor | None,  # bool [batch or 1, 1, queries, keys], True where a query sees a key
+    documents: Tensor | None,  # see ops.documents.query_and_key_ends
     causal: bool,
-    window: int | None,  # as ops.attention.attention has it, with or without a mask
+    window: int | None,  # see attention_core.attention; with or without a mask
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim] and its log-sum-exp, float32
     [batch, heads, queries]."""
     if _recomputation.takes is not None:
         return _recomputation.takes.popleft()
-    out, lse, _ = block_forward(query, key, value, _whole(mask, documents, causal, window, scale))
+    out, lse, _ = block_forward(query, key, value, _block(mask, documents, causal, window, scale))
     out, lse = out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
     if _recomputation.saves is not None:
         _recomputation.saves.append((out, lse))
@@ -91,7 +91,7 @@ def block_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    block = _whole(mask, documents, causal, window, scale)
+    block = _block(mask, documents, causal, window, scale)
     no_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     gradients = block_backward(grad, query, key, value, out, lse, no_state, block)
     return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
@@ -103,7 +103,7 @@ def _(grad, query, key, value, *rest):
     return tuple(query.new_empty(shape).transpose(1, 2) for shape in shapes)
 
 
-def _whole(
+def _block(
     mask: Tensor | None, documents: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Block:
     return Block(causal and mask is None, mask, query_and_key_ends(documents), window, scale=scale)

@@ -25,7 +25,7 @@ def constant(function: Callable) -> Callable:
 
 def run_eagerly() -> AbstractContextManager:
     """Return a context in which compiled code runs eagerly."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -35,7 +35,7 @@ def disable_compile(function: Callable) -> Callable:
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
-def varies(x: Tensor, dim: int) -> None:
+def mark_dynamic(x: Tensor, dim: int) -> None:
     """Let compiled code accept any size of x along `dim`."""
     if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(x, dim)
@@ -50,7 +50,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     """
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)
-    if not torch.is_grad_enabled():  # else what needs a gradient would be compiled anew where it needs none
+    if not torch.is_grad_enabled():  # avoids a second compilation for inputs that require gradients
         args = [arg.detach() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
     if rows_vary:
         for arg in args:
@@ -86,7 +86,7 @@ def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextMa
     return create_selective_checkpoint_contexts(_saves)
 
 
-compiled_recompute.cache_hash = "megalith.recomputing"  # torch's keys for what it compiles with them
+compiled_recompute.cache_hash = "megalith.recomputing"  # torch's cache keys of code compiled with them
 compiled_save_attention.cache_hash = "megalith.saving_attention"
 
 

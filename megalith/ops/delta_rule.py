@@ -28,19 +28,19 @@ CHUNK = 64
 def gated_delta_rule(
     query: Tensor,  # [batch, seq, key heads, key size]
     key: Tensor,
-    value: Tensor,  # [batch, seq, value heads, value size]; as many share a key head as there are more of them
+    value: Tensor,  # [batch, seq, value heads, value size]; value heads is a multiple of key heads
     decay: Tensor,  # float32 [batch, seq, value heads]: log α, at most 0
     share: Tensor,  # [batch, seq, value heads]: β, 0 to 1
-    documents: Tensor | None = None,  # int [batch, seq], the number of each token's; None: one
+    documents: Tensor | None = None,  # int [batch, seq], document number of each token; None: a single one
 ) -> Tensor:
     """Return the outputs [batch, seq, value heads, value size] in value's dtype, computed in fp32.
 
     Queries are normalized to length 1 / √size, keys to 1. The backward pass recomputes everything but the arguments.
     """
-    given = query, key, value, decay, share, documents
+    args = query, key, value, decay, share, documents
     if not torch.is_grad_enabled():
-        return with_last_state(*given)[0]
-    return checkpoint(with_last_state, *given, use_reentrant=False, preserve_rng_state=False)[0]
+        return with_last_state(*args)[0]
+    return checkpoint(with_last_state, *args, use_reentrant=False, preserve_rng_state=False)[0]
 
 
 def with_last_state(
@@ -56,14 +56,14 @@ def with_last_state(
     q, k, v, g, beta = (_in_chunks(x.float(), chunks) for x in (query, key, value, decay, share))
     beta = beta[..., None]  # [batch, heads, chunks, C, 1]
     total = g.cumsum(-1)  # G
-    sees = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    # Sums of what lies between, not differences of G, in which the nearest tokens would lose the most digits.
-    within = g[..., None].expand(*g.shape, CHUNK).masked_fill(~sees.tril(-1), 0).cumsum(-2)
+    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    # Sums of the values in between: differences of G would lose the most digits for the nearest tokens.
+    within = g[..., None].expand(*g.shape, CHUNK).masked_fill(~visible.tril(-1), 0).cumsum(-2)
     reads = writes = keeps = None
     if documents is not None:
         same, reads, writes, keeps = _document_masks(documents, chunks)
-        sees = sees & same
-    pairs = within.masked_fill(~sees, float("-inf")).exp()  # Γ
+        visible = visible & same
+    pairs = within.masked_fill(~visible, float("-inf")).exp()  # Γ
     before, after = total.exp()[..., None], within[..., -1, :, None].exp()
     whole = total[..., -1].exp()[..., None, None]
     if documents is not None:
@@ -120,10 +120,10 @@ def scan_chunks_backward(
     grads: list[list[Tensor]] = [[] for _ in range(6)]
     grad_state = torch.zeros_like(states[:, :, 0])
     for i in reversed(range(u.shape[2])):
-        g, state, into, over, of_q, of_k = (x[:, :, i] for x in (grad_out, states, w, inside, q, k))
-        new = u[:, :, i] - into @ state
-        grad_new = over.mT @ g + of_k @ grad_state
-        found = (
+        g, state, w_i, inside_i, q_i, k_i = (x[:, :, i] for x in (grad_out, states, w, inside, q, k))
+        new = u[:, :, i] - w_i @ state
+        grad_new = inside_i.mT @ g + k_i @ grad_state
+        chunk_grads = (
             grad_new,
             -grad_new @ state.mT,
             g @ state.mT,
@@ -131,15 +131,15 @@ def scan_chunks_backward(
             g @ new.mT,
             (state * grad_state).sum((-2, -1), keepdim=True),
         )
-        for grad, one in zip(grads, found, strict=True):
+        for grad, one in zip(grads, chunk_grads, strict=True):
             grad.append(one)
-        grad_state = of_q.mT @ g - into.mT @ grad_new + whole[:, :, i] * grad_state
+        grad_state = q_i.mT @ g - w_i.mT @ grad_new + whole[:, :, i] * grad_state
     return tuple(torch.stack(grad[::-1], 2) for grad in grads)
 
 
 @scan_chunks_backward.register_fake
-def _(grad_out: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in given[:6])
+def _(grad_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:6])
 
 
 def _keep(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -161,8 +161,8 @@ def next_token(
     sharing = value.shape[2] // key.shape[2]
     q, k = (_unit(x[:, 0]).repeat_interleave(sharing, dim=1) for x in (query, key))
     state = state * decay[:, 0, :, None, None].exp()
-    found = (state * k[..., None]).sum(-2)
-    written = (value[:, 0].float() - found) * share[:, 0, :, None].float()
+    read = (state * k[..., None]).sum(-2)
+    written = (value[:, 0].float() - read) * share[:, 0, :, None].float()
     state = state + k[..., None] * written[..., None, :]
     out = (state * q[..., None]).sum(-2) * q.shape[-1] ** -0.5
     return out[:, None].to(value.dtype), state

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalith.ops.compiled import varies
+from megalith.ops.compiled import mark_dynamic
 
 
 def query_and_key_ends(ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -31,14 +31,14 @@ def query_and_key_ends(ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 def mark_dynamic_documents(ends: Tensor) -> Tensor:
     """Let compiled layers accept any number of documents."""
-    varies(ends, 1)
+    mark_dynamic(ends, 1)
     return ends
 
 
 def document_ids(ends: Tensor, seq: int) -> Tensor:
     """Return the number of each token's document, int32 [batch, seq]."""
-    places = torch.arange(seq, dtype=ends.dtype, device=ends.device).expand(ends.shape[0], seq)
-    return torch.searchsorted(ends.contiguous(), places.contiguous(), right=True, out_int32=True)
+    positions = torch.arange(seq, dtype=ends.dtype, device=ends.device).expand(ends.shape[0], seq)
+    return torch.searchsorted(ends.contiguous(), positions.contiguous(), right=True, out_int32=True)
 
 
 def same_document_mask(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
@@ -54,28 +54,28 @@ def padding_attention_mask(padding: Tensor) -> Tensor:
 
     A token without any visible key sees itself, because kernels disagree about rows without keys.
     """
-    seen = ~padding[:, None, :].expand(-1, padding.shape[1], -1)
-    seen = seen.tril()
-    itself = torch.eye(padding.shape[1], dtype=torch.bool, device=padding.device)
-    return (seen | itself & ~seen.any(-1, keepdim=True))[:, None]
+    visible = ~padding[:, None, :].expand(-1, padding.shape[1], -1)
+    visible = visible.tril()
+    diagonal = torch.eye(padding.shape[1], dtype=torch.bool, device=padding.device)
+    return (visible | diagonal & ~visible.any(-1, keepdim=True))[:, None]
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device, ahead: int = 0) -> Tensor:
     """Return the causal mask of the last `window` keys, bool [1, 1, queries, keys]. The last query is `ahead` positions
     after the last key."""
-    places = torch.arange(keys, device=device)
-    own = torch.arange(keys - queries, keys, device=device)[:, None] + ahead
-    return ((places <= own) & (places > own - window))[None, None]
+    key = torch.arange(keys, device=device)
+    query = torch.arange(keys - queries, keys, device=device)[:, None] + ahead
+    return ((key <= query) & (key > query - window))[None, None]
 
 
 def dense_mask(
     query: Tensor,  # [batch, heads, queries, head_dim]
     key: Tensor,  # [batch, groups, keys, head_dim]
     mask: Tensor | None,
-    documents: tuple[Tensor, Tensor] | None,  # the ends of the queries' documents, and of the keys'
+    documents: tuple[Tensor, Tensor] | None,  # ends of the queries' documents, and of the keys'
     causal: bool,
     window: int | None,
-    ahead: int = 0,  # as window_mask takes it
+    ahead: int = 0,  # see window_mask
 ) -> Tensor | None:
     """Combine mask, documents, causality and window into one mask, bool [batch or 1, 1, queries, keys]. None if
     causality suffices. A given mask already includes causality."""
@@ -95,7 +95,7 @@ def visible_blocks(
     keys: int,
     causal: bool,
     window: int | None,
-    numbers: Tensor | None,  # document_ids of queries and keys alike
+    numbers: Tensor | None,  # document_ids of both queries and keys
     size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
 def alibi_slopes(heads: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return the slopes of `count` heads, starting at head `first` of `heads`: float32 [count]."""
     numbers = torch.arange(first, first + count, dtype=torch.float32, device=device)
-    power = 1 << heads.bit_length() - 1  # the largest in heads
+    power = 1 << heads.bit_length() - 1  # largest power of two in heads
     further = (numbers - power) * 2 + 1
     return torch.exp2(torch.where(numbers < power, (numbers + 1) * (-8 / power), further * (-4 / power)))
 

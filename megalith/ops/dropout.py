@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megalith.ops.compiled import as_one_kernel
 
-# Sites of dropout inside a layer; the embedding's output is a layer of its own, numbered -1.
+# Sites of dropout within a layer. The embedding's output counts as layer -1.
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
-CROSS_ATTENTION_OUTPUT = -1  # cross-attention has layers of its own: -2 - layer, numbered below all others
+CROSS_ATTENTION_OUTPUT = -1  # cross-attention of layer n counts as layer -2 - n
 ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc2": 7}
 
 
@@ -27,11 +27,11 @@ ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc
 class DropoutKeys:
     """Keys of the dropout masks; a site within the layer completes them."""
 
-    queries: Tensor  # int32 [batch, seq]: a key for each token that attends
-    stream: Tensor  # int32: a key for each token of the residual stream, in its shape
-    columns: Tensor  # int32 [hidden]: a key for each column of it
+    queries: Tensor  # int32 [batch, seq]: keys of the tokens that attend
+    stream: Tensor  # int32: keys of the residual stream's tokens, in its shape
+    columns: Tensor  # int32 [hidden]: keys of its columns
     layer: Tensor  # int32 scalar
-    outputs: Tensor | None = None  # int32 [2, …]: this layer's rows of `output_rows`
+    outputs: Tensor | None = None  # int32 [2, …]: this layer's `output_rows`
 
     def query_rows(self) -> Tensor:
         """Return the row keys of attention probabilities in this layer, int32 [batch, seq]."""
@@ -39,11 +39,11 @@ class DropoutKeys:
 
     def stream_rows(self, site: int) -> Tensor:
         """Return the keys of the residual stream's tokens at this layer and site, int32 in the stream's shape."""
-        return mix(self.stream ^ self._place(site))
+        return mix(self.stream ^ self._site_key(site))
 
     def token_rows(self, site: int) -> Tensor:
         """Like `stream_rows`, for all tokens of this rank, of which the stream may hold a part: int32 [batch, seq]."""
-        return mix(self.queries ^ self._place(site))
+        return mix(self.queries ^ self._site_key(site))
 
     def cross_attention_keys(self) -> DropoutKeys:
         """Return the keys of this layer's cross-attention."""
@@ -56,7 +56,7 @@ class DropoutKeys:
             return self.cross_attention_keys().stream_rows(ATTENTION_OUTPUT)
         return self.outputs[site - ATTENTION_OUTPUT]
 
-    def _place(self, site: int) -> Tensor:
+    def _site_key(self, site: int) -> Tensor:
         return mix(self.layer * 8 + (site + 1))
 
 
@@ -68,8 +68,8 @@ def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
     code, which would recompute a token's key for each of its elements.
     """
     sites = torch.arange(ATTENTION_OUTPUT, MLP_OUTPUT + 1, dtype=torch.int32, device=stream.device)
-    places = mix(layers[:, None] * 8 + (sites + 1))  # [layers, 2]
-    return mix(stream ^ places.view(*places.shape, *[1] * stream.ndim))
+    site_keys = mix(layers[:, None] * 8 + (sites + 1))  # [layers, 2]
+    return mix(stream ^ site_keys.view(*site_keys.shape, *[1] * stream.ndim))
 
 
 def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ class _CounterDropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
-    kept = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
-    return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
+    mask = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
+    return torch.where(mask, x * (1.0 / (1.0 - probability)), 0.0)
 
 
 def attention_keep_mask(

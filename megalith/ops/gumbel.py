@@ -22,23 +22,23 @@ from megalith.ops.compiled import as_one_kernel
 from megalith.ops.dropout import column_keys, mix
 
 ALONE = Axis()
-LOWEST = -1e30  # in the place of the largest of no logits
+LOWEST = -1e30  # maximum of an empty set of logits
 
 if kernels.AVAILABLE:
     from megalith.ops.kernels.sampling_kernel import sampled_blocks as _by_kernel
 
 
 def sample(
-    logits: Tensor,  # [rows, entries here], any float type
-    keys: Tensor,  # int32 [rows]: of the noise
-    temperature: float,  # 0: the likeliest entry
+    logits: Tensor,  # [rows, local entries], any float dtype
+    keys: Tensor,  # int32 [rows], keys of the noise
+    temperature: float,  # 0: greedy
     *,
     vocab_size: int,  # entries from here on are never sampled
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    axis: Axis = ALONE,  # that the vocabulary is cut over
-    first: int = 0,  # the number of the first entry here
+    axis: Axis = ALONE,  # shards the vocabulary
+    first: int = 0,  # first local entry
 ) -> tuple[Tensor, Tensor]:
     """Sample an entry per row.
 
@@ -52,10 +52,10 @@ def sample(
     least = None
     if temperature and (top_k or top_p < 1 or min_p):
         least = least_logit(logits[:, :real], inverse, top_k, top_p, min_p, axis)
-    found = sampled_blocks(logits, keys, least, first, real, temperature, inverse)
-    found = all_gather_no_grad(found[None], axis)
-    found = found.transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
-    return _put_together(found, inverse)
+    blocks = sampled_blocks(logits, keys, least, first, real, temperature, inverse)
+    blocks = all_gather_no_grad(blocks[None], axis)
+    blocks = blocks.transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
+    return _combine_blocks(blocks, inverse)
 
 
 def sampled_blocks(
@@ -79,9 +79,7 @@ def sampled_blocks(
     largest, index = z.max(-1)
     weights = z.sub(largest[:, None]).mul_(inverse).exp_()
     sums, peak = weights.sum(-1), largest
-    if (
-        temperature
-    ):  # the largest of log weight + noise is the least of exponential / weight: a logarithm less
+    if temperature:  # argmax of log weight + noise is argmin of exponential / weight, which saves a logarithm
         columns = column_keys(real, z.device, first)
         ratio, index = exponential(keys[:, None] ^ columns).div_(weights).min(-1)
         peak = largest - temperature * ratio.log()
@@ -96,14 +94,14 @@ def exponential(keys: Tensor) -> Tensor:
     return v.neg_().log1p_().neg_()
 
 
-def _put_together(found: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
+def _combine_blocks(blocks: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
     """Return the sampled entries and their log-probabilities from the statistics of blocks, [rows, blocks, 5]."""
-    peak, entry, chosen, largest, sums = found.unbind(-1)  # [rows, blocks] each
+    peak, entry, chosen, largest, sums = blocks.unbind(-1)  # [rows, blocks] each
     best = peak.argmax(-1, keepdim=True)
     top = largest.amax(-1)
     total = (sums * ((largest - top[:, None]) * inverse).exp()).sum(-1)
     logprob = (chosen.gather(1, best)[:, 0] - top) * inverse - total.log()
-    return entry.gather(1, best)[:, 0].long().clamp_(min=0), logprob  # 0 where no logit is a number
+    return entry.gather(1, best)[:, 0].long().clamp_(min=0), logprob  # 0 if all logits are NaN
 
 
 def least_logit(

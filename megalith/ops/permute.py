@@ -18,18 +18,18 @@ from torch import Tensor
 from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
 
-BLOCK = 1024  # tokens that one scan goes over
+BLOCK = 1024  # tokens per scan
 
 
 @dataclass(frozen=True)
 class Permutation:
     """The token of each row, and the rows of each token."""
 
-    token: Tensor  # int64 [rows]; the number of tokens for a row that fills up
-    row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without one
+    token: Tensor  # int64 [rows]; the number of tokens for a padding row
+    row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without a row
     all_kept: bool = True  # every pair has a row
-    all_hold: bool = True  # every row is of a token
-    end: Tensor | None = None  # int32 [1], in a buffer of any number of rows: where those of a token end
+    all_hold: bool = True  # every row has a token
+    end: Tensor | None = None  # int32 [1], in an oversized buffer: end of the rows with a token
 
     def inverse(self) -> Permutation:
         """Return the inverse of a pure reordering of rows."""
@@ -49,9 +49,9 @@ def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     across = sizes.T
     begin = group_starts(sizes.flatten()).view_as(sizes)
     end = group_starts(across.flatten()).view_as(across).T
-    place = torch.arange(rows, device=sizes.device)
-    row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
-    token = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
+    index = torch.arange(rows, device=sizes.device)
+    row = index + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
+    token = index + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
     return token, row[:, None]
 
 
@@ -70,7 +70,7 @@ def count_destinations(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     tokens = len(groups)
     blocks = -(-tokens // BLOCK)
     has = torch.zeros(count, blocks * BLOCK, dtype=torch.int32, device=groups.device).scatter(0, groups.T, 1)
-    # Blocks first: one scan over all tokens would be a kernel whose parts wait for each other.
+    # Scan blocks first: in a single scan over all tokens, the kernel's programs would wait for each other.
     upto = has.view(count, blocks, BLOCK).cumsum(2, dtype=torch.int32)
     sizes = upto[..., -1]
     upto = upto + (sizes.cumsum(1, dtype=torch.int32) - sizes)[..., None]
@@ -106,8 +106,8 @@ def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[T
     row = group_starts(sizes)[destinations] + before.gather(1, destinations)
     row = torch.where(destinations < count, row, rows)
     pairs = torch.arange(row.numel(), dtype=torch.int32, device=row.device)
-    held = torch.full((rows + 1,), row.numel(), dtype=torch.int32, device=row.device)
-    return sizes[:count], held.scatter(0, row.flatten(), pairs)[:-1].long(), row
+    buffer = torch.full((rows + 1,), row.numel(), dtype=torch.int32, device=row.device)
+    return sizes[:count], buffer.scatter(0, row.flatten(), pairs)[:-1].long(), row
 
 
 def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,8 +126,8 @@ def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor
 
 def inverse(row: Tensor, rows: int) -> Tensor:
     """Return the element at each of `rows` positions, int64 [rows], given each element's position, int64 [n]."""
-    held = torch.empty(rows, dtype=torch.int32, device=row.device)
-    return held.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
+    elements = torch.empty(rows, dtype=torch.int32, device=row.device)
+    return elements.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
 
 
 def index_in_group(groups: Tensor, count: int) -> Tensor:
