@@ -219,7 +219,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     )
     if held_out := held_out_prompts(config, tokenizer):
         print(
-            f"evaluations    {len(held_out):,} held-out prompts × {rl.generations_eval} completions, every "
+            f"evaluations    {len(held_out):,} held-out prompts × {rl.num_eval_generations} completions, every "
             f"{config.train.eval_interval:,} steps and at the end"
         )
     print(f"engine         {engine_text(config, layout, [*found.prompts, *held_out])}")

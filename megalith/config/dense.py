@@ -488,7 +488,7 @@ class DenseModel(Section):
             return frequency
         return [int((layer + 1) % frequency == 0) for layer in range(self.num_layers)]
 
-    def turns(self, layer: int) -> bool:
+    def uses_rope(self, layer: int) -> bool:
         """Return True if layer number `layer` (from 0) applies RoPE."""
         without = self.layers_without_rope
         return without is None or not without[min(layer, self.num_layers - 1)]

@@ -162,7 +162,7 @@ class ParallelConfig(Section):
         return self.tp_comm_overlap is True
 
     @property
-    def direct_axes(self) -> set[str]:
+    def copy_engine_axes(self) -> set[str]:
         """Axes whose collectives use copy engines."""
         return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
 
@@ -177,16 +177,16 @@ class ParallelConfig(Section):
         return 0 if self.fsdp_unsharded_layers == "auto" else self.fsdp_unsharded_layers
 
     @property
-    def keeps_layers_whole(self) -> bool:
+    def has_unsharded_layers(self) -> bool:
         """True if some layers' parameters stay gathered during a step."""
         return self.data_parallel_sharding_strategy != "optim_grads_params" or self.unsharded_layers > 0
 
     @property
-    def exchanges_gradients(self) -> bool:
+    def uses_fp32_reduce_scatter(self) -> bool:
         """Value of reduce_scatter_with_fp32_accumulation; False for an unresolved `auto`."""
         return self.reduce_scatter_with_fp32_accumulation is True
 
     @property
-    def cp_exchange(self) -> str:
+    def resolved_cp_comm_type(self) -> str:
         """Value of cp_comm_type; p2p for an unresolved `auto`."""
         return "p2p" if self.cp_comm_type == "auto" else self.cp_comm_type

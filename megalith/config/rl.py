@@ -483,7 +483,7 @@ class RlConfig(Section):
         return [url.strip().rstrip("/") for entry in entries for url in entry.split(",")]
 
     @property
-    def server_seconds(self) -> float:
+    def server_timeout(self) -> float:
         """Additional time that a step may wait for servers, in seconds."""
         waits = self.prompts is not None and self.engine_urls
         return self.weight_sync_timeout + self.generation_timeout if waits else 0.0
@@ -494,7 +494,7 @@ class RlConfig(Section):
         return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
 
     @property
-    def generations_eval(self) -> int:
+    def num_eval_generations(self) -> int:
         """Completions per held-out prompt."""
         return self.num_generations_eval or self.num_generations
 
@@ -548,11 +548,13 @@ class RlConfig(Section):
         return self.vllm_importance_sampling_mode if self.vllm_importance_sampling_correction else None
 
     @property
-    def interpolates_old(self) -> bool:
+    def interpolates_old_logprobs(self) -> bool:
         """True if the old policy is interpolated between the rollouts' and the current policy."""
         return self.use_decoupled_loss and self.prox_logp_method == "loglinear" and self.steps_per_batch > 1
 
     @property
-    def computes_old(self) -> bool:
+    def needs_old_logprobs_pass(self) -> bool:
         """True if the old log-probabilities need forward passes of their own."""
-        return self.old_logprobs == "policy" and self.steps_per_batch > 1 and not self.interpolates_old
+        return (
+            self.old_logprobs == "policy" and self.steps_per_batch > 1 and not self.interpolates_old_logprobs
+        )

@@ -68,12 +68,12 @@ class RunConfig(Section):
         return next((section for section in (self.sft, self.dpo) if section.enabled), None)
 
     @property
-    def rows_at_once(self) -> int:
+    def rows_per_micro_batch(self) -> int:
         """Rows of data.seq_length tokens per micro-batch; a preference pair is two."""
         return self.train.micro_batch_size * (2 if self.dpo.enabled else 1)
 
     @property
-    def keeps_documents_apart(self) -> bool:
+    def separates_documents(self) -> bool:
         """True if attention stays within documents of a row."""
         packs = self.rl.packing and self.rl.prompts_or_rollouts is not None
         return self.data.reset_attention_mask or self.chat is not None or packs
@@ -152,7 +152,7 @@ class RunConfig(Section):
         _refuse_unknown(tree)
         return self._validated(tree, (*self._notes, *apply_aliases(tree, {})))
 
-    def with_known(self, settings: Mapping[str, Any]) -> RunConfig:
+    def with_unvalidated(self, settings: Mapping[str, Any]) -> RunConfig:
         """Return a copy with other values without validation, for searches that try thousands."""
         sections: dict[str, dict[str, Any]] = {}
         for path, value in settings.items():

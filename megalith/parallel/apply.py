@@ -62,7 +62,9 @@ def apply(
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:
             shard_adapters(chunk, tensor)
-        apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
+        apply_context(
+            chunk, mesh.cp, parallel.resolved_cp_comm_type, parallel.hierarchical_context_parallel_sizes
+        )
         apply_expert(
             chunk, mesh, tensor, parallel.moe_token_dispatcher_type, parallel.moe_static_dispatch is True
         )

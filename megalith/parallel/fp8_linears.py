@@ -63,7 +63,7 @@ def casts_weights_once(config: RunConfig) -> bool:
     return (
         train.fp8_format is not None
         and train.fp8_cache_weights is True
-        and config.parallel.keeps_layers_whole
+        and config.parallel.has_unsharded_layers
     )
 
 

@@ -131,7 +131,7 @@ def build_mesh(
         fsdp = None
     elif shard_size < dp * cp:
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
-    direct = parallel.direct_axes if device_type == "cuda" else set()
+    direct = parallel.copy_engine_axes if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (registers operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}

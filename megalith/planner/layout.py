@@ -354,7 +354,7 @@ def with_casts(config: RunConfig) -> list[RunConfig]:
     train = config.train
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return [config]
-    on, off = (config.with_known({"train.fp8_cache_weights": value}) for value in (True, False))
+    on, off = (config.with_unvalidated({"train.fp8_cache_weights": value}) for value in (True, False))
     return [on, off] if casts_weights_once(on) else [off]
 
 

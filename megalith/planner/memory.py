@@ -145,7 +145,7 @@ class StageMemory:
         models = 2 if self.config.has_reference_model else 1
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
-        tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
+        tokens = self.config.rows_per_micro_batch * self.config.data.seq_length // self.context
         of_head = int(tokens * share_of_tokens(self.config, self.model.num_layers - 1))
         logits = min(of_head, loss_chunk_tokens(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
@@ -241,14 +241,14 @@ class StageMemory:
         that torch's own function, which alone has attention dropout, keeps bias, keys and values of every layer. A
         ring has masks of its blocks alone.
         """
-        model, width, documents = self.model, self.width, self.config.keeps_documents_apart
-        sequences, seq = self.config.rows_at_once, self.config.data.seq_length
+        model, width, documents = self.model, self.width, self.config.separates_documents
+        sequences, seq = self.config.rows_per_micro_batch, self.config.data.seq_length
         if model.position_embedding_type == "relative":
             return self._relative_positions()
         if not makes_mask(self.config):
             return 0
         windowed = sum((window or seq) < seq for window in model.windows)
-        exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
+        exchanged = self.context == 1 or self.parallel.resolved_cp_comm_type == "a2a"
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0
         if model.query_groups < model.num_attention_heads:
@@ -271,7 +271,7 @@ class StageMemory:
         taken = (INDEX_BYTES + MASTER_BYTES * heads + GRADIENT_BYTES * heads) * pairs
         if True in encodes:
             layers = 1 if self.compiled else max(self._whole_layers()[1], 1)
-            added = self.width * self.config.rows_at_once * heads * data.seq_length**2
+            added = self.width * self.config.rows_per_micro_batch * heads * data.seq_length**2
             taken += (layers + 1) * added
         return taken
 
@@ -322,12 +322,12 @@ def left_out(left: float, everything: float, activation: float, stream: int) -> 
 def makes_mask(config: RunConfig) -> bool:
     """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
-    exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
+    exchanged = parallel.context_parallel_size == 1 or parallel.resolved_cp_comm_type == "a2a"
     fp32 = config.train.precision == "fp32"
     if not fp32 and not model.attention_dropout:
         return False
     windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
-    return (windowed or config.keeps_documents_apart) if exchanged or fp32 else windowed
+    return (windowed or config.separates_documents) if exchanged or fp32 else windowed
 
 
 def saved_activations(
@@ -346,7 +346,7 @@ def saved_activations(
     attention saves its output beside them.
     """
     parallel = meta.parallel
-    exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange
+    exchanged = parallel.context_parallel_size > 1 and "a2a" in parallel.resolved_cp_comm_type
     settings = (
         compiled,
         *sorted(recomputed),
@@ -381,7 +381,7 @@ def _saved_activations(
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
-    exchanged = query if parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange else 0
+    exchanged = query if parallel.context_parallel_size > 1 and "a2a" in parallel.resolved_cp_comm_type else 0
     attention += exchanged  # and the output as the all-to-all gives it to the next matrix
     if code is not None:
         attention += code * query

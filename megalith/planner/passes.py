@@ -70,7 +70,7 @@ class Passes:
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.sequence = self.tensor if parallel.sequence_parallel else 1
         self.dp = data_parallel_size(parallel, world_size)
-        self.tokens = config.rows_at_once * config.data.seq_length // self.context
+        self.tokens = config.rows_per_micro_batch * config.data.seq_length // self.context
         self.width = COMPUTE_BYTES[train.precision]
         self.streams = rates.memory * GIGA * STREAMS
         self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1
@@ -295,12 +295,12 @@ class Passes:
         flops = 2 * self.tokens * keys * heads * (model.head_dim + values)
         rates = self.rates.attends(seq, model.head_dim)
         slower = DROPPED if model.attention_dropout else 1.0
-        if self.masked and (window < seq or self.config.keeps_documents_apart):
+        if self.masked and (window < seq or self.config.separates_documents):
             slower *= MASKED
         elif window < seq:  # documents alone take as long as none: fewer pairs, in a slower kernel
             share = 2 * window / seq - (window / seq) ** 2
             slower *= WINDOW[0] / share + WINDOW[1]
-        exchange = parallel.cp_exchange if self.context > 1 else ""
+        exchange = parallel.resolved_cp_comm_type if self.context > 1 else ""
         if exchange == "all_gather":
             slower *= GATHERED
         if self.config.train.precision == "fp32":
@@ -410,7 +410,7 @@ class Passes:
             back["elementwise"] += SUMMING * own / self.streams
         else:
             back["elementwise"] += REDUCING * own / self.streams
-            exchanged = self.parallel.exchanges_gradients
+            exchanged = self.parallel.uses_fp32_reduce_scatter
             kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
             back["data"] += self._beside(kind, width * own)
 
@@ -427,11 +427,11 @@ class Passes:
             back["tensor"] += backward
         if self.context > 1:
             sent = context_bytes(self.config, number) / share_of_tokens(self.config, number)
-            kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
-            kind = kind if "a2a" in parallel.cp_exchange else "all_gather"
+            kind = "copy" if "cp" in parallel.copy_engine_axes else "all_to_all"
+            kind = kind if "a2a" in parallel.resolved_cp_comm_type else "all_gather"
             whole = self.moves(kind, self.context, self.tensor, sent)
             hidden = PING_PONG if parallel.overlaps else 1.0
-            if parallel.cp_exchange == "p2p":
+            if parallel.resolved_cp_comm_type == "p2p":
                 hidden = BESIDE["NCCL"]
             there["context"] += hidden * whole / 3
             back["context"] += hidden * whole * 2 / 3
@@ -447,7 +447,7 @@ class Passes:
         """What is waited for of a layer's collectives of tensor parallelism, forward and backward."""
         parallel = self.parallel
         part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
-        kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
+        kind = "copy" if "tp" in parallel.copy_engine_axes else "all_gather"
         one = self.moves(kind, self.tensor, 1, part)
         if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
             gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2

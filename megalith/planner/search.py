@@ -208,14 +208,14 @@ class _Search:
         most = max(sizes[: bisect(sizes, self.answer.usable) + nearest], default=0)
         near = [candidate for least, candidate in every if least <= most]
         for each in near:
-            chosen = each.chosen.with_known(more)
+            chosen = each.chosen.with_unvalidated(more)
             self._recompute(replace(each, chosen=chosen, settings=each.settings | more))
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
         """None where the trainer refuses it."""
         try:
-            chosen, _ = with_fastest(self.clean.with_known(settings), self.machine)
+            chosen, _ = with_fastest(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
@@ -262,7 +262,7 @@ class _Search:
         """By arithmetic; None where the trainer refuses it."""
         named = {PARALLEL + name: value for name, value in way.items()}
         try:
-            config = candidate.chosen.with_known(named)
+            config = candidate.chosen.with_unvalidated(named)
             check_parallel(config, self.world)
             check_fp8(config)
         except ConfigError as error:
@@ -294,7 +294,7 @@ class _Search:
 
         @cache
         def keeping(number: int) -> tuple[RunConfig, list[MemoryEstimate]]:
-            kept = config.with_known({PARALLEL + "fsdp_unsharded_layers": number})
+            kept = config.with_unvalidated({PARALLEL + "fsdp_unsharded_layers": number})
             return kept, self._memory(kept, assignment, micro_batches)
 
         def expected(number: int) -> int:

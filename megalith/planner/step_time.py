@@ -104,7 +104,7 @@ def caution(config: RunConfig) -> str:
         return (
             "the delta rule of linear attention was not measured: its time is that of the bytes that it moves"
         )
-    apart = config.keeps_documents_apart or any((window or seq) < seq for window in model.windows)
+    apart = config.separates_documents or any((window or seq) < seq for window in model.windows)
     if not apart or model.head_dim in FLASH_DIMS:
         return ""
     measured = " and ".join(map(str, FLASH_DIMS))

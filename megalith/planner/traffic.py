@@ -51,7 +51,7 @@ def transfers(
     if (size := parallel.context_parallel_size) > 1:
         held = [[number for chunk in chunks for number in chunk.layers] for chunks in stages]
         sent = micro_batches * max(sum(context_bytes(config, number) for number in layers) for layers in held)
-        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.cp_exchange]))
+        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.resolved_cp_comm_type]))
     if (size := parallel.pipeline_model_parallel_size) > 1:
         most = max(_neighbours(chunks, last=size * len(chunks) - 1, ranks=size) for chunks in stages)
         sent = most * micro_batches * hidden_bytes(config)
@@ -107,7 +107,7 @@ def context_bytes(config: RunConfig, number: int) -> int:
     """Sent by a rank for layer `number` and a micro-batch, forward and backward. Cross-attention has queries of the
     decoder's tokens, and keys and values of the encoder's."""
     model, parallel = config.model, config.parallel
-    size, kind = parallel.context_parallel_size, parallel.cp_exchange
+    size, kind = parallel.context_parallel_size, parallel.resolved_cp_comm_type
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     groups = max(model.query_groups // parallel.tensor_model_parallel_size, 1)
     width = COMPUTE_BYTES[config.train.precision]
@@ -146,7 +146,7 @@ def data_bytes(
     ends = meta.outside(chunks).total()
     strategy, width = parallel.data_parallel_sharding_strategy, COMPUTE_BYTES[config.train.precision]
     each = strategy in ("optim_grads", "optim_grads_params")
-    of_layers = width if each and parallel.exchanges_gradients else GRADIENT_BYTES
+    of_layers = width if each and parallel.uses_fp32_reduce_scatter else GRADIENT_BYTES
     reduced = of_layers * (adapters or layers) + (0 if adapters else GRADIENT_BYTES * ends)
     gathers, passes = micro_batches if strategy == "optim_grads_params" else 1, 1.0
     if strategy == "optim_grads_params":
@@ -167,7 +167,7 @@ def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
 
 
 def _tokens(config: RunConfig) -> int:
-    return config.rows_at_once * config.data.seq_length // config.parallel.context_parallel_size
+    return config.rows_per_micro_batch * config.data.seq_length // config.parallel.context_parallel_size
 
 
 def _tensor_words(parallel: ParallelConfig) -> str:

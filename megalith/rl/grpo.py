@@ -205,7 +205,9 @@ class PolicyTask(Task):
     def _check_drift(self, run: Run, ratio: float | None, largest_drift: LargestDrift | None) -> None:
         """Raise TrainingError if the drift is too large. Skipped if the old policy did not sample the batch."""
         rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
-        comparable = (rl.computes_old or run.step % rl.steps_per_batch == 0) and not self._live.is_stale
+        comparable = (
+            rl.needs_old_logprobs_pass or run.step % rl.steps_per_batch == 0
+        ) and not self._live.is_stale
         if comparable and ratio is not None and largest_drift is not None and not ratio <= limit:
             version = run.step - run.step % rl.steps_per_batch
             raise drift_error(

@@ -222,7 +222,11 @@ class RolloutData:
 
     def _micro_batches_from(self, step: int) -> Iterator[RolloutBatch]:
         rl, next_batch, is_first = self._rl, None, True
-        if step % rl.steps_per_batch and rl.computes_old and self._restored[0] != step // rl.steps_per_batch:
+        if (
+            step % rl.steps_per_batch
+            and rl.needs_old_logprobs_pass
+            and self._restored[0] != step // rl.steps_per_batch
+        ):
             self._run.log(
                 f"step {step} is inside a rollout batch of {rl.steps_per_batch} steps whose old log-probabilities are "
                 "not in the checkpoint: the rest of the batch uses those of the current weights"
@@ -272,7 +276,7 @@ class RolloutData:
                 restore_row_logprobs(self._restored[1], rows, batch.labels)
                 for rows, batch in zip(self._row_keys(number), flat)
             ]
-        elif self._rl.computes_old:
+        elif self._rl.needs_old_logprobs_pass:
             with self.source.timed("old_logprobs"):
                 entries = policy_vocab_size(self._run.config, self._run.tokenizer)
                 logprobs["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
@@ -289,7 +293,7 @@ class RolloutData:
     def _with_proximal(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
         """Add the weights that interpolate the old policy, if the run uses them."""
         within = step % self._rl.steps_per_batch
-        if not (self._rl.interpolates_old and within):
+        if not (self._rl.interpolates_old_logprobs and within):
             return batches
         first, rows = step - within, [rows for _, rows in self.local_rows(step)]
         return [
@@ -303,14 +307,14 @@ class RolloutData:
         """Return the old policy's log-probabilities, which later weights cannot recompute. Every rank calls it."""
         run, rl = self._run, self._rl
         number, inside = divmod(run.step, rl.steps_per_batch)
-        if not (rl.computes_old and inside):
+        if not (rl.needs_old_logprobs_pass and inside):
             return {}
         flat = [batch.old_logprobs for batches in self._ready for batch in batches]
         return {OLD_LOGPROBS: encode_row_logprobs(run.mesh, number, self._row_keys(number), flat)}
 
     def load_state(self, files: Mapping[str, Path]) -> None:
         """Restore the state that `state_files` returned."""
-        has_file = self._rl.computes_old and OLD_LOGPROBS in files
+        has_file = self._rl.needs_old_logprobs_pass and OLD_LOGPROBS in files
         self._restored = decode_row_logprobs(files[OLD_LOGPROBS]) if has_file else (-1, {})
 
     def _row_keys(self, number: int) -> list[list[RowKey]]:

@@ -145,12 +145,12 @@ class RolloutSampler:
         sampling = run_sampling(self._run, rl.max_completion_length)
         if rl.eval_temperature is not None:
             sampling = replace(sampling, temperature=rl.eval_temperature)
-        size = max(1, self._run.config.train.global_batch_size // rl.generations_eval)
+        size = max(1, self._run.config.train.global_batch_size // rl.num_eval_generations)
         parts = [batch.records[start : start + size] for start in range(0, len(batch.records), size)]
         untimed = lambda phase: nullcontext()  # noqa: E731
         for done, records in enumerate(parts):
             before(done, len(parts))
-            arguments = records, sampling, self._run.step, untimed, rl.generations_eval
+            arguments = records, sampling, self._run.step, untimed, rl.num_eval_generations
             share = lambda arguments=arguments: self.sample_share(*arguments)  # noqa: E731
             for pieces, logged in self._weights.request(share):
                 batch.add([GroupRecord.from_fields(*fields) for fields in pieces], logged)

@@ -34,7 +34,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     Enables deterministic kernels if configured, disables TF32 in fp32 runs, and raises the compiler's limit so that
     several models fit.
     """
-    if config.parallel.symmetric_memory_groups == "auto" or config.parallel.direct_axes:
+    if config.parallel.symmetric_memory_groups == "auto" or config.parallel.copy_engine_axes:
         raise_cuda_connections()
     device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":

@@ -84,7 +84,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     notes += offload_notes(config, device.type)
     if process.is_first:  # the rank that prints notes
         notes += tokenizer_notes(config.model, tokenizer)
-    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_seconds)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes, seconds=config.rl.server_timeout)
     output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
         guard_standard_streams() if process.is_first else nullcontext(),

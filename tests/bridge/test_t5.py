@@ -189,8 +189,8 @@ def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_p
             {"encoder_num_layers": 4},
             "4 of model.num_layers 4 are the encoder's, and the others the decoder's",
         ),
-        ({"model_type": "gpt"}, "relative, which an encoder-decoder alone has"),
-        ({"num_experts": 4}, "no layer with cross-attention has here"),
+        ({"model_type": "gpt"}, "relative, which only encoder-decoders support"),
+        ({"num_experts": 4}, "layers with cross-attention"),
         ({"attn_logit_softcapping": 3.0}, "both change the scores"),
         ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
         (

@@ -50,7 +50,7 @@ def test_copy_engines_for_gradients_are_noted_and_change_nothing():
     config = run({"symmetric_memory_groups": ["dp"]})
     check_training(config, world_size=4)
     (note,) = overlap_notes(config, compiled=True)
-    assert "NCCL reduces gradients as fast" in note and not config.parallel.direct_axes
+    assert "NCCL reduces gradients as fast" in note and not config.parallel.copy_engine_axes
 
 
 def test_without_compilation_a_note_says_that_nothing_is_hidden():

@@ -483,7 +483,7 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
         ("--save-interval 0", "--save-interval is 0:"),
         (
             "--softmax-type learnable --attention-dropout 0.1",
-            "--softmax-type learnable is put together with attention's own kernels",
+            "--softmax-type learnable needs outputs that attention's kernels",
         ),
         (
             "--tensor-model-parallel-size 0",

@@ -143,8 +143,8 @@ def test_every_rank_waits_for_it(pool, tmp_path, tree, whole):
 
 def test_the_hang_watch_leaves_time_for_it(tmp_path):
     rl = dict(engine="sglang", weight_sync_timeout=7.0, generation_timeout=30.0)
-    assert configuration(tmp_path, rl=rl).rl.server_seconds == 37.0
-    assert configuration(tmp_path).rl.server_seconds == 0.0
+    assert configuration(tmp_path, rl=rl).rl.server_timeout == 37.0
+    assert configuration(tmp_path).rl.server_timeout == 0.0
 
 
 def test_by_a_folder_too(tmp_path, tree, whole):

@@ -226,7 +226,9 @@ def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():
     )
     args = {"num_generations": 4, "use_liger_kernel": True}
     trainer = GRPOTrainer("m", args=args, optimizers=(None, None), **given)
-    assert "args.use_liger_kernel has no effect: Megalith has its own kernels" in " ".join(trainer.config.notes)
+    assert "args.use_liger_kernel has no effect: Megalith has its own kernels" in " ".join(
+        trainer.config.notes
+    )
     with pytest.raises(ConfigError, match=r"rl\.top_p is 0\.9"):
         GRPOTrainer("m", args=args | {"top_p": 0.9}, **given)
     with pytest.raises(ConfigError, match=r"rl\.epsilon_high, the cap of its ratio, is not set"):

@@ -72,8 +72,8 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         reason = "one host" if one_host else "several hosts"
         choices.append(f"parallel.reduce_scatter_with_fp32_accumulation {str(one_host).lower()} ({reason})")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
-        settings["train.fp8_cache_weights"] = parallel.keeps_layers_whole
-    return config.with_known(settings) if settings else config, choices
+        settings["train.fp8_cache_weights"] = parallel.has_unsharded_layers
+    return config.with_unvalidated(settings) if settings else config, choices
 
 
 def line_of(choices: list[str]) -> list[str]:
@@ -97,7 +97,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     """
     parallel = config.parallel
     if config.model.encoder_layers:
-        chosen = config.with_known({"parallel.cp_comm_type": "a2a"})
+        chosen = config.with_unvalidated({"parallel.cp_comm_type": "a2a"})
         return chosen, "the only one with cross-attention"
     size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tensor
@@ -105,7 +105,7 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
     a2a_size = max((d for d in in_host if heads % d == 0), default=1)
     reason = f"the {heads} heads of a tensor-parallel rank over ranks of one host"
     if a2a_size == size:
-        return config.with_known({"parallel.cp_comm_type": "a2a"}), reason
+        return config.with_unvalidated({"parallel.cp_comm_type": "a2a"}), reason
     if a2a_size == 1:
         sizes = " or ".join(str(d) for d in in_host if d > 1)
         reason = f"the heads of a tensor-parallel rank, {heads}, do not divide over {sizes} ranks of one host"
@@ -113,16 +113,16 @@ def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]
             reason = f"CP {size} × TP {tensor} does not divide over hosts of {machine.ranks_per_host} ranks"
         if machine.ranks_per_host <= tensor:
             reason = "no two of its ranks share a host"
-        return config.with_known({"parallel.cp_comm_type": "p2p"}), reason
+        return config.with_unvalidated({"parallel.cp_comm_type": "p2p"}), reason
     levels = [a2a_size, size // a2a_size]
     two_levels = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
-    return config.with_known(
+    return config.with_unvalidated(
         two_levels
     ), f"{reason}, {a2a_size} at a time, a ring between the {size // a2a_size}"
 
 
 def _exchanges_heads(config: RunConfig) -> bool:
-    return config.parallel.context_parallel_size > 1 and "a2a" in config.parallel.cp_exchange
+    return config.parallel.context_parallel_size > 1 and "a2a" in config.parallel.resolved_cp_comm_type
 
 
 def _obstacle(config: RunConfig, machine: Machine) -> str:
@@ -137,7 +137,7 @@ def _obstacle(config: RunConfig, machine: Machine) -> str:
         return f"a layer's {work / 1e12:.2g} TFLOP finish before the host has launched two halves"
     try:
         if config.train.fp8_format is not None:
-            check_fp8(config.with_known({"parallel.tp_comm_overlap": True}))
+            check_fp8(config.with_unvalidated({"parallel.tp_comm_overlap": True}))
     except ConfigError:
         return (
             f"FP8 does not support half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"

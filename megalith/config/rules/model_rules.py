@@ -31,8 +31,8 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.parallel_attn_mlp and model.num_experts is not None:
         raise ConfigError(
-            f"model.parallel_attn_mlp sets attention and MLP side by side, but model.num_experts is "
-            f"{model.num_experts}, and experts are only built behind attention; leave out one of the two"
+            f"model.parallel_attn_mlp computes attention and MLP in parallel, but model.num_experts is "
+            f"{model.num_experts}, and experts are only supported after attention; leave out one of the two"
         )
     _check_gate(model)
     _check_sink(model)
@@ -63,18 +63,18 @@ def _check_gate(model: ModelConfig) -> None:
 def _check_sink(model: ModelConfig) -> None:
     if model.softmax_type == "vanilla":
         return
-    alone = {
+    allowed_values = {
         "attention_dropout": (model.attention_dropout, 0.0),
         "attn_logit_softcapping": (model.attn_logit_softcapping, None),
         "position_embedding_type": (model.position_embedding_type, "rope", "learned_absolute"),
         "multi_latent_attention": (model.multi_latent_attention, False),
         "model_type": (model.model_type, "gpt"),
     }
-    for name, (value, *allowed) in alone.items():
+    for name, (value, *allowed) in allowed_values.items():
         if value not in allowed:
             raise ConfigError(
-                f"model.softmax_type {model.softmax_type} is put together with attention's own kernels, which do not "
-                f"give what it needs with model.{name} {value}; set {name} to {' or '.join(map(str, allowed))}"
+                f"model.softmax_type {model.softmax_type} needs outputs that attention's kernels do not "
+                f"provide with model.{name} {value}; set {name} to {' or '.join(map(str, allowed))}"
             )
 
 
@@ -82,28 +82,28 @@ def _check_encoder(model: ModelConfig) -> None:
     if model.causal:
         return
     relative = ["relative"] if model.model_type == "t5" else []
-    alone = {
+    allowed_values = {
         "window_size": (model.window_size, None),
         "mtp_num_layers": (model.mtp_num_layers, None),
         "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope", *relative),
     }
-    for name, (value, *allowed) in alone.items():
+    for name, (value, *allowed) in allowed_values.items():
         if value not in allowed:
             raise ConfigError(
-                f"model.{name} is {value}, which looks back alone, but with model.model_type {model.model_type} tokens "
-                f"see all of their sequence; set it to {' or '.join(map(str, allowed))}"
+                f"model.{name} is {value}, which requires causal attention, but with model.model_type "
+                f"{model.model_type} tokens attend to the full sequence; set it to {' or '.join(map(str, allowed))}"
             )
     if model.model_type == "bert" and model.bert_binary_head and not model.pooler:
         raise ConfigError(
-            "model.bert_binary_head reads what the pooler gives, but model.add_pooler is false; leave out one"
+            "model.bert_binary_head reads the pooler's output, but model.add_pooler is false; leave out one"
         )
 
 
 def _check_two_stacks(model: ModelConfig) -> None:
     if model.position_embedding_type == "relative" and model.model_type != "t5":
         raise ConfigError(
-            f"model.position_embedding_type is relative, which an encoder-decoder alone has here, but model.model_type "
-            f"is {model.model_type}; set model_type to t5, or choose other positions"
+            f"model.position_embedding_type is relative, which only encoder-decoders support, but model.model_type is "
+            f"{model.model_type}; set model_type to t5, or choose other positions"
         )
     if model.model_type != "t5":
         return
@@ -112,22 +112,22 @@ def _check_two_stacks(model: ModelConfig) -> None:
             f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} are the "
             "encoder's, and the others the decoder's: each has at least one; change one of the two"
         )
-    alone = {
+    required = {
         "num_experts": (model.num_experts, None),
         "parallel_attn_mlp": (model.parallel_attn_mlp, False),
         "multi_latent_attention": (model.multi_latent_attention, False),
         "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
     }
-    for name, (value, only) in alone.items():
-        if value != only:
+    for name, (value, needed) in required.items():
+        if value != needed:
             raise ConfigError(
-                f"model.{name} is {value}, which no layer with cross-attention has here, but model.model_type is t5; "
-                f"set it to {only}"
+                f"model.{name} is {value}, but layers with cross-attention (model.model_type t5) do not support it; "
+                f"set it to {needed}"
             )
     if model.position_embedding_type == "relative" and model.attn_logit_softcapping is not None:
         raise ConfigError(
             f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type relative "
-            "both change the scores, and no model says in which order; leave one out"
+            "both change the scores, and their order is not defined; leave one out"
         )
     farthest, buckets = model.relative_attention_max_distance, model.relative_attention_num_buckets
     if model.position_embedding_type == "relative" and farthest <= buckets // 2:
@@ -140,7 +140,7 @@ def _check_two_stacks(model: ModelConfig) -> None:
 def _check_latent_attention(model: ModelConfig) -> None:
     if not model.multi_latent_attention:
         return
-    alone = {
+    required = {
         "position_embedding_type": (model.position_embedding_type, "rope"),
         "num_query_groups": (model.num_query_groups, 0),
         "kv_channels": (model.kv_channels, None),
@@ -153,12 +153,12 @@ def _check_latent_attention(model: ModelConfig) -> None:
         "add_qkv_bias": (model.add_qkv_bias, False),
     }
     if model.add_position_embedding:
-        alone["mtp_num_layers"] = (model.mtp_num_layers, None)
-    for name, (value, only) in alone.items():
-        if value != only:
+        required["mtp_num_layers"] = (model.mtp_num_layers, None)
+    for name, (value, needed) in required.items():
+        if value != needed:
             raise ConfigError(
-                f"model.multi_latent_attention has heads, positions and norms of its own, but model.{name} is {value}; "
-                f"set it to {only}"
+                f"model.multi_latent_attention defines heads, positions and norms itself, but model.{name} is {value}; "
+                f"set it to {needed}"
             )
     if model.v_head_dim > model.head_dim:
         raise ConfigError(
@@ -188,12 +188,12 @@ def _check_alibi(model: ModelConfig) -> None:
     if model.position_embedding_type == "alibi" and model.attn_logit_softcapping is not None:
         raise ConfigError(
             f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type alibi both "
-            "change the scores, and no model says in which order; leave one out"
+            "change the scores, and their order is not defined; leave one out"
         )
     if model.embedding_layernorm and model.mtp_num_layers:
         raise ConfigError(
-            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding in the last pipeline stage too, which "
-            "has no norm behind it there; set model.embedding_layernorm to false, or leave mtp_num_layers out"
+            f"model.mtp_num_layers {model.mtp_num_layers} also reads the embedding in the last pipeline stage, where "
+            "it has no norm; set model.embedding_layernorm to false, or leave mtp_num_layers out"
         )
 
 
@@ -204,8 +204,8 @@ def _check_window(model: ModelConfig) -> None:
     if model.window_size[1]:
         before, after = model.window_size
         raise ConfigError(
-            f"model.window_size [{before}, {after}] lets a query see {after} tokens behind its own, but every model "
-            f"here is causal; set it to [{before}, 0]"
+            f"model.window_size [{before}, {after}] lets a query attend to {after} later tokens, but models with a "
+            f"window are causal; set it to [{before}, 0]"
         )
     if isinstance(skip, list) and len(skip) != model.num_layers:
         raise ConfigError(
@@ -222,26 +222,26 @@ def _check_linear_attention(model: ModelConfig) -> None:
         )
     if model.experimental_attention_variant is None:
         return
-    every, heads = model.linear_attention_freq, (model.linear_num_key_heads, model.linear_num_value_heads)
-    if isinstance(every, list) and len(every) != model.num_layers:
+    frequency, heads = model.linear_attention_freq, (model.linear_num_key_heads, model.linear_num_value_heads)
+    if isinstance(frequency, list) and len(frequency) != model.num_layers:
         raise ConfigError(
-            f"model.linear_attention_freq has {len(every)} numbers, but model.num_layers is {model.num_layers}; give "
-            "one for each layer (1: linear attention, 0: attention), or a single number"
+            f"model.linear_attention_freq has {len(frequency)} numbers, but model.num_layers is {model.num_layers}; "
+            "give one for each layer (1: linear attention, 0: attention), or a single number"
         )
     if heads[1] % heads[0]:
         raise ConfigError(
             f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}: as "
             "many value heads share each key head; change one"
         )
-    alone = {
+    required = {
         "model_type": (model.model_type, "gpt"),
         "mtp_num_layers": (model.mtp_num_layers, None),
     }
-    for name, (value, only) in alone.items():
-        if value != only:
+    for name, (value, needed) in required.items():
+        if value != needed:
             raise ConfigError(
-                f"model.{name} is {value}, with which a gated delta net (model.experimental_attention_variant) has not "
-                f"been built; set it to {only}"
+                f"model.{name} is {value}, which a gated delta net (model.experimental_attention_variant) does not "
+                f"support; set it to {needed}"
             )
 
 
@@ -249,7 +249,7 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
     if scaling.type == "longrope" and scaling.original_max_position_embeddings < 2:
         raise ConfigError(
             "model.rope_scaling.original_max_position_embeddings is 1, whose logarithm longrope divides by; set it to "
-            "the length of the first training"
+            "the context length of the original training"
         )
     for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
         count = len(getattr(scaling, name) or ())

@@ -56,10 +56,10 @@ def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
         notes.append(
             "parallel.symmetric_memory_groups has dp, which has no effect: NCCL reduces gradients as fast"
         )
-    has_no_a2a = parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_exchange
-    if "cp" in parallel.direct_axes and has_no_a2a:
+    has_no_a2a = parallel.context_parallel_size > 1 and "a2a" not in parallel.resolved_cp_comm_type
+    if "cp" in parallel.copy_engine_axes and has_no_a2a:
         notes.append(
             "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "
-            f"{parallel.cp_exchange} does not; choose a2a or a2a+p2p if the heads divide"
+            f"{parallel.resolved_cp_comm_type} does not; choose a2a or a2a+p2p if the heads divide"
         )
     return notes

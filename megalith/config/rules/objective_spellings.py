@@ -1,9 +1,9 @@
-"""verl's and NeMo-RL's spellings of GRPO's objective that one field alone does not translate.
+"""verl's and NeMo-RL's spellings of GRPO's objective that depend on several settings.
 
-A name of theirs means their formula, so it brings their defaults along, unless the run file sets these settings itself.
-`settings` returns what a spelling sets, `defaults` what it brings along once all spellings are read. Both get its value
-and the section `rl`, which may still contain other spellings. Read in verl 0.6 to 0.9.1 (core_algos.py,
-rollout_corr_helper.py) and NeMo-RL 7ea279a (loss_functions.py); docs/grpo_objective.md has the formulas.
+A spelling selects the formula of its system, so it also sets that system's defaults, unless the run file sets them.
+`settings` returns the settings of a spelling, `defaults` the defaults that are added once all spellings are read. Both
+get its value and the section `rl`, which may still contain other spellings. Sources: verl 0.6 to 0.9.1 (core_algos.py,
+rollout_corr_helper.py), NeMo-RL 7ea279a (loss_functions.py); docs/grpo_objective.md has the formulas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rl = Mapping[str, Any]
 Meaning = Callable[[Any, Rl], dict[str, Any]]
 
 
-def _nothing(value: Any, rl: Rl) -> dict[str, Any]:
+def _no_settings(value: Any, rl: Rl) -> dict[str, Any]:
     return {}
 
 
@@ -27,23 +27,23 @@ class ObjectiveSpelling:
     """A spelling whose meaning depends on other settings of the objective."""
 
     path: str
-    """The setting that it mainly sets."""
+    """The main setting."""
     takes: type[bool] | tuple[str, ...] | None
-    """Its values; None: what the setting takes. Null is always taken."""
+    """Accepted values; None: those of the setting. Null is always accepted."""
     settings: Meaning
-    """By names of the section `rl`; None takes a setting out."""
-    defaults: Meaning = _nothing
+    """Settings by name in the section `rl`; None removes a setting."""
+    defaults: Meaning = _no_settings
     null_counts: bool = False
-    """Null sets something; otherwise it is as if the spelling were left out."""
+    """Null sets something; otherwise it is the same as omitting the spelling."""
     note: str = ""
-    """Its text on the reference page."""
+    """Text on the reference page."""
 
 
-RATIO_CLIP = 0.2  # of verl and NeMo-RL, on both sides
+RATIO_CLIP = 0.2  # verl and NeMo-RL, lower and upper
 DUAL_CLIP = 3.0  # verl's clip_ratio_c
-EPSILON = 1e-6  # of both systems, added to the deviation of rewards
+EPSILON = 1e-6  # verl and NeMo-RL; added to the standard deviation of rewards
 KL_COEFFICIENT = 0.001  # verl's kl_loss_coef
-KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # of verl's k3, and of NeMo-RL
+KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # verl's k3 and NeMo-RL
 PER_SEQUENCE = "seq-mean-token-mean"
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 LOSS_MODES = ("vanilla", "gspo", "cispo")
@@ -54,7 +54,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "dr_grpo",
 }
 TRUNCATIONS = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "geometric_mask"}
-LEAST_WEIGHTS = {"icepop": 0.5, "seq-mask-tis": 0.999}
+MIN_WEIGHTS = {"icepop": 0.5, "seq-mask-tis": 0.999}
 NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its defaults
     "_target_": "verl.workers.config.PolicyLossConfig",
     "clip_cov_ratio": 0.0002,
@@ -87,8 +87,8 @@ def _policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
         for key, other in value.items():
             if key != "loss_mode" and (key not in NO_EFFECT or other != NO_EFFECT[key]):
                 raise ConfigError(
-                    f"rl.policy_loss.{key} is {other!r}, which only losses read that there are none of here; there "
-                    f"are {', '.join(LOSS_MODES)}; leave it out"
+                    f"rl.policy_loss.{key} is {other!r}, which only unsupported losses read (supported: "
+                    f"{', '.join(LOSS_MODES)}); leave it out"
                 )
         mode = value.get("loss_mode", "vanilla")
     if mode not in LOSS_MODES:
@@ -106,21 +106,21 @@ def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
         )
     if mode == "cispo":
         return {"importance_sampling_level": "token", "loss_type": "cispo", "clip_ratio_c": None}
-    if (given := rl.get("loss_agg_mode", PER_SEQUENCE)) != PER_SEQUENCE:
+    if (aggregation := rl.get("loss_agg_mode", PER_SEQUENCE)) != PER_SEQUENCE:
         raise ConfigError(
-            f"rl.loss_agg_mode is {given!r} and the loss gspo, which verl up to 0.8 aggregates {PER_SEQUENCE} whatever "
-            "loss_agg_mode is, and verl 0.9 by loss_agg_mode; leave it out, or set rl.importance_sampling_level: "
-            "sequence and rl.loss_type in the place of both"
+            f"rl.loss_agg_mode is {aggregation!r} and the loss gspo; verl up to 0.8 ignores loss_agg_mode for gspo and "
+            f"uses {PER_SEQUENCE}, verl 0.9 does not; leave it out, or set rl.importance_sampling_level: sequence and "
+            "rl.loss_type instead of both"
         )
     if rl.get("rollout_is") == "token":
         raise ConfigError(
-            "rl.rollout_is is token and the loss gspo: verl weighs the gradient of each token, and here a sequence's "
+            "rl.rollout_is is token and the loss gspo: verl weights the gradient of each token, but here a sequence's "
             "ratio has one gradient; set rollout_is to sequence, or leave it out"
         )
     return {"importance_sampling_level": "sequence", "loss_type": "grpo", "clip_ratio_c": None}
 
 
-def _their_loss(value: Any, rl: Rl) -> dict[str, Any]:
+def _loss_defaults(value: Any, rl: Rl) -> dict[str, Any]:
     """Return the bounds of CISPO, or the dual clip of verl's PPO."""
     return _cispo_bounds(value, rl) if _is_cispo(rl) else _dual_clip(value, rl)
 
@@ -138,7 +138,7 @@ def _dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
 def _use_cispo(value: bool, rl: Rl) -> dict[str, Any]:
     if value and rl.get("token_level_loss") is False:
         raise ConfigError(
-            "rl.use_cispo is true and rl.token_level_loss false, which NeMo-RL refuses too: CISPO is a mean over "
+            "rl.use_cispo is true and rl.token_level_loss false, which NeMo-RL also rejects: CISPO is a mean over "
             "tokens; leave token_level_loss out"
         )
     return {"loss_type": "cispo"} if value else {}
@@ -156,7 +156,7 @@ def _token_level_loss(value: bool, rl: Rl) -> dict[str, Any]:
 def _sequence_ratios(value: bool, rl: Rl) -> dict[str, Any]:
     if value and rl.get("token_level_loss"):
         raise ConfigError(
-            "rl.sequence_level_importance_ratios and rl.token_level_loss are both true, which NeMo-RL refuses too: "
+            "rl.sequence_level_importance_ratios and rl.token_level_loss are both true, which NeMo-RL also rejects: "
             "GSPO is a mean over sequences; set token_level_loss to false, or leave it out"
         )
     return {"importance_sampling_level": "sequence" if value else "token"}
@@ -179,7 +179,7 @@ def _scale_factor(value: int, rl: Rl) -> dict[str, Any]:
 
 
 def _clip(value: Any, rl: Rl) -> dict[str, Any]:
-    """verl's clip_ratio, which counts where clip_ratio_low and clip_ratio_high do not say otherwise."""
+    """Return the settings of verl's clip_ratio, which clip_ratio_low and clip_ratio_high override."""
     low = {} if rl.get("clip_ratio_low") is not None else _clip_low(value, rl)
     is_set = rl.get("clip_ratio_high") is not None or rl.get("epsilon_high") is not None
     return low if is_set else {**low, **_clip_high(value, rl)}
@@ -195,12 +195,12 @@ def _clip_high(value: Any, rl: Rl) -> dict[str, Any]:
     return {"epsilon_high": 1 + value if _is_cispo(rl) and _is_number(value) else value}
 
 
-def _other_side(value: Any, rl: Rl) -> dict[str, Any]:
+def _other_clip(value: Any, rl: Rl) -> dict[str, Any]:
     return _cispo_bounds(value, rl) if _is_cispo(rl) else {"epsilon_high": RATIO_CLIP}
 
 
-def _other_side_and_dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
-    return {**_other_side(value, rl), **_dual_clip(value, rl)}
+def _other_clip_and_dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
+    return {**_other_clip(value, rl), **_dual_clip(value, rl)}
 
 
 # The KL
@@ -219,7 +219,7 @@ def _verl_coefficient(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def _verl_kl(value: Any, rl: Rl) -> dict[str, Any]:
-    """The estimate as it is, with k3 clamped."""
+    """Return verl's KL settings: no bias correction, and k3 clamped."""
     if not rl.get("beta"):
         return {}
     clamps = KL_CLAMPS if rl.get("kl_estimator", "k3") == "k3" else {}
@@ -227,11 +227,11 @@ def _verl_kl(value: Any, rl: Rl) -> dict[str, Any]:
 
 
 def _nemo_kl(value: Any, rl: Rl) -> dict[str, Any]:
-    """Times exp(log π − sg[log π]), and clamped whatever the estimate."""
+    """Return NeMo-RL's KL settings: multiplied by exp(log π − sg[log π]), and all estimators clamped."""
     return {"use_bias_correction_kl": False, "kl_score_gradient": True, **KL_CLAMPS} if rl.get("beta") else {}
 
 
-# The correction for what engine and trainer compute differently
+# Correction for differences between engine and trainer
 
 
 def _rollout_is(level: str | None, rl: Rl) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _rollout_is(level: str | None, rl: Rl) -> dict[str, Any]:
 
 
 def _two_bounds(threshold: Any) -> list[str] | None:
-    """verl's "lower_upper", with which weights beyond are 0."""
+    """Split verl's "lower_upper", outside of which weights are 0; None for a single bound."""
     parts = threshold.split("_") if isinstance(threshold, str) else []
     return parts if len(parts) == 2 else None
 
@@ -262,7 +262,7 @@ def _correction(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def _unbounded(value: bool, rl: Rl) -> dict[str, Any]:
-    """NeMo-RL's correction without a truncation; with a ratio alone it was tis."""
+    """Return NeMo-RL's correction without a truncation type; with only a ratio it is tis."""
     if not value:
         return {}
     level = "sequence" if _is_per_sequence(rl) else "token"
@@ -275,17 +275,17 @@ def _truncation(kind: str, rl: Rl) -> dict[str, Any]:
         if _is_per_sequence(rl):
             raise ConfigError(
                 "rl.truncated_importance_sampling_type is seq-mask-tis and rl.sequence_level_importance_ratios true, "
-                "which NeMo-RL refuses too: its weights are of tokens; choose tis or icepop"
+                "which NeMo-RL also rejects: its weights are per token; choose tis or icepop"
             )
         return {"vllm_importance_sampling_mode": TRUNCATIONS[kind]}
     level = "sequence" if _is_per_sequence(rl) else "token"
     return {"vllm_importance_sampling_mode": f"{level}_{TRUNCATIONS[kind]}"}
 
 
-def _least(kind: str, rl: Rl) -> dict[str, Any]:
-    """The lower bound that NeMo-RL wants to be given; where it is not, the one that it names."""
-    least = LEAST_WEIGHTS.get(kind)
-    return {} if least is None else {"vllm_importance_sampling_clip_min": least}
+def _min_weight(kind: str, rl: Rl) -> dict[str, Any]:
+    """Return the lower bound that NeMo-RL requires; the default is the one in its documentation."""
+    bound = MIN_WEIGHTS.get(kind)
+    return {} if bound is None else {"vllm_importance_sampling_clip_min": bound}
 
 
 # Advantages
@@ -295,7 +295,7 @@ def _scale(value: bool, rl: Rl) -> dict[str, Any]:
     return {"scale_rewards": "group" if value else "none"}
 
 
-def _their_epsilon(value: bool, rl: Rl) -> dict[str, Any]:
+def _advantage_epsilon(value: bool, rl: Rl) -> dict[str, Any]:
     return {"advantage_epsilon": EPSILON} if value else {}
 
 
@@ -304,17 +304,17 @@ def _baseline(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def _deviation(value: bool, rl: Rl) -> dict[str, Any]:
-    """NeMo-RL takes the others' deviation with the others' mean."""
+    """Return NeMo-RL's standard deviation of the other completions, used with their mean."""
     return {"advantage_deviation": "others", "advantage_epsilon": EPSILON} if value else {}
 
 
-# What has one value here
+# Spellings with one supported value
 
 
-def _only(name: str, value: Any, reason: str) -> ObjectiveSpelling:
-    def check(given: Any, rl: Rl) -> dict[str, Any]:
-        if given != value:
-            raise ConfigError(f"rl.{name} is {given!r}, which is refused: {reason}; leave it out")
+def _must_be(name: str, value: Any, reason: str) -> ObjectiveSpelling:
+    def check(actual: Any, rl: Rl) -> dict[str, Any]:
+        if actual != value:
+            raise ConfigError(f"rl.{name} is {actual!r}, which is not supported: {reason}; leave it out")
         return {}
 
     takes = bool if isinstance(value, bool) else None
@@ -334,8 +334,8 @@ def _force_on_policy(value: bool, rl: Rl) -> dict[str, Any]:
 # fmt: off
 OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # verl
-    "rl.policy_loss":                             ObjectiveSpelling("rl.loss_type", None, _policy_loss, _their_loss, note="as rl.loss_mode, or a mapping with loss_mode"),
-    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", LOSS_MODES, _loss_mode, _their_loss, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides"),
+    "rl.policy_loss":                             ObjectiveSpelling("rl.loss_type", None, _policy_loss, _loss_defaults, note="as rl.loss_mode, or a mapping with loss_mode"),
+    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", LOSS_MODES, _loss_mode, _loss_defaults, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides"),
     # NeMo-RL
     "rl.use_cispo":                               ObjectiveSpelling("rl.loss_type", bool, _use_cispo, _cispo_bounds, note="cispo, clipped on both sides"),
     "rl.sequence_level_importance_ratios":        ObjectiveSpelling("rl.importance_sampling_level", bool, _sequence_ratios, _mean_of_sequences, note="true: sequence, with rl.loss_type grpo"),
@@ -343,20 +343,20 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # verl
     "rl.loss_agg_mode":                           ObjectiveSpelling("rl.loss_type", tuple(AGGREGATIONS), _aggregation, note="; ".join(f"{name}: {own}" for name, own in AGGREGATIONS.items())),
     "rl.loss_scale_factor":                       ObjectiveSpelling("rl.loss_scale_factor", None, _scale_factor, note="accepted where it is rl.max_completion_length"),
-    "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_side_and_dual_clip, note="both sides, where clip_ratio_low and clip_ratio_high do not say otherwise; rl.clip_ratio_c is 3 unless set"),
-    "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side_and_dual_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 and rl.clip_ratio_c 3 unless set"),
-    "rl.clip_ratio_high":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side_and_dual_clip, note="with cispo 1 + it; rl.clip_ratio_c is 3 unless set"),
+    "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_clip_and_dual_clip, note="both sides, where clip_ratio_low and clip_ratio_high do not say otherwise; rl.clip_ratio_c is 3 unless set"),
+    "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip_and_dual_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 and rl.clip_ratio_c 3 unless set"),
+    "rl.clip_ratio_high":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip_and_dual_clip, note="with cispo 1 + it; rl.clip_ratio_c is 3 unless set"),
     # NeMo-RL, and Oumi's
-    "rl.ratio_clip_min":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
-    "rl.ratio_clip_max":                          ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side, note="with cispo 1 + it"),
-    "rl.clamp_eps_lower":                         ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_side, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
-    "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_side, note="with cispo 1 + it"),
+    "rl.ratio_clip_min":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
+    "rl.ratio_clip_max":                          ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo 1 + it"),
+    "rl.clamp_eps_lower":                         ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 unless set"),
+    "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo 1 + it"),
     # verl
     "rl.kl_loss_coef":                            ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _verl_kl, note="without rl.use_bias_correction_kl, and k3 clamped as verl's"),
     "rl.kl_loss_type":                            ObjectiveSpelling("rl.kl_estimator", tuple(KL_TYPES), lambda value, rl: {"kl_estimator": KL_TYPES[value]}, _verl_kl, note="; ".join(f"{name}: {own}" for name, own in KL_TYPES.items())),
     "rl.use_kl_loss":                             ObjectiveSpelling("rl.beta", bool, _use_kl_loss, _verl_coefficient, note="true: 0.001 unless kl_loss_coef is set, without rl.use_bias_correction_kl, and k3 clamped as verl's; false: 0"),
     # NeMo-RL
-    "rl.reference_policy_kl_penalty":             ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _nemo_kl, note="with rl.kl_score_gradient in the place of rl.use_bias_correction_kl, and clamped as NeMo-RL's"),
+    "rl.reference_policy_kl_penalty":             ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _nemo_kl, note="with rl.kl_score_gradient instead of rl.use_bias_correction_kl, and clamped as NeMo-RL's"),
     "rl.reference_policy_kl_type":                ObjectiveSpelling("rl.kl_estimator", ("k1", "k2", "k3"), lambda value, rl: {"kl_estimator": value}, _nemo_kl),
     # verl
     "rl.entropy_coeff":                           ObjectiveSpelling("rl.entropy_coef", None, lambda value, rl: {"entropy_coef": value}, lambda value, rl: {"entropy_aggregation": "loss"} if value else {}, note="with rl.entropy_aggregation loss"),
@@ -366,22 +366,22 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.rollout_is":                              ObjectiveSpelling("rl.vllm_importance_sampling_mode", ("token", "sequence"), _rollout_is, null_counts=True, note="token: token_truncate; sequence: sequence_truncate; *_mask where rollout_is_threshold is \"lower_upper\"; null: rl.vllm_importance_sampling_correction = false"),
     "rl.rollout_is_threshold":                    ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, _rollout_threshold, note="or \"lower_upper\", both bounds"),
     # NeMo-RL
-    "rl.truncated_importance_sampling_type":      ObjectiveSpelling("rl.vllm_importance_sampling_mode", tuple(TRUNCATIONS), _truncation, _least, note="tis: token_truncate; icepop: token_mask (sequence_* with sequence_level_importance_ratios); seq-mask-tis: geometric_mask"),
+    "rl.truncated_importance_sampling_type":      ObjectiveSpelling("rl.vllm_importance_sampling_mode", tuple(TRUNCATIONS), _truncation, _min_weight, note="tis: token_truncate; icepop: token_mask (sequence_* with sequence_level_importance_ratios); seq-mask-tis: geometric_mask"),
     "rl.truncated_importance_sampling_ratio":     ObjectiveSpelling("rl.vllm_importance_sampling_clip_max", None, lambda value, rl: {"vllm_importance_sampling_clip_max": value}),
     "rl.truncated_importance_sampling_ratio_min": ObjectiveSpelling("rl.vllm_importance_sampling_clip_min", None, lambda value, rl: {"vllm_importance_sampling_clip_min": value}),
     "rl.use_importance_sampling_correction":      ObjectiveSpelling("rl.vllm_importance_sampling_correction", bool, _correction, _unbounded, note="true without truncated_importance_sampling_type: rl.vllm_importance_sampling_mode token_unbounded or sequence_unbounded"),
     "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted where a rollout batch has one step, whose ratio is 1"),
     # advantages: verl, NeMo-RL twice
-    "rl.norm_adv_by_std_in_grpo":                 ObjectiveSpelling("rl.scale_rewards", bool, _scale, _their_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
-    "rl.normalize_rewards":                       ObjectiveSpelling("rl.scale_rewards", bool, _scale, _their_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
+    "rl.norm_adv_by_std_in_grpo":                 ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
+    "rl.normalize_rewards":                       ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
     "rl.use_leave_one_out_baseline":              ObjectiveSpelling("rl.advantage_baseline", bool, _baseline, _deviation, note="true: leave_one_out, with rl.advantage_deviation others; false: group"),
-    # what has one value here
-    "rl.use_kl_in_reward":                        _only("use_kl_in_reward", False, "the KL is a part of the loss, not of the reward"),
-    "rl.disable_ppo_ratio":                       _only("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
-    "rl.use_on_policy_kl_approximation":          _only("use_on_policy_kl_approximation", False, "the KL is not weighed by the ratio to the engine's policy"),
-    "rl.positive_example_nll_weight":             _only("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),
-    "rl.rollout_rs":                              _only("rollout_rs", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
-    "rl.rollout_rs_threshold":                    _only("rollout_rs_threshold", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
-    "rl.rollout_is_batch_normalize":              _only("rollout_is_batch_normalize", False, "weights are not divided by their mean"),
+    # spellings with one supported value
+    "rl.use_kl_in_reward":                        _must_be("use_kl_in_reward", False, "the KL is a part of the loss, not of the reward"),
+    "rl.disable_ppo_ratio":                       _must_be("disable_ppo_ratio", False, "there is no loss without the ratio to the old policy"),
+    "rl.use_on_policy_kl_approximation":          _must_be("use_on_policy_kl_approximation", False, "the KL is not weighed by the ratio to the engine's policy"),
+    "rl.positive_example_nll_weight":             _must_be("positive_example_nll_weight", 0.0, "there is no further loss on the completions with a reward"),
+    "rl.rollout_rs":                              _must_be("rollout_rs", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
+    "rl.rollout_rs_threshold":                    _must_be("rollout_rs_threshold", None, "sequences are not rejected apart from rl.vllm_importance_sampling_mode"),
+    "rl.rollout_is_batch_normalize":              _must_be("rollout_is_batch_normalize", False, "weights are not divided by their mean"),
 }
 # fmt: on

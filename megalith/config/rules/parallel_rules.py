@@ -141,7 +141,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
 
 def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
     """Raise ConfigError unless CP can shard the sequences, and with all-to-all the heads."""
-    size, kind = parallel.context_parallel_size, parallel.cp_exchange
+    size, kind = parallel.context_parallel_size, parallel.resolved_cp_comm_type
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
         return
@@ -250,8 +250,8 @@ def saved_attention_obstacle(model: ModelConfig, parallel: ParallelConfig) -> st
         return f"model.attn_logit_softcapping {model.attn_logit_softcapping}"
     if model.position_embedding_type in ("alibi", "relative"):
         return f"model.position_embedding_type {model.position_embedding_type}"
-    if parallel.context_parallel_size > 1 and parallel.cp_exchange != "a2a":
-        return f"parallel.cp_comm_type {parallel.cp_exchange}"
+    if parallel.context_parallel_size > 1 and parallel.resolved_cp_comm_type != "a2a":
+        return f"parallel.cp_comm_type {parallel.resolved_cp_comm_type}"
     if parallel.cpu_offloading_num_layers:
         return f"parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers}"
     return ""
@@ -282,12 +282,14 @@ def check_overlap(config: RunConfig) -> None:
     if not parallel.overlaps:
         return
     chosen_later = parallel.cp_comm_type == "auto"  # and then judged again
-    exchanges = parallel.context_parallel_size > 1 and ("a2a" in parallel.cp_exchange or chosen_later)
+    exchanges = parallel.context_parallel_size > 1 and (
+        "a2a" in parallel.resolved_cp_comm_type or chosen_later
+    )
     if parallel.tensor_model_parallel_size == 1 and not exchanges:
         raise ConfigError(
             "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
             f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
-            f"cp_comm_type {parallel.cp_exchange} has none; leave it out, or set cp_comm_type to a2a"
+            f"cp_comm_type {parallel.resolved_cp_comm_type} has none; leave it out, or set cp_comm_type to a2a"
         )
     if size % 2:
         raise ConfigError(

@@ -147,17 +147,17 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
 
 def _check_data(data: DataConfig, rl: RlConfig) -> None:
     parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
-    given = [name for name, path in parts.items() if path is not None]
-    sources = [bool(data.mock), data.data_path is not None, bool(given)]
+    part_paths = [name for name, path in parts.items() if path is not None]
+    sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
     if sum(sources) > 1:
         raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(given) or 'no part'} "
+            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} "
             "has a path of its own; give exactly one of mock, data_path, or paths for each part"
         )
     if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
             f"rl.{'prompts' if rl.prompts else 'rollouts'} is what is trained on, but data.mock is {data.mock}, "
-            f"data.data_path is {data.data_path!r} and {', '.join(given) or 'no part'} has a path of its own; "
+            f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has a path of its own; "
             "leave these out"
         )
     if not any(sources) and not rl.prompts_or_rollouts:
@@ -165,8 +165,8 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
             "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, or "
             "data.mock to true"
         )
-    if given and data.train_data_path is None:
-        raise ConfigError(f"{', '.join(given)} is set but data.train_data_path is not; set it too")
+    if part_paths and data.train_data_path is None:
+        raise ConfigError(f"{', '.join(part_paths)} is set but data.train_data_path is not; set it too")
 
 
 def _check_fine_tuning(config: RunConfig) -> None:
@@ -182,11 +182,12 @@ def _check_fine_tuning(config: RunConfig) -> None:
             f"rl.{'prompts' if config.rl.prompts else 'rollouts'} is set, which `megalith grpo` trains on, but "
             f"{chat.name}.enabled reads data.data_path; use `megalith grpo`, or leave it out"
         )
-    taken = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    if given := [name for name in taken if getattr(data, name)]:
+    names = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if conflicting := [name for name in names if getattr(data, name)]:
         raise ConfigError(
-            f"data.{' and data.'.join(given)} {'are' if given[1:] else 'is'} on, but {chat.name}.enabled reads chat "
-            "data, whose samples are apart anyway; leave it out, and give the data's paths"
+            f"data.{' and data.'.join(conflicting)} {'are' if conflicting[1:] else 'is'} on, but "
+            f"{chat.name}.enabled reads chat data, whose samples are always separate; leave it out, and set the data's "
+            "paths"
         )
     if chat.num_train_epochs is not None:
         check_epochs(config)
@@ -202,14 +203,14 @@ def _check_encoder(config: RunConfig) -> None:
     model, data = config.model, config.data
     if model.causal:
         return
-    taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    given = [f"data.{name}" for name in taken if getattr(data, name)]
-    given += [f"{config.chat.name}.enabled"] if config.chat is not None else []
-    given += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
-    given += ["distill.teacher"] if config.distill.teacher_or_logits is not None else []
-    if given:
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    conflicting = [f"data.{name}" for name in names if getattr(data, name)]
+    conflicting += [f"{config.chat.name}.enabled"] if config.chat is not None else []
+    conflicting += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
+    conflicting += ["distill.teacher"] if config.distill.teacher_or_logits is not None else []
+    if conflicting:
         raise ConfigError(
-            f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
+            f"{' and '.join(conflicting)} {'are' if conflicting[1:] else 'is'} for models that continue a text, but "
             f"model.model_type is {model.model_type}, which learns what an encoder has read; leave it out"
         )
     if not model.add_lm_head:
@@ -236,12 +237,12 @@ def _check_distillation(config: RunConfig) -> None:
 def check_epochs(config: RunConfig) -> None:
     """Raise ConfigError if num_train_epochs of the chat data cannot set the length of the run."""
     train, setting = config.train, f"{config.chat.name}.num_train_epochs"
-    given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
-    given = [f"train.{name} is {value}" for name, value in given.items() if value is not None]
-    if given:
+    lengths = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
+    lengths = [f"train.{name} is {value}" for name, value in lengths.items() if value is not None]
+    if lengths:
         raise ConfigError(
-            f"{setting} is {config.chat.num_train_epochs} and {' and '.join(given)}; both would say how long the run "
-            "is: leave out one"
+            f"{setting} is {config.chat.num_train_epochs} and {' and '.join(lengths)}; both set the length of the run: "
+            "leave out one"
         )
     if train.global_batch_size is None:
         raise ConfigError(f"train.global_batch_size is not set; {setting} needs it, as training does")
@@ -283,7 +284,7 @@ def check_rollouts(config: RunConfig) -> None:
             f"train.global_batch_size {train.global_batch_size} × rl.mini_batches {rl.mini_batches} = {completions} "
             f"completions are not whole groups of rl.num_generations {rl.num_generations}; choose a multiple of it"
         )
-    if train.fp8_format is not None and (rl.beta or rl.computes_old):
+    if train.fp8_format is not None and (rl.beta or rl.needs_old_logprobs_pass):
         raise ConfigError(
             f"train.fp8_format is {train.fp8_format}, but log-probabilities are computed before a backward pass has "
             "set the FP8 scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
@@ -331,10 +332,10 @@ def _check_prompts(config: RunConfig) -> None:
         )
     for url in rl.engine_urls:
         _check_address(url)
-    if twice := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
+    if repeated := [url for url in rl.engine_urls if rl.engine_urls.count(url) > 1]:
         raise ConfigError(
-            f"rl.engine_url names {twice[0]} {rl.engine_urls.count(twice[0])} times, which would sync weights twice; "
-            "name each server once"
+            f"rl.engine_url names {repeated[0]} {rl.engine_urls.count(repeated[0])} times; name each "
+            "server once"
         )
     if rl.weight_sync_method == "ipc" and rl.engine != "vllm":
         raise ConfigError(
@@ -390,21 +391,21 @@ def _check_clips(config: RunConfig) -> None:
             "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
             "sampled, and nothing decoupled; leave out one"
         )
-    given = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
-    if rl.use_decoupled_loss and given != (None, None):
+    clips = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
+    if rl.use_decoupled_loss and clips != (None, None):
         raise ConfigError(
-            f"rl.vllm_importance_sampling_clip_min is {given[0]} and _max {given[1]}, but with rl.use_decoupled_loss "
+            f"rl.vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}, but with rl.use_decoupled_loss "
             "the weight has no bound but rl.behav_imp_weight_cap; set that, or leave out one"
         )
-    if rl.interpolates_old and rl.rollouts:
+    if rl.interpolates_old_logprobs and rl.rollouts:
         raise ConfigError(
             "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
             "one's weights; set it to recompute"
         )
-    if rl.vllm_importance_sampling_mode.endswith("_unbounded") and given != (None, None):
+    if rl.vllm_importance_sampling_mode.endswith("_unbounded") and clips != (None, None):
         raise ConfigError(
             f"rl.vllm_importance_sampling_mode is {rl.vllm_importance_sampling_mode}, but "
-            f"vllm_importance_sampling_clip_min is {given[0]} and _max {given[1]}; choose a mode that has bounds, or "
+            f"vllm_importance_sampling_clip_min is {clips[0]} and _max {clips[1]}; choose a mode that has bounds, or "
             "leave them out"
         )
     low, high = rl.mismatch_bounds

@@ -103,7 +103,7 @@ class SelfAttention(Attention):
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
         if config.softmax_type != "vanilla":
             self.softmax_offset = SoftmaxOffset(config, device)
-        self.turns, self.interleaved = config.turns(number), config.rotary_interleaved
+        self.uses_rope, self.interleaved = config.uses_rope(number), config.rotary_interleaved
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -127,7 +127,7 @@ class SelfAttention(Attention):
             query, gate = (half.flatten(2, 3) for half in grouped.unbind(3))
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if self.turns and context.rotary is not None:
+        if self.uses_rope and context.rotary is not None:
             tables = context.rotary
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local

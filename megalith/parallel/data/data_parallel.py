@@ -254,7 +254,7 @@ def _fully_shard(
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     ranks = mesh.size(mesh.ndim - 1)
     exchanges = (
-        parallel.exchanges_gradients
+        parallel.uses_fp32_reduce_scatter
         and strategy.reduces_each_micro_batch
         and dtype != torch.float32
         and ranks > 1
