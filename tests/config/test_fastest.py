@@ -50,14 +50,14 @@ def test_what_the_machine_has_is_used(config, machine, expected):
 @pytest.mark.parametrize("ranks, precision", [(8, "bf16"), (16, "bf16"), (8, "fp32")])
 def test_gradients_go_in_the_compute_dtype_inside_of_a_host(strategy, ranks, precision):
     config = run({"data_parallel_sharding_strategy": strategy}).with_settings({"train.precision": precision})
-    found, told = with_fastest(config, Machine(8, True, True, ranks=ranks))
+    found, choices = with_fastest(config, Machine(8, True, True, ranks=ranks))
     assert found.parallel.uses_fp32_reduce_scatter == (
         strategy != "optim" and ranks == 8 and precision == "bf16"
     )
-    assert len(told) == (strategy != "optim" and precision == "bf16")
+    assert len(choices) == (strategy != "optim" and precision == "bf16")
     alone = config.with_settings({"parallel.num_distributed_optimizer_instances": ranks})
-    _, told = with_fastest(alone, Machine(8, True, True, ranks=ranks))
-    assert not any("reduce_scatter" in each for each in told)  # no shards to reduce over
+    _, choices = with_fastest(alone, Machine(8, True, True, ranks=ranks))
+    assert not any("reduce_scatter" in each for each in choices)  # no shards to reduce over
 
 
 def test_halves_that_fp8_cannot_take_are_not_made():
@@ -78,9 +78,9 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
         config = run(axis, micro).with_settings(
             {"data.seq_length": 1024, "train.global_batch_size": micro, **fp8}
         )
-        found, told = with_fastest(config, node)
+        found, choices = with_fastest(config, node)
         assert found.parallel.tp_comm_overlap is halves
-        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP finish before" in "".join(told)
+        assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP finish before" in "".join(choices)
 
 
 def test_what_is_set_by_hand_stays():
@@ -102,8 +102,8 @@ def test_attention_is_saved_where_heads_are_exchanged_and_refused_over_a_ring():
 
 
 def test_a_line_says_what_was_chosen_and_why():
-    _, told = with_fastest(run(TP2 | CP2, 1), NODE)
-    assert line_of(told) == [
+    _, choices = with_fastest(run(TP2 | CP2, 1), NODE)
+    assert line_of(choices) == [
         "chosen by auto: parallel.cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
         "parallel.tp_comm_overlap false (train.micro_batch_size 1 is odd); "
         "parallel.symmetric_memory_groups [cp] (NVLink)"
@@ -126,8 +126,8 @@ def test_a_line_says_what_was_chosen_and_why():
     ],
 )  # fmt: skip
 def test_the_reason_that_is_given_is_the_true_one(config, machine, reason):
-    _, told = with_fastest(config, replace(machine, **ANY))
-    assert any(each.endswith(reason) for each in told)
+    _, choices = with_fastest(config, replace(machine, **ANY))
+    assert any(each.endswith(reason) for each in choices)
 
 
 def test_every_choice_would_be_accepted_from_a_run_file():

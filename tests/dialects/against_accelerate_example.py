@@ -151,8 +151,8 @@ def report(name: str, output: Path, wanted: tuple, figures_of: Sequence[str] = F
     pairs = [pair for kind in figures_of for pair in zip(found[kind], losses[kind], strict=True)]
     apart = max(abs(a - b) / abs(b) for a, b in pairs)
     weight = difference(weights_of(output), weights)
-    told = "  ".join(f"{loss:.6f}" for loss in found["eval_loss"])
-    print(f"{name:50}{told:22}{apart:>10.1e}{weight:>10.1e}", flush=True)
+    losses = "  ".join(f"{loss:.6f}" for loss in found["eval_loss"])
+    print(f"{name:50}{losses:22}{apart:>10.1e}{weight:>10.1e}", flush=True)
     return apart <= 1e-5 and weight <= 1e-5
 
 

@@ -149,11 +149,11 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
         return done
 
     run("-m", "megalith", "accelerate", "enable")
-    told = tmp_path / "told.py"
-    told.write_text(TELLS)
+    script = tmp_path / "script.py"
+    script.write_text(TELLS)
     printed = run(
         *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"),
-        *("--main_process_port", "0", str(SCRIPT if trains else told), "env", str(tmp_path)),
+        *("--main_process_port", "0", str(SCRIPT if trains else script), "env", str(tmp_path)),
     ).stdout
     if trains:
         assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
@@ -162,21 +162,23 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
             f"{MegatronLMPlugin.__module__} MEGATRON_LM pp 2 of rank {rank}" for rank in (0, 1)
         ]
     file.unlink()  # the plugin in the script is enough, and one without it is Accelerate's
-    told.write_text(OWN_PLUGIN)
+    script.write_text(OWN_PLUGIN)
     launch = "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"
-    printed = run(*launch, "--main_process_port", "0", str(told), "plugin").stdout
+    printed = run(*launch, "--main_process_port", "0", str(script), "plugin").stdout
     assert sorted(line for line in printed.splitlines() if "rank" in line) == [
         f"megalith.dialects.accelerate.accelerator MEGATRON_LM rank {rank}" for rank in (0, 1)
     ]
-    assert "MEGATRON_LM" not in run(*launch, "--main_process_port", "0", str(told)).stdout
+    assert "MEGATRON_LM" not in run(*launch, "--main_process_port", "0", str(script)).stdout
     seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
     assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
     assert (
         "torch" not in run("-c", seen, ACCELERATE_MIXED_PRECISION="no").stdout
     )  # of a process that a script starts
     (packages / "a.pth").unlink()  # as after an uninstallation: Python still starts
-    told = run("-c", "pass", RANK="0", ACCELERATE_USE_MEGATRON_LM="true").stderr
-    assert set(told.splitlines()) == {"megalith accelerate enable has no effect: No module named 'megalith'"}
+    message = run("-c", "pass", RANK="0", ACCELERATE_USE_MEGATRON_LM="true").stderr
+    assert set(message.splitlines()) == {
+        "megalith accelerate enable has no effect: No module named 'megalith'"
+    }
     assert run("-c", "pass").stderr == ""
     (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
     run("-m", "megalith", "accelerate", "disable")
@@ -202,18 +204,18 @@ def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monk
     ]
 
 
-@pytest.mark.parametrize("answers, told", [
+@pytest.mark.parametrize("answers, message", [
     (["This machine", "TPU"], "one of Multi-GPU"),
     (["", "", "", "yes"], "use `accelerate config` for that"),
     ([*TWO_MACHINES, "2"], "'2' is not a valid answer to .*rank of this machine.*from 0 to 1, because there are 2"),
     ([*TWO_MACHINES, "-1"], "'-1' is not a valid answer to .*rank of this machine"),
     ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes do not equal tensor 2 × pipeline 2 × data 2 = 8"),
 ])  # fmt: skip
-def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told):
+def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, message):
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
     with open(tmp_path / "answers") as lines:
         monkeypatch.setattr(sys, "stdin", lines)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
     assert not (tmp_path / "file").exists()
 
@@ -240,8 +242,8 @@ def test_a_type_of_the_command_line_goes_before_the_files(tmp_path, monkeypatch,
         words = [flag, "--config_file", str(tmp_path / "file"), "train.py"]
         args = launch_command_parser().parse_args(words)
         launch_door.choose_megatron(args)
-        told = [name for name in os.environ if name.startswith("MEGATRON_LM")]
-    assert (args.use_megatron_lm, args.multi_gpu, bool(told)) == (left is None, False, left is None)
+        variables = [name for name in os.environ if name.startswith("MEGATRON_LM")]
+    assert (args.use_megatron_lm, args.multi_gpu, bool(variables)) == (left is None, False, left is None)
     assert left is None or getattr(args, left)
 
 
@@ -358,8 +360,8 @@ def test_what_the_script_gives_goes_before_the_environment_though_it_be_the_defa
 
 
 def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
-    told = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text().split("\n")
-    table = {row.strip("| ").rpartition(" | ")[2]: row for row in told if row.startswith("| `")}
+    lines = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text().split("\n")
+    table = {row.strip("| ").rpartition(" | ")[2]: row for row in lines if row.startswith("| `")}
     assert [name for name in FIELDS if not any(f"`{name}`" in row for row in table.values())] == []
     idle = set(re.findall(r"`(\w+)`", table["no effect; a note at the start says so"]))
     assert idle == {*NO_EFFECT, *ENCODER_FIELDS}

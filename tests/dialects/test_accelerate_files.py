@@ -100,8 +100,8 @@ def test_the_guides_files_do_not_depend_on_zero_and_experts_and_any_layout_goes_
     assert main(["checkpoint", "merge", "--hf", str(files), str(merged)]) != 0
     assert "does not match the SHA-256" in capsys.readouterr().err
     torch.save({"embedding.word_embeddings.weight": Harm()}, tmp_path / "harm.bin")
-    for content, told in (((tmp_path / "harm.bin").read_bytes(), "weights_only"), (b"", "weights_only")):
+    for content, message in (((tmp_path / "harm.bin").read_bytes(), "weights_only"), (b"", "weights_only")):
         overwrite(file, content)
         assert main(["checkpoint", "merge", "--hf", str(files), str(merged)]) != 0
-        said = capsys.readouterr()
-        assert told in said.err and "this was run" not in said.out
+        output = capsys.readouterr()
+        assert message in output.err and "this was run" not in output.out

@@ -141,14 +141,14 @@ def replicas(folder):
         assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
 
 
-@pytest.mark.parametrize("option, told", [
+@pytest.mark.parametrize("option, message", [
     (dict(split_batches=True), r"divide the dataloader's batch_size by 1 replicas × num_micro_batches 2 = 2"),
     (dict(use_stateful_dataloader=True), "accelerator.skip_first_batches"),
 ])  # fmt: skip
-def test_options_of_dataloaders_that_would_mean_another_batch_or_place_are_refused(option, told):
+def test_options_of_dataloaders_that_would_mean_another_batch_or_place_are_refused(option, message):
     options = DataLoaderConfiguration(**option)
     accelerator = fresh_accelerator(num_micro_batches=2, dataloader_config=options)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         accelerator.prepare(DataLoader(samples(4), batch_size=2))
 
 

@@ -224,13 +224,13 @@ def test_clipping_others_than_what_is_trained_is_refused():
     accelerator, model, _, batch = one_step()
     accelerator.backward(model(**batch).loss)
     some, others = list(model.parameters())[1:], list(model_of("llama").parameters())
-    for given, told in (
+    for given, message in (
         (some, "but 1 of the model's .*embed_tokens"),
         (others, "trained parameters are not among the 39"),
         ([], "the 0"),
     ):
         for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-            with pytest.raises(ConfigError, match=f"{told}.*pass model.parameters"):
+            with pytest.raises(ConfigError, match=f"{message}.*pass model.parameters"):
                 clip(given, 1.0)
 
 

@@ -69,7 +69,7 @@ def exchanged(accelerator):
 
 def called_by_the_main_process(folder, name, then):
     """As scripts for DDP have it, where these are no collectives."""
-    call_order.report = lambda error: (folder / "told").write_text(str(error)) and error.exit_code
+    call_order.report = lambda error: (folder / "message").write_text(str(error)) and error.exit_code
     accelerator = fresh_accelerator(tp_degree=2)
     model, _, loader, _ = prepared(accelerator, "llama", samples(8))
     if accelerator.is_main_process:
@@ -85,8 +85,11 @@ def test_a_collective_that_the_main_process_calls_alone_ends_with_a_sentence(poo
     with pytest.raises(RankFailed):
         pool.run(called_by_the_main_process, tmp_path, name, then, size=2)
     assert time.monotonic() - before < pool.timeout / 2
-    told = (tmp_path / "told").read_text()
-    assert f"different calls: rank 0 in {then}" in told and f"; rank 1 in {name}. Every rank has to" in told
+    message = (tmp_path / "message").read_text()
+    assert (
+        f"different calls: rank 0 in {then}" in message
+        and f"; rank 1 in {name}. Every rank has to" in message
+    )
 
 
 def calls_of_one_replica():
@@ -202,11 +205,11 @@ def test_processes_exchange_numbers_before_a_model_is_prepared():
     exchanged(fresh_accelerator())
 
 
-@pytest.mark.parametrize("given, told", [
+@pytest.mark.parametrize("given, message", [
     ([torch.ones(1), "a"], "a Tensor"), ([{1: "a"}], "a dictionary with the key 1"), ([(b"a",)], "a bytes"),
 ])  # fmt: skip
-def test_objects_that_json_would_not_give_back_are_refused(given, told):
-    with pytest.raises(ConfigError, match=f"gather_for_metrics has {told}, but"):
+def test_objects_that_json_would_not_give_back_are_refused(given, message):
+    with pytest.raises(ConfigError, match=f"gather_for_metrics has {message}, but"):
         fresh_accelerator().gather_for_metrics(given, use_gather_object=True)
 
 

@@ -155,7 +155,7 @@ def test_a_failed_save_leaves_no_whole_weights_in_memory(tmp_path, monkeypatch):
     assert all(parameter.is_meta for parameter in trainer.model.parameters())
 
 
-@pytest.mark.parametrize("given, own, told", [
+@pytest.mark.parametrize("given, own, message", [
     (dict(label_smoothing_factor=0.1), {}, "label_smoothing_factor is 0.1, which"),
     ({}, dict(compute_loss_func=lambda *args, **options: None), "compute_loss_func is set, which"),
     (BEST_ALONE, {}, "leave save_only_model out"),
@@ -164,11 +164,11 @@ def test_a_failed_save_leaves_no_whole_weights_in_memory(tmp_path, monkeypatch):
     (dict(bf16_full_eval=True), {}, "bf16_full_eval is True, which is not supported"),
 ])  # fmt: skip
 def test_what_needs_another_model_or_gradients_of_logits_or_a_checkpoint_that_is_not_kept_is_refused(
-    tmp_path, monkeypatch, given, own, told
+    tmp_path, monkeypatch, given, own, message
 ):
     monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
     reset()
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         MegalithTrainer(model_of("llama"), arguments(tmp_path, **given), eval_dataset=samples(8), **own)
 
 

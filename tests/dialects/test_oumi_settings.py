@@ -54,13 +54,13 @@ def written(tmp_path):
     return write
 
 
-def asked(path, *overrides, world=16):
+def translate(path, *overrides, world=16):
     return translate_oumi(read_configuration(path, overrides), world)
 
 
 def refusal(path, *overrides, world=16) -> str:
     with pytest.raises(ConfigError) as raised:
-        run = asked(path, *overrides, world=world)
+        run = translate(path, *overrides, world=world)
         run.config(SHAPE)
     return str(raised.value)
 
@@ -75,7 +75,7 @@ def sft(**training) -> str:
 
 
 def test_the_quick_start_is_the_run_that_the_document_describes(written):
-    run = asked(written())
+    run = translate(written())
     config = run.config(SHAPE)
     parallel, rl, train = config.parallel, config.rl, config.train
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (8, 2)
@@ -92,10 +92,10 @@ def test_the_quick_start_is_the_run_that_the_document_describes(written):
         "linear",
     )
     assert run.rewards == ["gsm8k"] and run.exports_hf and run.model_parallel == 16
-    told = "\n".join(run.notes)
-    assert "1 prompt × 4 completions = 4 sequences per step" in told
-    assert "reward: gsm8k, which the dataset gsm8k implies" in told
-    assert "own engine" in told and "inference_backend" in told
+    message = "\n".join(run.notes)
+    assert "1 prompt × 4 completions = 4 sequences per step" in message
+    assert "reward: gsm8k, implied by the dataset gsm8k" in message
+    assert "built-in engine" in message and "inference_backend" in message
 
 
 REFERENCE = {  # the document's whole section, and what is set beside it
@@ -125,7 +125,7 @@ REFERENCE = {  # the document's whole section, and what is set beside it
 
 
 def test_the_sections_of_the_reference_are_read(written):
-    run = asked(written(), *(f"--{key}={value}" for key, value in REFERENCE.items()), world=32)
+    run = translate(written(), *(f"--{key}={value}" for key, value in REFERENCE.items()), world=32)
     config = run.config(SHAPE)
     parallel, optim, rl = config.parallel, config.optim, config.rl
     assert (parallel.context_parallel_size, parallel.virtual_pipeline_model_parallel_size) == (2, 2)
@@ -137,20 +137,20 @@ def test_the_sections_of_the_reference_are_read(written):
     assert (rl.epsilon_high, rl.beta, rl.scale_rewards) == (0.28, 0, "none")
     assert config.checkpoint.async_save and config.checkpoint.save_interval is None
     assert config.log.wandb_name == "one" and config.train.global_batch_size == 8
-    told = "\n".join(run.notes)
-    assert "4 / 2 pipeline ranks = 2 chunks of layers per rank" in told
-    assert "recompute_method uniform has no effect with selective" in told
+    message = "\n".join(run.notes)
+    assert "4 / 2 pipeline ranks = 2 chunks of layers per rank" in message
+    assert "recompute_method uniform has no effect with selective" in message
 
 
 def test_every_way_out_of_too_little_memory_is_a_setting(written):
     """What the document says to do when memory runs out, and its aggressive recomputation."""
     section = "--megatron.transformer_config.recompute_"
     full = [f"{section}granularity=full", f"{section}num_layers=2", f"{section}modules=[core_attn, mlp]"]
-    run = asked(written(), *full)
+    run = translate(written(), *full)
     parallel = run.config(SHAPE).parallel
     assert (parallel.recompute_method, parallel.recompute_num_layers) == ("uniform", 2)
     assert "recompute_modules ['core_attn', 'mlp'] has no effect with full" in "\n".join(run.notes)
-    run = asked(
+    run = translate(
         written(),
         "--training.enable_gradient_checkpointing=True",
         "--megatron.optimizer_config.optimizer_cpu_offload=True",
@@ -164,7 +164,7 @@ def test_every_way_out_of_too_little_memory_is_a_setting(written):
 def test_grpo_has_three_places_and_verl_a_fourth(written):
     alone = QUICK_START.partition("grpo:\n  num")[0].format(model="m", output="o", tp=8, pp=2)
     for place in ("grpo", "training.grpo"):
-        run = asked(written(alone), f"--{place}.num_generations=2", f"--{place}.temperature=1.0")
+        run = translate(written(alone), f"--{place}.num_generations=2", f"--{place}.temperature=1.0")
         assert (run.tree["rl"]["num_generations"], run.tree["rl"]["temperature"]) == (2, 1.0)
     assert "grpo.temperature is 0.9, megatron.sampling_config.temperature is 0.7" in refusal(
         written(), "--megatron.sampling_config.temperature=0.7"
@@ -178,7 +178,7 @@ def test_grpo_has_three_places_and_verl_a_fourth(written):
             "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
             "actor_rollout_ref.actor.clip_ratio_high": 0.28}  # fmt: skip
     words = [f"--{VERL_PREFIX}{key}={value}" for key, value in verl.items()]
-    rl = (run := asked(written(), "--training.gradient_accumulation_steps=8", *words)).config(SHAPE).rl
+    rl = (run := translate(written(), "--training.gradient_accumulation_steps=8", *words)).config(SHAPE).rl
     assert (rl.mini_batches, rl.beta, rl.kl_estimator, rl.loss_type) == (4, 0.01, "k3", "grpo")
     assert (rl.max_completion_length, rl.epsilon, rl.epsilon_high) == (100, 0.2, 0.28)
     assert run.tree["train"]["global_batch_size"] == 8
@@ -236,12 +236,12 @@ REFUSED = {  # overrides of the quick start: what is said
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_is_wrong_is_said_in_oumis_words(written, override):
-    said = refusal(written(), *override.split(" --"))
-    assert re.search(REFUSED[override], said, re.DOTALL), said
+    message = refusal(written(), *override.split(" --"))
+    assert re.search(REFUSED[override], message, re.DOTALL), message
 
 
 def test_what_nothing_reads_is_named(written):
-    notes = asked(
+    notes = translate(
         written(), "--training.warmup_steps=3", "--training.warmup_ratio=0.1", "--peft.lora_r=4"
     ).notes
     assert "training.warmup_ratio, peft.lora_r (not read by MEGATRON_GRPO" in "".join(notes)
@@ -255,10 +255,10 @@ def test_all_that_is_wrong_is_in_one_error(written):
 def test_experts_print_both_world_sizes(written):
     words = ["--megatron.tensor_model_parallel_size=2", "--megatron.expert_model_parallel_size=4",
              "--megatron.pipeline_model_parallel_size=1"]  # fmt: skip
-    run = asked(written(), *words, world=16)
+    run = translate(written(), *words, world=16)
     assert run.tree["parallel"]["expert_tensor_parallel_size"] == 2
-    told = "\n".join(run.notes)
-    assert "the dense layers have 8 replicas" in told and "counts 2 (world / TP·PP·CP·EP)" in told
+    message = "\n".join(run.notes)
+    assert "the dense layers have 8 replicas" in message and "counts 2 (world / TP·PP·CP·EP)" in message
     assert run.tree["train"]["global_batch_size"] == 32  # 1 × 4 × 8 replicas
 
 
@@ -268,7 +268,7 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
                lr_scheduler_type="cosine", save_steps=800, logging_steps="${training.save_steps}")  # fmt: skip
     more = ["--peft.lora_r=16", "--peft.lora_target_modules=[q_proj, v_proj]", "--fsdp.enable_fsdp=True",
             "--data.train.collator_name=text_completions_only_with_padding"]  # fmt: skip
-    run = asked(written(text), *more, world=4)
+    run = translate(written(text), *more, world=4)
     config = run.config(SHAPE)
     assert config.sft.enabled and config.sft.num_train_epochs == 3 and config.train.global_batch_size == 64
     assert config.sft.assistant_only_loss and not config.sft.packing and config.data.seq_length == 256
@@ -276,14 +276,16 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
     assert config.parallel.recompute_granularity == "full" and config.log.log_interval == 800
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (16, 8, ["q_proj", "v_proj"])
     assert config.optim.lr_warmup_fraction == 0.03 and config.train.eval_iters == 0
-    paged = asked(
+    paged = translate(
         written(sft(optimizer="paged_adamw_8bit", eval_strategy=False)), *more[2:3], "--fsdp.cpu_offload=True"
     )
     assert paged.config(SHAPE).optim.exp_avg_dtype == "fp32" and "offloaded moments are fp32" in "\n".join(
         paged.notes
     )
-    assert asked(written(sft(optimizer="adamw_8bit")), world=1).config(SHAPE).optim.exp_avg_sq_dtype == "fp8"
-    plain = asked(written(sft()), world=1).config(SHAPE)
+    assert (
+        translate(written(sft(optimizer="adamw_8bit")), world=1).config(SHAPE).optim.exp_avg_sq_dtype == "fp8"
+    )
+    plain = translate(written(sft()), world=1).config(SHAPE)
     assert not plain.sft.assistant_only_loss and plain.train.micro_batch_size == 8
     towers = ["--training.use_peft=True", "--peft.lora_target_modules=[q_proj]",
               "--peft.lora_exclude_modules=['.*vision_tower.*', q_proj]"]  # fmt: skip
@@ -291,24 +293,24 @@ def test_sft_and_dpo_are_ours(written, tmp_path, monkeypatch):
         ConfigError,
         match=r"^peft\.lora_exclude_modules has 'q_proj', which excludes modules of the language model",
     ):
-        asked(written(sft()), *towers, world=1)
+        translate(written(sft()), *towers, world=1)
     folder = tmp_path / "oumi" / "datasets" / "chat_templates"
     folder.mkdir(parents=True)
     for name in ("../../__init__.py", "mine.jinja"):
         (folder / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert asked(written(sft()), "--model.chat_template=mine").chat_template == str(folder / "mine.jinja")
+    assert translate(written(sft()), "--model.chat_template=mine").chat_template == str(folder / "mine.jinja")
     with pytest.raises(ConfigError, match="'other', a template of Oumi's package, which is not installed or"):
-        asked(written(sft()), "--model.chat_template=other")
-    codes = asked(written(sft()), "--model.model_kwargs.quantization_config.quant_method=mxfp4")
+        translate(written(sft()), "--model.chat_template=other")
+    codes = translate(written(sft()), "--model.model_kwargs.quantization_config.quant_method=mxfp4")
     assert "MXFP4 weights are dequantized" in "\n".join(codes.notes)
     zero = ["--deepspeed.enable_deepspeed=True", "--deepspeed.zero_stage=ZERO_3",
             "--deepspeed.offload_optimizer.device=cpu", "--deepspeed.overlap_comm=True"]  # fmt: skip
-    staged = asked(written(sft()), *zero, world=4).config(SHAPE)
+    staged = translate(written(sft()), *zero, world=4).config(SHAPE)
     assert staged.parallel.data_parallel_sharding_strategy == "optim_grads_params"
     assert staged.optim.optimizer_cpu_offload
     words = ["--training.trainer_type=trl_dpo", "--training.trainer_kwargs.beta=0.2"]
-    assert asked(written(sft()), *words, world=1).config(SHAPE).dpo.beta == 0.2
+    assert translate(written(sft()), *words, world=1).config(SHAPE).dpo.beta == 0.2
 
 
 def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
@@ -323,8 +325,8 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
     assert all(isinstance(row, Assigns | Read | NoEffect | MustBe) for row in ALL_KEYS.values())
     assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(REWARDS) == oumi_grpo.KNOWN_REWARDS
     assert name_oumi_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
-    said = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
-    assert name_oumi_keys("set rl.engine own, or rl.engine_url") == said
+    message = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
+    assert name_oumi_keys("set rl.engine own, or rl.engine_url") == message
 
 
 BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default is ours where it is left out
@@ -335,7 +337,7 @@ def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written):
              "--megatron.weight_sync_timeout=30"]  # fmt: skip
     wanted = dict(engine="vllm", weight_sync_method="gloo", max_staleness=1, weight_sync_timeout=30.0)
     for name in ("engine_url", "vllm_server_base_url"):
-        rl = asked(written(), *words, f"--training.trainer_kwargs.{name}=http://h:1").tree["rl"]
+        rl = translate(written(), *words, f"--training.trainer_kwargs.{name}=http://h:1").tree["rl"]
         assert rl | wanted | {"engine_url": "http://h:1"} == rl
     assert "weight_sync_timeout is 30.0, which is not supported" in refusal(written(), *words)
 
@@ -347,15 +349,15 @@ BACKEND, METHOD = "--megatron.inference_backend=", "--megatron.weight_sync_metho
 def test_the_keys_of_engines_say_the_same_or_are_refused(written):
     without = yaml.safe_load(written().read_text())
     del without["megatron"]["inference_backend"]
-    rl = asked(written(yaml.safe_dump(without)), URL).tree["rl"]
+    rl = translate(written(yaml.safe_dump(without)), URL).tree["rl"]
     assert rl["engine"] == "vllm" and rl["weight_sync_method"] == "nccl"  # Oumi's defaults
-    run = asked(written(), f"{ENGINE}sglang", f"{BACKEND}sglang", f"{METHOD}checkpoint")
+    run = translate(written(), f"{ENGINE}sglang", f"{BACKEND}sglang", f"{METHOD}checkpoint")
     assert run.tree["rl"]["engine"] == "sglang" and run.tree["rl"]["weight_sync_method"] == "checkpoint"
     assert "built-in engine" not in "".join(run.notes)
     share = "--training.grpo.vllm_gpu_memory_utilization=0.4"
-    assert asked(written(), f"{ENGINE}vllm", share).tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
-    assert "vllm_gpu_memory_utilization 0.4 has no effect" in "".join(asked(written(), share).notes)
-    for words, said in (
+    assert translate(written(), f"{ENGINE}vllm", share).tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
+    assert "vllm_gpu_memory_utilization 0.4 has no effect" in "".join(translate(written(), share).notes)
+    for words, message in (
         ((f"{ENGINE}sglang", f"{BACKEND}vllm"), "engine is sglang, but megatron.inference_backend is vllm"),
         (
             (URL, f"{BACKEND}megatron"),
@@ -366,23 +368,23 @@ def test_the_keys_of_engines_say_the_same_or_are_refused(written):
             "trainer_kwargs.weight_sync_method is nccl, but megatron.weight_sync_method is gloo",
         ),
     ):
-        assert said in refusal(written(), *words)
+        assert message in refusal(written(), *words)
 
 
 def test_the_backend_that_a_file_names_samples(written, monkeypatch):
     """SGLang's server at its usual address, vLLM in the trainer's processes, where it is installed."""
-    rl = asked(written(), f"{BACKEND}sglang").tree["rl"]
+    rl = translate(written(), f"{BACKEND}sglang").tree["rl"]
     assert (rl["engine"], rl["weight_sync_method"], "engine_url" in rl) == ("sglang", "nccl", False)
-    assert "engine" not in asked(written(), f"{BACKEND}megatron").tree["rl"]
+    assert "engine" not in translate(written(), f"{BACKEND}megatron").tree["rl"]
     without = yaml.safe_load(written().read_text())
     del without["megatron"]["inference_backend"]
     for key in ("grpo.use_vllm", "training.grpo.use_vllm"):
         words = written(yaml.safe_dump(without)), f"--{key}=True"
         assert "use_vllm is true, but vLLM is not installed; install it, set" in refusal(*words)
-        assert asked(*words, URL).tree["rl"]["engine"] == "vllm"
+        assert translate(*words, URL).tree["rl"]["engine"] == "vllm"
     vllm_stand_in.install(monkeypatch)
-    assert asked(*words).tree["rl"]["engine"] == "vllm"
-    run = asked(written(), "--training.grpo.vllm_gpu_memory_utilization=0.4")
+    assert translate(*words).tree["rl"]["engine"] == "vllm"
+    run = translate(written(), "--training.grpo.vllm_gpu_memory_utilization=0.4")
     assert run.tree["rl"]["engine"] == "vllm" and run.tree["rl"]["vllm_gpu_memory_utilization"] == 0.4
     assert "built-in engine" not in "".join(run.notes)
 
@@ -463,7 +465,7 @@ def test_params_divide_and_refuse_as_the_document_says(written):
     assert config.megatron.tensor_model_parallel_size == 8 and config.grpo.num_generations == 4
     tree = config.to_tree()
     assert tree["megatron"]["ddp_config"] == {"overlap_grad_reduce": True} and "fsdp" not in tree
-    assert translate_oumi(tree, 16).tree == asked(written()).tree
+    assert translate_oumi(tree, 16).tree == translate(written()).tree
 
 
 def test_what_a_file_says_counts_in_python_though_it_is_the_default(written):
@@ -473,8 +475,10 @@ def test_what_a_file_says_counts_in_python_though_it_is_the_default(written):
         return translate_oumi(oumi_params.TrainingConfig.from_yaml(written(), [word]).to_tree(), 16)
 
     long = in_python("--megatron.sampling_config.max_tokens=512").tree
-    assert long == asked(written(), "--megatron.sampling_config.max_tokens=512").tree
-    assert long["rl"]["max_completion_length"] == 512 != asked(written()).tree["rl"]["max_completion_length"]
+    assert long == translate(written(), "--megatron.sampling_config.max_tokens=512").tree
+    assert (
+        long["rl"]["max_completion_length"] == 512 != translate(written()).tree["rl"]["max_completion_length"]
+    )
     for word in ("--megatron.sampling_config.top_p=0.9", "--megatron.sampling_config.temperature=0.7"):
         with pytest.raises(ConfigError) as raised:
             in_python(word)
@@ -493,7 +497,7 @@ EXAMPLES = {  # file: GPUs, the device that it is for, whether it fits
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_valid_and_priced(name):
     gpus, device, fits = EXAMPLES[name]
-    run = asked(ROOT / "examples" / "oumi" / f"{name}.yaml", world=gpus)
+    run = translate(ROOT / "examples" / "oumi" / f"{name}.yaml", world=gpus)
     assert run.model_parallel == gpus
     layout = planned(planned_config(run), gpus, rates_of(device), 8)
     assert layout.fits == fits, layout.bytes / 1e9
@@ -542,7 +546,7 @@ def test_torchruns_words_are_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"SKYPILOT_NODE_RANK": "0"}, "SkyPilot also sets SKYPILOT_NODE_IPS"),
         ({"PBS_NODEFILE": "absent", "PBS_JOBID": "1"}, "PBS_NODEFILE names absent"),
@@ -553,9 +557,9 @@ def test_torchruns_words_are_taken(monkeypatch):
         ({"MASTER_PORT": "x"}, "these must be whole numbers"),
     ],
 )  # fmt: skip
-def test_an_environment_that_contradicts_itself_is_refused(environ, said, monkeypatch):
+def test_an_environment_that_contradicts_itself_is_refused(environ, message, monkeypatch):
     monkeypatch.setattr(oumi_command, "_gpus", lambda: 4)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         machines_of(environ, {}, 4)
 
 
@@ -583,9 +587,9 @@ def test_a_configuration_of_verls_trainer_is_migrated_with_the_difference(tmp_pa
     old.write_text(VERL)
     words = ["oumi", "migrate", str(old), "--output", str(new), "--megatron.tensor_model_parallel_size=8"]
     assert main(words) == 0
-    out, told = capsys.readouterr()
-    assert "8 processes have this batch" in told and "verl's default of 256 prompts" in told
-    assert "megatron.optimizer_config.optimizer_cpu_offload: True to offload it again" in told
+    out, message = capsys.readouterr()
+    assert "8 processes have this batch" in message and "verl's default of 256 prompts" in message
+    assert "megatron.optimizer_config.optimizer_cpu_offload: True to offload it again" in message
     assert (
         '-  trainer_type: "VERL_GRPO"  # on Ray' in out and "+  trainer_type: MEGATRON_GRPO  # on Ray" in out
     )
@@ -618,7 +622,7 @@ def test_a_key_is_set_in_its_line_or_added_to_its_section():
 
 def test_a_file_that_cannot_be_changed_in_its_lines_is_not_written(tmp_path, capsys):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    for before, after, said in (
+    for before, after, message in (
         ('"VERL_GRPO"', '&t "VERL_GRPO"\n  run_name: *t', "undefined alias 't'"),
         (VERL[VERL.index("fsdp:") :], "deepspeed: &off {}\nfsdp: *off\n", "fsdp is a YAML alias"),
         (
@@ -629,7 +633,7 @@ def test_a_file_that_cannot_be_changed_in_its_lines_is_not_written(tmp_path, cap
     ):
         old.write_text(VERL.replace(before, after, 1))
         assert main(["oumi", "migrate", str(old), "--output", str(new)]) == 2
-        assert said in capsys.readouterr().err and not new.exists()
+        assert message in capsys.readouterr().err and not new.exists()
 
 
 def test_a_file_in_braces_or_with_an_end_of_document_is_migrated(tmp_path):
@@ -642,7 +646,7 @@ def test_a_file_in_braces_or_with_an_end_of_document_is_migrated(tmp_path):
 
 def test_the_commands_say_what_they_take(capsys):
     assert main(["oumi"]) == 0 and "distributed torchrun" in capsys.readouterr().out
-    for words, said in (
+    for words, message in (
         (["trian"], "did you mean 'train'"),
         (["distributed", "accelerate"], "use megalith oumi distributed torchrun"),
         (["distributed", "torchrun", "-m", "trl", "-c", "x"], "starts `-m oumi train`"),
@@ -650,4 +654,4 @@ def test_the_commands_say_what_they_take(capsys):
         (["train", "-c", "absent.yaml"], "absent.yaml cannot be read"),
     ):
         assert main(["oumi", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -72,9 +72,11 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(hf)
     begun = transformers.AutoModelForCausalLM.from_pretrained(here / "llama")
-    asked = tokenizer("What is 2+2?", return_tensors="pt").input_ids
-    said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=3, pad_token_id=0)
-    assert said.shape[1] > asked.shape[1]
+    prompt = tokenizer("What is 2+2?", return_tensors="pt").input_ids
+    generated = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, pad_token_id=0
+    )
+    assert generated.shape[1] > prompt.shape[1]
     whole = torch.load(hf / "pytorch_model.bin", weights_only=True)
     for name, value in begun.state_dict().items():  # rewards were all 0: no gradient, but bf16
         assert whole[name].shape == value.shape and torch.allclose(whole[name], value, atol=1e-3), name
@@ -119,9 +121,9 @@ def test_tp2_pp2_and_one_process_are_the_same_run(home, pool):
     steps, judged = losses(str(home), quick_start(home, "one"), 1)
     one = np.array(steps)
     assert np.abs(one).max() > 0.1 and judged["prompts"] == 4
-    for mine, said in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
+    for mine, evaluated in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
         assert np.abs(np.array(mine) - one).max() / np.abs(one).max() < BOUND
-        assert said == judged
+        assert evaluated == judged
 
 
 @pytest.mark.full
@@ -216,9 +218,9 @@ def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
     trainer.save_state()
     trainer.save_model(config, final=True)
     figures = trainer.get_last_eval_metrics()
-    said = [json.loads(line) for line in (here / "run" / "evaluations.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in said] == [1, 2] and figures["eval/prompts"] == 3
-    assert figures["eval/reward_mean"] == said[1]["validation_rewards_mean"] > 0
+    evaluations = [json.loads(line) for line in (here / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in evaluations] == [1, 2] and figures["eval/prompts"] == 3
+    assert figures["eval/reward_mean"] == evaluations[1]["validation_rewards_mean"] > 0
     assert figures["eval/reward_max"] >= figures["eval/reward_median"] >= figures["eval/reward_min"]
     assert figures["eval/completion_length"] > 1 and figures["eval/reward_std"] > 0
     assert (here / "run" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
@@ -335,8 +337,10 @@ def test_fine_tuning_and_preferences_are_trained(here, trainer):
     assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
     found = metrics(here / "out")
     assert len(found) == 2 and found[-1]["global_batch_size"] == 2
-    said = [json.loads(line) for line in (here / "out" / "evaluations.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in said] == [1, 2] and said[1]["validation_loss"] < said[0]["validation_loss"]
+    evaluations = [json.loads(line) for line in (here / "out" / "evaluations.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in evaluations] == [1, 2] and evaluations[1]["validation_loss"] < evaluations[
+        0
+    ]["validation_loss"]
     transformers.AutoModelForCausalLM.from_pretrained(here / "out" / "hf_model")
 
 

@@ -379,7 +379,7 @@ def test_auto_caches_where_it_takes_no_more_or_a_step_casts_more_than_once_and_m
         (ALL_SHARDED, 80 * 10**9, False),
         (ALL_SHARDED | LAST_STAYS, 10**5, True),
     ):
-        found, told = with_cached_weights(config.with_settings(settings), 2, memory)
-        said = any("fp8_cache_weights true" in line for line in told)
-        assert found.train.fp8_cache_weights == said == cached, settings
+        found, notes = with_cached_weights(config.with_settings(settings), 2, memory)
+        expected = any("fp8_cache_weights true" in line for line in notes)
+        assert found.train.fp8_cache_weights == expected == cached, settings
         assert casts_weights_once(found) == cached

@@ -123,5 +123,5 @@ def test_replicas_of_a_frozen_base_are_compared_as_they_are_stored(pool, tree: d
             "runtime.check_weight_hash_across_dp_replicas_interval": 1,
         }
     )
-    for said in pool.run(flipped_in_the_base, config, size=2):
-        assert "hold different weights" in said
+    for message in pool.run(flipped_in_the_base, config, size=2):
+        assert "hold different weights" in message

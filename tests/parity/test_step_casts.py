@@ -86,9 +86,9 @@ def test_auto_casts_experts_once_where_memory_suffices_and_fsdp_gathers_none():
         (sharded | {"parallel.expert_model_parallel_size": 2}, 2, 80 * 10**9, True),
     ):
         asked = config.with_settings(settings | {"train.global_batch_size": 2 * world})
-        found, told = with_auto(asked, world, Machine(memory=memory))
+        found, notes = with_auto(asked, world, Machine(memory=memory))
         assert found.train.moe_cache_weights is cached, settings
-        assert cached == any("moe_cache_weights true" in line for line in told)
+        assert cached == any("moe_cache_weights true" in line for line in notes)
     both = (config.with_settings({"train.moe_cache_weights": value}) for value in (True, False))
     more, less = (fullest(each, 1) for each in both)
     assert more > less
