@@ -253,7 +253,7 @@ REFUSED = [
     ("model: [1]", "section 'model' holds"),
     ("1: {a: 2}", "there is no section 1"),
     ("null: {a: 2}", "there is no section None"),
-    ("model: {1: 2}", "model has the key 1; a setting's name is text"),
+    ("model: {1: 2}", "model has the key 1, but names of settings are text"),
     ("model: {null: 2}", "model has the key None"),
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile

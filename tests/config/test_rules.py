@@ -111,7 +111,7 @@ IMPOSSIBLE_FOR_AN_ENCODER = [
     (
         {"add_pooler": False},
         {},
-        "bert_binary_head reads what the pooler gives, but model.add_pooler is false",
+        "bert_binary_head reads the pooler's output, but model.add_pooler is false",
     ),
     ({"add_lm_head": False}, {}, "add_lm_head is false, so there is nothing that masked words are learnt by"),
     ({}, {"data": {"mask_prob": 0.03}}, "mask_prob 0.03 of data.seq_length .* none would ever be masked"),
