@@ -110,7 +110,7 @@ class OfTokens(megalith.Loss):
         (Divisors(), r"Divisors.denominator returned a tensor of shape \[2\]; .* shape \[\], or a number"),
         (
             OfTokens(),
-            r"token_losses returned a tensor of shape \[\] .* shape \[16\]; return a loss for each token",
+            r"token_losses returned a tensor of shape \[\] .* shape \[16\]; return one loss per token",
         ),
     ],
     ids=lambda value: type(value).__name__,

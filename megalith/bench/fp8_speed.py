@@ -88,7 +88,7 @@ def matmuls(tokens: int) -> dict[str, float]:
 
 def casts(tokens: int) -> None:
     """Print the GB/s, read and written, of each cast."""
-    x, scale, seen = (
+    x, scale, step_amax = (
         normal(tokens, 14336),
         torch.full((), 60.0, device="cuda"),
         torch.zeros((), device="cuda"),
@@ -101,14 +101,16 @@ def casts(tokens: int) -> None:
     default = fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS
     for tile in TILES:
         fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = tile
-        both = [rate(lambda d=d: fp8.cast(x, scale, seen, d, True, True), 4) for d in (E4M3, E5M2)]
-        row, column = (rate(lambda r=r: fp8.cast(x, scale, seen, E4M3, r, not r), 3) for r in (True, False))
+        both = [rate(lambda d=d: fp8.cast(x, scale, step_amax, d, True, True), 4) for d in (E4M3, E5M2)]
+        row, column = (
+            rate(lambda r=r: fp8.cast(x, scale, step_amax, E4M3, r, not r), 3) for r in (True, False)
+        )
         rows, columns, warps = tile
         mark = " (used)" if tile == default else ""
         print(f"  {rows:3} × {columns:3}, {warps} warps: both ways e4m3 {both[0]}, e5m2 {both[1]}; by row {row}, by "
               f"column {column}{mark}", flush=True)  # fmt: skip
     fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = default
-    codes = fp8.cast(x, scale, seen, E4M3, True, False)[0]
+    codes = fp8.cast(x, scale, step_amax, E4M3, True, False)[0]
     print(f"  amax {rate(lambda: fp8.amax(x), 2)}; transpose {rate(lambda: fp8.transpose(codes), 2)}; blocks both ways "
           f"{rate(lambda: fp8.cast_blocks(x, True, True, False), 4)}, 128 × 128 "
           f"{rate(lambda: fp8.cast_blocks(x, True, True, True), 4)}")  # fmt: skip
@@ -116,7 +118,7 @@ def casts(tokens: int) -> None:
 
 def gemms() -> dict[str, Gemm]:
     table = AmaxTable(["linear"], "hybrid", 1, "most_recent", 0, torch.device("cuda"))
-    table.seen.copy_(torch.tensor([[6.0, 0.2, 6.0]]))
+    table.step_amax.copy_(torch.tensor([[6.0, 0.2, 6.0]]))
     table.end_step(0.0)
     return {
         "bf16": GEMM,

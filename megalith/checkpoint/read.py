@@ -177,9 +177,9 @@ def check_file(folder: Path | StorePath, files: Path, name: str, record: FileRec
         DamagedCheckpointError: the file does not match.
         CheckpointError: the store failed; the step may be intact.
     """
-    path, here = folder / name, files / name
+    path, local = folder / name, files / name
     is_remote = isinstance(folder, StorePath)
-    if is_remote and here.exists():
+    if is_remote and local.exists():
         return
     try:
         if not is_remote:
@@ -189,13 +189,13 @@ def check_file(folder: Path | StorePath, files: Path, name: str, record: FileRec
             raise DamagedCheckpointError(
                 f"{path} is damaged: it has {size} bytes, but {record.bytes} in its manifest; use another step"
             )
-        content = _fetch_copy(path, here) if is_remote else path
+        content = _fetch_copy(path, local) if is_remote else path
         if file_record(content) != record:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match the SHA-256 in its manifest; use another step"
             )
         if is_remote:
-            os.replace(content, here)
+            os.replace(content, local)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{path} is missing, but listed in the manifest; use another step"

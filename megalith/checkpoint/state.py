@@ -96,9 +96,9 @@ def state_shards(
 ) -> dict[str, dict[str, LocalShard]]:
     """Return this rank's stored state by part and name. Without `optimizer`, only the weights."""
     rows = unpadded_rows or {}
-    shards = {MODEL: _cut(checkpoint_shards(model), rows)}
+    shards = {MODEL: _unpad(checkpoint_shards(model), rows)}
     if optimizer is not None:
-        shards[OPTIMIZER] = _cut(optimizer_shards(optimizer, model), _state_rows(rows))
+        shards[OPTIMIZER] = _unpad(optimizer_shards(optimizer, model), _state_rows(rows))
     return shards
 
 
@@ -121,7 +121,7 @@ def load_model(
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
     """Raise the CheckpointError that `load_model` would. The model belongs to a single process and may be on the meta
     device."""
-    _check_fit(checkpoint, MODEL, _cut(checkpoint_shards(model), unpadded_rows), ALONE)
+    _check_fit(checkpoint, MODEL, _unpad(checkpoint_shards(model), unpadded_rows), ALONE)
 
 
 def load_base(
@@ -139,7 +139,7 @@ def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
     """Return the fingerprint of all weights except adapters, on rank 0. Every rank of `world` calls it."""
-    return fingerprint(_cut(base_shards(model), unpadded_rows or {}), world)
+    return fingerprint(_unpad(base_shards(model), unpadded_rows or {}), world)
 
 
 def load_optimizer(
@@ -198,7 +198,7 @@ def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:
     return {f"optim.{name}.{key}": rows for name, rows in unpadded_rows.items() for key in STATE_WITH_ROWS}
 
 
-def _cut(shards: Mapping[str, LocalShard], unpadded_rows: Mapping[str, int]) -> dict[str, LocalShard]:
+def _unpad(shards: Mapping[str, LocalShard], unpadded_rows: Mapping[str, int]) -> dict[str, LocalShard]:
     """Remove padding rows from the shards."""
     return {
         name: shard.first_rows(unpadded_rows[name]) if name in unpadded_rows else shard
@@ -215,7 +215,7 @@ def _fill(
     world: Axis,
     show_progress: bool,
 ) -> None:
-    stored = _cut(shards, unpadded_rows)
+    stored = _unpad(shards, unpadded_rows)
     _check_fit(checkpoint, part, stored, world)
     collectively(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
     total = sum(byte_count(shard.values.shape, shard.values.dtype) for shard in stored.values())

@@ -85,21 +85,21 @@ def attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    seen = Visibility(causal and mask is None, mask, documents, window)
+    visibility = Visibility(causal and mask is None, mask, documents, window)
     if sink is not None:
-        return _beside_sink(query, key, value, seen, scale, sink).transpose(1, 2)
+        return _beside_sink(query, key, value, visibility, scale, sink).transpose(1, 2)
     if bias is not None:
         drops = dropout, dropout_rows, first_head
-        return _biased(query, key, value, seen, bias, scale, *drops).transpose(1, 2)
+        return _biased(query, key, value, visibility, bias, scale, *drops).transpose(1, 2)
     changed = softcap is not None or alibi is not None
     if query.is_cuda and not changed:
-        return _on_gpu(query, key, value, seen, scale, dropout, saved).transpose(1, 2)
+        return _on_gpu(query, key, value, visibility, scale, dropout, saved).transpose(1, 2)
     slopes = None if alibi is None else alibi_slopes(alibi, first_head, query.shape[1], query.device)
     if changed and query.is_cuda and torch.compiler.is_compiling() and not dropout:
-        return _flex(query, key, value, seen, softcap, scale, slopes).transpose(1, 2)
+        return _flex(query, key, value, visibility, softcap, scale, slopes).transpose(1, 2)
     if saved and not changed and not dropout:
-        return _as_block(query, key, value, seen, scale).transpose(1, 2)
-    causal, mask = seen.dense(query, key)
+        return _as_block(query, key, value, visibility, scale).transpose(1, 2)
+    causal, mask = visibility.dense(query, key)
     if changed or dropout:
         if query.is_cuda and not torch.compiler.is_compiling():
             warn_of_plain_attention(softcap, alibi is not None, dropout, query.dtype, query.shape[3])
@@ -143,18 +143,18 @@ def _in_window(
     return key[:, :, -keys:], value[:, :, -keys:], mask, window if queries > 1 else None
 
 
-def _as_block(query: Tensor, key: Tensor, value: Tensor, seen: Visibility, scale: float) -> Tensor:
-    causal, mask, documents, window = seen
+def _as_block(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float) -> Tensor:
+    causal, mask, documents, window = visibility
     return block_attention(query, key, value, mask, documents, causal, window, scale)[0]
 
 
 def _beside_sink(
-    query: Tensor, key: Tensor, value: Tensor, seen: Visibility, scale: float, sink: Tensor
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, sink: Tensor
 ) -> Tensor:
     head_dim = query.shape[3]
     if query.is_cuda and head_dim % _MULTIPLE:
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    causal, mask, documents, window = seen
+    causal, mask, documents, window = visibility
     out = SinkAttention.apply(sink, query, key, value, mask, documents, causal, window, scale)
     return out[..., :head_dim]
 
@@ -163,7 +163,7 @@ def _on_gpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Visibility,
+    visibility: Visibility,
     scale: float,
     dropout: float,
     saved: bool = False,
@@ -172,13 +172,13 @@ def _on_gpu(
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # padding with zeros does not change scores
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    if seen.is_full and supports_heads(query, key) and (dropout or not saved):
+    if visibility.is_full and supports_heads(query, key) and (dropout or not saved):
         with sdpa_kernel(_CAUSAL, set_priority=True):
-            out = _fused(query, key, value, seen.causal, None, scale, dropout)
+            out = _fused(query, key, value, visibility.causal, None, scale, dropout)
     elif not dropout:
-        out = _as_block(query, key, value, seen, scale)
+        out = _as_block(query, key, value, visibility, scale)
     else:  # torch keeps the random numbers of its dropout
-        causal, mask = seen.dense(query, key)
+        causal, mask = visibility.dense(query, key)
         key, value = (for_each_head(x, query) for x in (key, value))
         with sdpa_kernel(_MASKED, set_priority=True):
             out = _fused(query, key, value, causal, mask, scale, dropout)
@@ -215,14 +215,14 @@ def _flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Visibility,
+    visibility: Visibility,
     softcap: float | None,
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention with a kernel generated from the formula, which skips masked blocks. Only a given mask needs memory of
     [queries, keys]."""
-    causal, mask, documents, window = seen
+    causal, mask, documents, window = visibility
     queries, keys = query.shape[2], key.shape[2]
     numbers = None if documents is None else document_ids(documents, queries)
     before = keys - queries
@@ -266,7 +266,7 @@ def _biased(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Visibility,
+    visibility: Visibility,
     bias: Tensor,
     scale: float,
     dropout: float,
@@ -274,7 +274,7 @@ def _biased(
     first_head: int,
 ) -> Tensor:
     """Attention with `bias` and the mask as one addition to the scores."""
-    causal, mask = seen.dense(query, key)
+    causal, mask = visibility.dense(query, key)
     if causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if dropout and not query.is_cuda:

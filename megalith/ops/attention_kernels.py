@@ -204,7 +204,7 @@ def _efficient_backward(grad, query, key, value, out, lse, random, block):
     d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, *saved, scale=block.scale
     )
-    return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
+    return d_query, _sum_over_heads(d_key, groups), _sum_over_heads(d_value, groups)
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -258,17 +258,17 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
     scores = _scores(query, key, block)  # [batch, heads, queries, keys]
     probabilities = _probabilities(scores, lse)
     d_probabilities = (grad @ for_each_head(value, query).mT).float()
-    kept = probabilities
+    dropped = probabilities
     if block.dropout:
-        d_probabilities, kept = _drop(d_probabilities, block), _drop(probabilities, block)
+        d_probabilities, dropped = _drop(d_probabilities, block), _drop(probabilities, block)
     softmax_term = (grad.float() * out.float()).sum(-1, keepdim=True)  # [batch, heads, queries, 1]
     d_scores = probabilities * (d_probabilities - softmax_term) * _scale(query, block)
     if block.softcap is not None:  # derivative of softcap · tanh(x / softcap); masked scores are -inf
         d_scores = d_scores * (1 - (scores.clamp(min=-block.softcap) / block.softcap).square())
     d_query = d_scores.to(dtype) @ for_each_head(key, query)
     d_key = d_scores.mT.to(dtype) @ query
-    d_value = kept.mT.to(dtype) @ grad
-    return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
+    d_value = dropped.mT.to(dtype) @ grad
+    return d_query, _sum_over_heads(d_key, groups), _sum_over_heads(d_value, groups)
 
 
 def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
@@ -293,10 +293,10 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _drop(x: Tensor, block: Block) -> Tensor:
-    kept = attention_keep_mask(
+    dropped = attention_keep_mask(
         block.dropout_rows, x.shape[1], block.key_positions, block.dropout, block.first_head
     )
-    return torch.where(kept, x / (1.0 - block.dropout), 0.0)
+    return torch.where(dropped, x / (1.0 - block.dropout), 0.0)
 
 
 def for_each_head(x: Tensor, query: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def for_each_head(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if query.shape[1] != x.shape[1] else x
 
 
-def _of_groups(grad: Tensor, groups: int) -> Tensor:
+def _sum_over_heads(grad: Tensor, groups: int) -> Tensor:
     """Sum a gradient over repeated heads, the inverse of `for_each_head`."""
     return grad.unflatten(1, (groups, -1)).sum(2) if grad.shape[1] != groups else grad
 

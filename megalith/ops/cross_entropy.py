@@ -26,31 +26,31 @@ from megalith.errors import ConfigError
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
-# Logits that exist at once. On an H200 the GEMMs of 3,328 tokens with GPT-2's vocabulary leave no SM idle:
-# with 2,560 tokens the gradient's takes a quarter more time.
+# Logits per chunk. On an H200 the GEMMs of 3,328 tokens with GPT-2's vocabulary use all SMs; with 2,560 tokens the
+# gradient's takes a quarter longer.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
-# Of a large vocabulary they are a gigabyte in bf16: each chunk's wgrad is added to the whole head's, twice the bytes of
-# its fp32. Of Llama-3-8B's 128,256 entries chunks of 4,096 tokens take 8 ms a step of 16,384 tokens less than of 1,280.
+# Large vocabularies use a gigabyte in bf16, because each chunk reads and writes the head's fp32 wgrad. For Llama-3-8B's
+# 128,256 entries, chunks of 4,096 tokens save 8 ms per step of 16,384 tokens compared with chunks of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
-CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
-FEW_LABELS = 0.75  # of the tokens: where more have a label, all get logits
-NO_LABEL = -1  # of a sample that a classification leaves out
+CHUNK_MULTIPLE = 256  # tokens; faster for matmuls
+FEW_LABELS = 0.75  # fraction of tokens with labels above which all tokens get logits
+NO_LABEL = -1  # label of a sample that is excluded from classification
 
 
 def linear_cross_entropy(
     hidden: Tensor,  # [..., hidden]
-    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    weight: Tensor,  # [padded vocab, hidden], any float dtype; cast to hidden's
     labels: Tensor,  # int64 [...], each < vocab_size
-    loss_mask: Tensor,  # float32 [...]: the weight of each token
+    loss_mask: Tensor,  # float32 [...], weight of each token
     vocab_size: int,
     softcap: float | None = None,
-    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+    scale: Tensor | None = None,  # float32 scalar, factor on the gradient; None: 1
     *,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
-    bias: Tensor | None = None,  # float32, an entry a row of weight
-    max_label_tokens: int | None = None,  # tokens whose weight is not 0, at most; None: that is not known
+    bias: Tensor | None = None,  # float32, one entry per row of weight
+    max_label_tokens: int | None = None,  # maximum number of tokens with nonzero weight; None: unknown
 ) -> Tensor:
     """Return Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label], a float32 scalar.
 
@@ -60,9 +60,7 @@ def linear_cross_entropy(
     ranks. The gradient is multiplied by `scale` before it is first rounded, so that an fp16 loss scale preserves small
     probabilities; the result is not. If `max_label_tokens` is small, logits of the other tokens are not computed.
     """
-    if (
-        not torch.is_grad_enabled()
-    ):  # an autograd function still sees a parameter as one that needs a gradient
+    if not torch.is_grad_enabled():  # in an autograd function, parameters require gradients even then
         hidden, weight = hidden.detach(), weight.detach()
     hidden, labels, weights = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), loss_mask.reshape(-1)
     if max_label_tokens is not None and max_label_tokens <= FEW_LABELS * labels.numel():
@@ -99,20 +97,20 @@ losses, float32. A token's loss must not depend on other tokens."""
 
 def linear_token_losses(
     hidden: Tensor,  # [..., hidden]
-    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    weight: Tensor,  # [padded vocab, hidden], any float dtype; cast to hidden's
     targets: Tensor,  # int64 [...], each < vocab_size
     of: TokenLoss,
     tokens: Mapping[str, Tensor],  # [...] each, without a gradient
     vocab_size: int,
     softcap: float | None = None,
-    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+    scale: Tensor | None = None,  # float32 scalar, factor on the gradient; None: 1
     *,
     temperature: float = 1.0,
     entropy: bool = False,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
-    bias: Tensor | None = None,  # float32, an entry a row of weight
+    bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sum of `of` over tokens, a float32 scalar; and without gradient the log-probabilities and, with
     `entropy`, the entropies that it received, as from `linear_logprobs`.
@@ -152,7 +150,7 @@ class _LinearLosses(torch.autograd.Function):
         ctx,
         hidden: Tensor,  # [tokens, hidden]
         weight: Tensor,  # [rows, hidden]
-        index: Tensor,  # int64 [tokens]: the label's row in weight; outside of it where another rank has it
+        index: Tensor,  # int64 [tokens]: the label's row in weight, out of range if another rank has it
         tokens: Mapping[str, Tensor],  # [tokens] each
         of: TokenLoss | None,  # None: −tokens["weights"] · log-probability
         real: int,  # rows from here on are padding
@@ -168,47 +166,47 @@ class _LinearLosses(torch.autograd.Function):
         wants_gradient = hidden.requires_grad or weight.requires_grad
         plain = of is None and axis.size == 1 and softcap is None
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and plain
-        losses, grads, found = [], [], []
+        losses, grads, results = [], [], []
         factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for x, row, *values in zip(*(t.split(chunk) for t in (hidden, index, *tokens.values()))):
             if fuses:
-                grad = F.linear(x, matrix, added)  # [chunk, rows]: the logits, and then their gradient
+                grad = F.linear(x, matrix, added)  # [chunk, rows]: logits, overwritten by their gradient
                 losses.append(fused.softmax_loss_(grad, row, values[0] * factor, real).sum() / factor)
             else:
-                logits, at, own = real_logits(x, matrix, row[:, None], real, softcap, added)
+                logits, at, is_local = real_logits(x, matrix, row[:, None], real, softcap, added)
                 parts = as_one_kernel(_logit_statistics, logits, at, temperature, entropy)
-                log_sum, logit, entropies = _whole(parts[0], parts[1], own, parts[2], axis)
-                logprobs, own_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
-                loss, *slopes = _loss_and_slopes(of, logprobs, entropies, own_tokens, wants_gradient)
+                log_sum, logit, entropies = _reduce_vocab(parts[0], parts[1], is_local, parts[2], axis)
+                logprobs, chunk_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
+                loss, *slopes = _loss_and_slopes(of, logprobs, entropies, chunk_tokens, wants_gradient)
                 losses.append(loss)
-                found.append((logprobs, entropies))
+                results.append((logprobs, entropies))
                 if wants_gradient:
                     slopes = [None if slope is None else slope * factor / temperature for slope in slopes]
                     softmax = (log_sum, entropies, temperature, softcap)
-                    grad = _logits_gradient(logits, at, own, slopes[0][:, None], slopes[1], *softmax)
+                    grad = _logits_gradient(logits, at, is_local, slopes[0][:, None], slopes[1], *softmax)
                 del logits
             if wants_gradient:
                 grads.append(grad @ matrix)
-                if grad_weight is not None:  # else the matrix is frozen
+                if grad_weight is not None:  # None if the matrix is frozen
                     grad_weight = add_matmul(grad_weight, grad.T, x)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=torch.float32)
-                del grad  # before there are the next chunk's
+                del grad  # before the next chunk's is allocated
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
-        each = (None if of is None or part[0] is None else torch.cat(part) for part in zip(*found))
-        logprobs, entropies = each if found else (None, None)
+        each = (None if of is None or part[0] is None else torch.cat(part) for part in zip(*results))
+        logprobs, entropies = each if results else (None, None)
         ctx.mark_non_differentiable(*(x for x in (logprobs, entropies) if x is not None))
         return torch.stack(losses).sum(), logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused):
-        grad_hidden, *of_parameters = ctx.saved_tensors
-        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in of_parameters)
-        # in fp32: rounded to a short type, the factor would put what is below the head off from the head's gradient
+        grad_hidden, *parameter_grads = ctx.saved_tensors
+        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in parameter_grads)
+        # In fp32: a rounded factor would make the gradients below the head inconsistent with the head's.
         grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
         return grad_hidden, grad_weight, *[None] * 10, grad_bias
 
@@ -231,11 +229,11 @@ def _loss_and_slopes(
     if not wants_gradient:
         return _each_token(of(logprobs, entropies, tokens), logprobs).sum(), None, None
     with torch.enable_grad():
-        known = [logprobs.detach().requires_grad_()]
-        known += [] if entropies is None else [entropies.detach().requires_grad_()]
-        losses = of(known[0], known[1] if known[1:] else None, tokens)
+        inputs = [logprobs.detach().requires_grad_()]
+        inputs += [] if entropies is None else [entropies.detach().requires_grad_()]
+        losses = of(inputs[0], inputs[1] if inputs[1:] else None, tokens)
         loss = _each_token(losses, logprobs).sum()
-        slopes = torch.autograd.grad(loss, known, allow_unused=True)
+        slopes = torch.autograd.grad(loss, inputs, allow_unused=True)
     by_logprobs = torch.zeros_like(logprobs) if slopes[0] is None else slopes[0]
     return loss.detach(), by_logprobs, slopes[1] if slopes[1:] else None
 
@@ -245,14 +243,14 @@ def _each_token(losses: Tensor, logprobs: Tensor) -> Tensor:
     if losses.shape != logprobs.shape:
         raise ConfigError(
             f"token_losses returned a tensor of shape {list(losses.shape)} for log-probabilities of shape "
-            f"{list(logprobs.shape)}; return a loss for each token, which are summed"
+            f"{list(logprobs.shape)}; return one loss per token, which are then summed"
         )
     return losses
 
 
 def linear_logprobs(
     hidden: Tensor,  # [..., hidden]
-    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    weight: Tensor,  # [padded vocab, hidden], any float dtype; cast to hidden's
     targets: Tensor,  # int64 [...] or [..., k], each < vocab_size
     vocab_size: int,
     softcap: float | None = None,
@@ -262,7 +260,7 @@ def linear_logprobs(
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
-    bias: Tensor | None = None,  # float32, an entry a row of weight
+    bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden · weightᵀ / temperature)[target], float32 with the shape of targets; and with `entropy`
     the entropy of each softmax, float32 [...], otherwise None.
@@ -297,7 +295,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx,
         hidden: Tensor,  # [tokens, hidden]
         weight: Tensor,  # [rows, hidden]
-        index: Tensor,  # int64 [tokens, k]: the targets' rows in weight; outside of it where another rank has them
+        index: Tensor,  # int64 [tokens, k]: the targets' rows in weight, out of range if another rank has them
         real: int,  # rows from here on are padding
         chunk: int,  # tokens
         softcap: float | None,
@@ -307,13 +305,13 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,  # [rows]
     ) -> tuple[Tensor, Tensor | None]:  # float32 [tokens, k] and [tokens]
         ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
-        matrix, found = weight.to(hidden.dtype), []
+        matrix, results = weight.to(hidden.dtype), []
         added = None if bias is None else bias.to(hidden.dtype)
         for x, targets in zip(hidden.split(chunk), index.split(chunk)):
-            logits, row, own = real_logits(x, matrix, targets, real, softcap, added)
+            logits, row, is_local = real_logits(x, matrix, targets, real, softcap, added)
             parts = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
-            found.append(_whole(parts[0], parts[1], own, parts[2], axis))
-        log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*found))
+            results.append(_reduce_vocab(parts[0], parts[1], is_local, parts[2], axis))
+        log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*results))
         ctx.save_for_backward(hidden, weight, index, log_sum, entropies, bias)
         return logit - log_sum[:, None], entropies
 
@@ -329,11 +327,11 @@ class _LinearLogprobs(torch.autograd.Function):
         whole = [hidden, index, grad_logprobs, log_sum]
         if entropy is not None:
             whole += [grad_entropy / ctx.temperature, entropy]
-        for x, targets, grad, log_sums, *of_entropy in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
-            logits, row, own = real_logits(x, matrix, targets, ctx.real, ctx.softcap, added)
-            by_entropy, entropies = of_entropy or (None, None)
+        for x, targets, grad, log_sums, *entropy_parts in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
+            logits, row, is_local = real_logits(x, matrix, targets, ctx.real, ctx.softcap, added)
+            by_entropy, entropies = entropy_parts or (None, None)
             softmax = (log_sums, entropies, ctx.temperature, ctx.softcap)
-            product = _logits_gradient(logits, row, own, grad, by_entropy, *softmax)
+            product = _logits_gradient(logits, row, is_local, grad, by_entropy, *softmax)
             grads.append(product @ matrix)
             if grad_weight is not None:
                 grad_weight = add_matmul(grad_weight, product.T, x)
@@ -349,8 +347,8 @@ def real_logits(
     [tokens, k], 0 for those of other ranks; and a mask of the targets on this rank."""
     logits = softcapped(F.linear(x, matrix, bias), softcap)
     logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
-    own = (index >= 0) & (index < logits.shape[1])
-    return logits, torch.where(own, index, 0), own
+    is_local = (index >= 0) & (index < logits.shape[1])
+    return logits, torch.where(is_local, index, 0), is_local
 
 
 def _logit_statistics(
@@ -367,11 +365,11 @@ def _logit_statistics(
 
 
 def _logits_gradient(
-    logits: Tensor,  # [tokens, rows], as `real_logits` has them
+    logits: Tensor,  # [tokens, rows], from `real_logits`
     row: Tensor,  # int64 [tokens, k]
-    own: Tensor,  # bool [tokens, k]
-    logprobs: Tensor,  # float32 [tokens, k]: the gradient of the targets' log-probabilities / temperature
-    entropies: Tensor | None,  # float32 [tokens]: that of the entropies / temperature; None: there is none
+    is_local: Tensor,  # bool [tokens, k]
+    logprobs: Tensor,  # float32 [tokens, k]: gradient of the targets' log-probabilities / temperature
+    entropies: Tensor | None,  # float32 [tokens]: gradient of the entropies / temperature, if any
     log_sum: Tensor,
     entropy: Tensor | None,
     temperature: float,
@@ -380,7 +378,7 @@ def _logits_gradient(
     """Return the gradient of the logits before soft-capping, in their dtype."""
     rest = (entropies, log_sum, entropy, temperature)
     grad = as_one_kernel(_softmax_gradient, logits, logprobs.sum(1), *rest)
-    grad.scatter_add_(1, row, (logprobs * own).to(grad.dtype))
+    grad.scatter_add_(1, row, (logprobs * is_local).to(grad.dtype))
     return grad if softcap is None else grad * softcap_slope(logits, softcap)
 
 
@@ -419,16 +417,16 @@ def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
     return 1 - (logits.clamp(min=-softcap) / softcap).square()
 
 
-def _whole(
-    log_sum: Tensor, targets: Tensor, own: Tensor, entropy: Tensor | None, axis: Axis
+def _reduce_vocab(
+    log_sum: Tensor, targets: Tensor, is_local: Tensor, entropy: Tensor | None, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Reduce log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens] from each rank's
-    shard to the full vocabulary. `own` marks targets on this rank."""
+    shard to the full vocabulary. `is_local` marks targets on this rank."""
     if axis.size == 1:
         return log_sum, targets, entropy
     largest = all_reduce_no_grad(log_sum, axis, "max")
     share = (log_sum - largest).exp()
-    parts = [share, *torch.where(own, targets, 0.0).unbind(1)]
+    parts = [share, *torch.where(is_local, targets, 0.0).unbind(1)]
     if entropy is not None:
         parts.append(share * (entropy - (log_sum - largest)))
     total, *sums = all_reduce_no_grad(torch.stack(parts), axis)

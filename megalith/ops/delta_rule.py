@@ -65,16 +65,16 @@ def with_last_state(
         visible = visible & same
     pairs = within.masked_fill(~visible, float("-inf")).exp()  # Γ
     before, after = total.exp()[..., None], within[..., -1, :, None].exp()
-    whole = total[..., -1].exp()[..., None, None]
+    chunk_decay = total[..., -1].exp()[..., None, None]
     if documents is not None:
-        before, after, whole = before * reads, after * writes, whole * keeps
+        before, after, chunk_decay = before * reads, after * writes, chunk_decay * keeps
     system = beta * (k @ k.mT) * pairs
     written = torch.linalg.solve_triangular(
         system, torch.cat([beta * v, beta * before * k], dim=-1), upper=False, unitriangular=True
     )
     u, w = written.split([size, k.shape[-1]], dim=-1)
     inside, q, k = (q @ k.mT) * pairs, q * before, k * after
-    out, states = scan_chunks(u, w, q, k, inside, whole)
+    out, states = scan_chunks(u, w, q, k, inside, chunk_decay)
     return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states[:, :, -1]
 
 
@@ -85,7 +85,7 @@ def scan_chunks(
     q: Tensor,  # likewise, e^G Q
     k: Tensor,  # likewise, e^{G_C − G} K
     inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
-    whole: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
+    chunk_decay: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, heads, chunks, C, value size], and S before each chunk and at the end, [batch, heads, chunks +
     1, key size, value size]. One operator, because compilers would unroll the loop over chunks."""
@@ -94,13 +94,15 @@ def scan_chunks(
     for i in range(u.shape[2]):
         new = u[:, :, i] - w[:, :, i] @ state
         out.append(q[:, :, i] @ state + inside[:, :, i] @ new)
-        state = whole[:, :, i] * state + k[:, :, i].mT @ new
+        state = chunk_decay[:, :, i] * state + k[:, :, i].mT @ new
         states.append(state)
     return torch.stack(out, 2), torch.stack(states, 2)
 
 
 @scan_chunks.register_fake
-def _(u: Tensor, w: Tensor, q: Tensor, k: Tensor, inside: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, inside: Tensor, chunk_decay: Tensor
+) -> tuple[Tensor, Tensor]:
     batch, heads, chunks, _, size = u.shape
     return u.new_empty(u.shape), u.new_empty(batch, heads, chunks + 1, k.shape[-1], size)
 
@@ -113,7 +115,7 @@ def scan_chunks_backward(
     q: Tensor,
     k: Tensor,
     inside: Tensor,
-    whole: Tensor,
+    chunk_decay: Tensor,
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of all inputs, assuming that the states have none."""
@@ -133,7 +135,7 @@ def scan_chunks_backward(
         )
         for grad, one in zip(grads, chunk_grads, strict=True):
             grad.append(one)
-        grad_state = q_i.mT @ g - w_i.mT @ grad_new + whole[:, :, i] * grad_state
+        grad_state = q_i.mT @ g - w_i.mT @ grad_new + chunk_decay[:, :, i] * grad_state
     return tuple(torch.stack(grad[::-1], 2) for grad in grads)
 
 

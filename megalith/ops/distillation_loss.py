@@ -33,9 +33,9 @@ Divergence = Literal["forward_kl", "reverse_kl"]
 class TeacherOutput:
     """Final hidden states and output layer of a teacher."""
 
-    hidden: Tensor  # [tokens, its hidden size]: what its output matrix reads
-    weight: Tensor  # [padded vocab or this rank's rows, its hidden size]
-    bias: Tensor | None  # likewise [rows]
+    hidden: Tensor  # [tokens, hidden size of the teacher], input of the output layer
+    weight: Tensor  # [padded vocab or this rank's rows, hidden size of the teacher]
+    bias: Tensor | None  # [rows]
     softcap: float | None
 
     def split(self, size: int) -> list[TeacherOutput]:
@@ -53,8 +53,8 @@ class TeacherOutput:
 class TopLogProbs:
     """Stored part of a teacher's softmax(logits / T)."""
 
-    indices: Tensor  # int64 [..., k]: the likeliest entries, as rows of this rank's shard of the vocabulary
-    logprobs: Tensor  # float32 [..., k + 1]: of these, and of all others together; NONE where there are none
+    indices: Tensor  # int64 [..., k]: most likely entries, as rows of this rank's shard of the vocabulary
+    logprobs: Tensor  # float32 [..., k + 1]: of these, and of all others together; NONE if there are none
 
     def split(self, size: int) -> list[TopLogProbs]:
         flat = self.indices.flatten(0, -2).split(size), self.logprobs.flatten(0, -2).split(size)
@@ -62,8 +62,10 @@ class TopLogProbs:
 
     def logits(self, row: Tensor, real: int, logits: Tensor, temperature: float, axis: Axis) -> Tensor:
         """Return log p̃ · T, [tokens, local rows] in fp32, for the model's own logits."""
-        own = (self.indices >= 0) & (self.indices < logits.shape[1])  # [tokens, k]
-        at = torch.where(own, self.indices, logits.shape[1])  # a column more for those of other ranks
+        is_local = (self.indices >= 0) & (self.indices < logits.shape[1])  # [tokens, k]
+        at = torch.where(
+            is_local, self.indices, logits.shape[1]
+        )  # an extra column for entries of other ranks
         wide = F.pad(logits.float() / temperature, (0, 1), value=NONE)
         rest = wide.scatter(1, at, NONE)
         log_sum = rest.logsumexp(1, keepdim=True)  # of the model's tail
@@ -75,7 +77,7 @@ class TopLogProbs:
         return completed[:, :-1] * temperature
 
 
-NONE = -1e30  # the log-probability of nothing: a number, which a difference of two leaves one
+NONE = -1e30  # log-probability of an empty set; finite, so that differences are not NaN
 
 
 @dataclass(frozen=True)
@@ -109,37 +111,37 @@ def linear_top_logprobs(
     all other entries together, float32 [..., k + 1]; and the k entries, int64 [..., k]. The same on every rank."""
     flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
     added, real = None if bias is None else bias.to(hidden.dtype), max(0, vocab_size - first)
-    none, found = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
+    none, results = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
     for x in flat.split(loss_chunk_tokens(2 * (rows or weight.shape[0]), hidden.device.type)):
         z = real_logits(x, matrix, none, real, softcap, added)[0].float() / temperature
         largest, at = F.pad(z, (0, max(0, k - z.shape[1])), value=NONE).topk(k)
-        largest, at = (all_gather_replicated(each, axis, 1) for each in (largest, at + first))
-        values, places = largest.topk(k)
-        indices = at.gather(1, places)
+        largest, at = (all_gather_replicated(log_sums, axis, 1) for log_sums in (largest, at + first))
+        values, order = largest.topk(k)
+        indices = at.gather(1, order)
         here = torch.where((indices >= first) & (indices < first + z.shape[1]), indices - first, z.shape[1])
         rest = F.pad(z, (0, 1), value=NONE).scatter(1, here, NONE)
-        parts = torch.stack([z.logsumexp(1), rest.logsumexp(1)], 1)  # of all, and of the tail
+        parts = torch.stack([z.logsumexp(1), rest.logsumexp(1)], 1)  # all entries, and the tail
         most = all_reduce_no_grad(parts, axis, "max")
         whole, tail = (most + all_reduce_no_grad((parts - most).exp(), axis).log()).split(1, 1)
-        found.append((torch.cat([values - whole, (tail - whole).clamp(min=NONE)], 1), indices))
-    logprobs, indices = (torch.cat(each).unflatten(0, hidden.shape[:-1]) for each in zip(*found))
+        results.append((torch.cat([values - whole, (tail - whole).clamp(min=NONE)], 1), indices))
+    logprobs, indices = (torch.cat(log_sums).unflatten(0, hidden.shape[:-1]) for log_sums in zip(*results))
     return logprobs, indices
 
 
 def linear_distillation(
     hidden: Tensor,  # [..., hidden]
-    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    weight: Tensor,  # [padded vocab, hidden], any float dtype; cast to hidden's
     labels: Tensor,  # int64 [...], each < vocab_size
-    weights: Tensor,  # float32 [...]: of each token
-    taught: TeacherTargets,  # of these tokens, in this order
+    weights: Tensor,  # float32 [...], weight of each token
+    targets: TeacherTargets,  # for these tokens, in this order
     vocab_size: int,
     softcap: float | None = None,
-    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+    scale: Tensor | None = None,  # float32 scalar, factor on the gradient; None: 1
     *,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
-    bias: Tensor | None = None,  # float32, an entry a row of weight
+    bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Σ over tokens of weights · loss, a float32 scalar; and without gradient each token's log-probability of
     its label and its divergence, float32 [...].
@@ -153,7 +155,7 @@ def linear_distillation(
         weight,
         labels.reshape(-1, 1) - first,
         weights.reshape(-1),
-        taught,
+        targets,
         max(0, vocab_size - first),
         loss_chunk_tokens(2 * (rows or weight.shape[0]), hidden.device.type),
         softcap,
@@ -170,9 +172,9 @@ class _LinearDistillation(torch.autograd.Function):
         ctx,
         hidden: Tensor,  # [tokens, hidden]
         weight: Tensor,  # [rows, hidden]
-        index: Tensor,  # int64 [tokens, 1]: the label's row in weight; outside of it where another rank has it
+        index: Tensor,  # int64 [tokens, 1]: the label's row in weight, out of range if another rank has it
         weights: Tensor,  # float32 [tokens]
-        taught: TeacherTargets,
+        targets: TeacherTargets,
         real: int,  # rows from here on are padding
         chunk: int,  # tokens
         softcap: float | None,
@@ -185,13 +187,13 @@ class _LinearDistillation(torch.autograd.Function):
         factor = torch.ones((), device=hidden.device) if scale is None else scale
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        grads, found = [], []
-        whole = (hidden, taught.teacher, index, weights)
+        grads, results = [], []
+        whole = (hidden, targets.teacher, index, weights)
         for x, teacher, row, w in zip(*(t.split(chunk) for t in whole)):
-            logits, at, own = real_logits(x, matrix, row, real, softcap, added)
-            expected = teacher.logits(row, real, logits, taught.temperature, axis)
-            logprobs, divergences, grad = _of_logits(logits, expected, at, own, taught, axis)
-            found.append((logprobs, divergences))
+            logits, at, is_local = real_logits(x, matrix, row, real, softcap, added)
+            expected = teacher.logits(row, real, logits, targets.temperature, axis)
+            logprobs, divergences, grad = _loss_of_logits(logits, expected, at, is_local, targets, axis)
+            results.append((logprobs, divergences))
             if wants_gradient:
                 if softcap is not None:
                     grad = grad * softcap_slope(logits, softcap)
@@ -202,43 +204,43 @@ class _LinearDistillation(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias += grad.sum(0, dtype=torch.float32)
             del logits, expected, grad
-        logprobs, divergences = (torch.cat(part) for part in zip(*found))
+        logprobs, divergences = (torch.cat(part) for part in zip(*results))
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
         ctx.mark_non_differentiable(logprobs, divergences)
-        share = taught.share * taught.temperature**2
-        return (weights * (share * divergences - (1 - taught.share) * logprobs)).sum(), logprobs, divergences
+        share = targets.share * targets.temperature**2
+        return (weights * (share * divergences - (1 - targets.share) * logprobs)).sum(), logprobs, divergences
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused):
-        grad_hidden, *of_parameters = ctx.saved_tensors
-        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in of_parameters)
+        grad_hidden, *parameter_grads = ctx.saved_tensors
+        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in parameter_grads)
         return (grad_hidden.float() * grad_loss).to(grad_hidden.dtype), grad_weight, *[None] * 8, grad_bias
 
 
-def _of_logits(
-    logits: Tensor,  # [tokens, rows here]
-    expected: Tensor,  # likewise, the teacher's
-    at: Tensor,  # int64 [tokens, 1]: the label's row, 0 where another rank has it
-    own: Tensor,  # bool [tokens, 1]: this one has
-    taught: TeacherTargets,
+def _loss_of_logits(
+    logits: Tensor,  # [tokens, local rows]
+    expected: Tensor,  # the teacher's, [tokens, local rows]
+    at: Tensor,  # int64 [tokens, 1]: the label's row, 0 if another rank has it
+    is_local: Tensor,  # bool [tokens, 1]: the label is on this rank
+    targets: TeacherTargets,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities and divergences, float32 [tokens], and the loss's gradient by logits, float32 [tokens,
     local rows]."""
-    share, temperature, kind = taught.share, taught.temperature, taught.divergence
-    each = as_one_kernel(_log_sums, logits, expected, temperature)
+    share, temperature, kind = targets.share, targets.temperature, targets.divergence
+    log_sums = as_one_kernel(_log_sums, logits, expected, temperature)
     if axis.size > 1:
-        largest = all_reduce_no_grad(each, axis, "max")
-        each = largest + all_reduce_no_grad((each - largest).exp(), axis).log()
-    log_sum, log_sum_q, log_sum_p = each
-    label = torch.where(own, logits.gather(1, at).float(), 0.0)[:, 0]
+        largest = all_reduce_no_grad(log_sums, axis, "max")
+        log_sums = largest + all_reduce_no_grad((log_sums - largest).exp(), axis).log()
+    log_sum, log_sum_q, log_sum_p = log_sums
+    label = torch.where(is_local, logits.gather(1, at).float(), 0.0)[:, 0]
     divergence = as_one_kernel(_divergences, logits, expected, log_sum_q, log_sum_p, temperature, kind)
     label, divergence = all_reduce_no_grad(torch.stack([label, divergence]), axis)
     sums = (log_sum, log_sum_q, log_sum_p, divergence)
     grad = as_one_kernel(_slopes, logits, expected, *sums, share, temperature, kind)
-    grad.scatter_add_(1, at, (share - 1) * own.to(grad.dtype))
+    grad.scatter_add_(1, at, (share - 1) * is_local.to(grad.dtype))
     return label - log_sum, divergence, grad
 
 

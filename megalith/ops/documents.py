@@ -105,18 +105,18 @@ def visible_blocks(
     rows = torch.arange(keys - queries, keys, size, device=device)[:, None]
     columns = torch.arange(0, keys, size, device=device)
     row_ends, column_ends = ((x + size).clamp(max=keys) - 1 for x in (rows, columns))
-    some = (rows >= 0) & (columns >= 0)
-    whole = (row_ends - rows == size - 1) & (column_ends - columns == size - 1)
+    partial = (rows >= 0) & (columns >= 0)
+    complete = (row_ends - rows == size - 1) & (column_ends - columns == size - 1)
     if causal or window is not None:
-        some, whole = some & (columns <= row_ends), whole & (column_ends <= rows)
+        partial, complete = partial & (columns <= row_ends), complete & (column_ends <= rows)
     if window is not None:
-        some, whole = some & (column_ends > rows - window), whole & (columns > row_ends - window)
-    some, whole = some[None], whole[None]
+        partial, complete = partial & (column_ends > rows - window), complete & (columns > row_ends - window)
+    partial, complete = partial[None], complete[None]
     if numbers is not None:
         low, high = numbers[:, columns], numbers[:, column_ends]  # numbers ascend
-        some = some & (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
-        whole = whole & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
-    return some[:, None], whole[:, None]
+        partial = partial & (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
+        complete = complete & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
+    return partial[:, None], complete[:, None]
 
 
 def ends_in_spans(ends: Tensor, spans: Sequence[range]) -> Tensor:

@@ -42,7 +42,8 @@ class DropoutKeys:
         return mix(self.stream ^ self._site_key(site))
 
     def token_rows(self, site: int) -> Tensor:
-        """Like `stream_rows`, for all tokens of this rank, of which the stream may hold a part: int32 [batch, seq]."""
+        """Like `stream_rows`, for all tokens of this rank, while the stream may hold only part of them: int32 [batch,
+        seq]."""
         return mix(self.queries ^ self._site_key(site))
 
     def cross_attention_keys(self) -> DropoutKeys:

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 
 from megalith.ops.compiled import constant
 
-TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # of a matmul, as cuBLAS cuts it on Hopper
+TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # tile sizes of cuBLAS on Hopper
 PARTS = 4
-HELD = 2 / 3  # of the SMs: where tiles take no more, cuBLAS cuts a matmul itself
-FILLED = 0.8  # from here on cutting gains nothing
-LEAST_TOKENS = 8192
+CUBLAS_SPLITS = 2 / 3  # fraction of SMs; cuBLAS itself splits matmuls with fewer tiles
+WELL_FILLED = 0.8  # fraction of SMs above which splitting gains nothing
+MIN_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
     The bias gets its gradient from `add_bias_gradient`.
     """
     if gemm is GEMM and not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)  # without the host's work for a backward pass
+        return F.linear(x, weight, bias)  # saves the host's work for a backward pass
     if bias is not None:
         bias = bias.detach()
     edge, saves, trains = gemm.edge(weight), has_wgrad(weight), torch.is_grad_enabled()
@@ -134,14 +134,16 @@ def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
 def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
     """Return the best number of parts for the wgrad of such a weight with input x [..., in]."""
     tokens = x.numel() // x.shape[-1]
-    if not x.is_cuda or x.dtype == torch.float32 or tokens < LEAST_TOKENS or tokens % PARTS:
+    if not x.is_cuda or x.dtype == torch.float32 or tokens < MIN_TOKENS or tokens % PARTS:
         return 1
     processors = _processors(x.device.index)
     rows, columns = weight_shape
     tiles = [ceil(rows / height) * ceil(columns / width) for height, width in TILES]
-    if max(tiles) <= HELD * processors:
+    if max(tiles) <= CUBLAS_SPLITS * processors:
         return 1
-    return 1 if max(count / (ceil(count / processors) * processors) for count in tiles) > FILLED else PARTS
+    return (
+        1 if max(count / (ceil(count / processors) * processors) for count in tiles) > WELL_FILLED else PARTS
+    )
 
 
 @constant
@@ -154,7 +156,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, saves: bool, trains: bool
     ) -> Tensor:
-        operand, saved = gemm.inputs(x, saves)  # of [tokens, in]
+        operand, saved = gemm.inputs(x, saves)  # both [tokens, in]
         weight, saved_weight = gemm.weights(weight, trains)
         ctx.save_for_backward(*saved_weight, *saved)
         ctx.gemm, ctx.edge, ctx.parts = gemm, edge, len(saved_weight)
@@ -162,12 +164,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
+        saved = ctx.saved_tensors  # read once: a recomputed layer provides them once
         weight, x = saved[: ctx.parts], saved[ctx.parts :]
         gemm, grad_x, grad_weight = ctx.gemm, None, None
-        of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
+        dgrad_operand, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         if ctx.needs_input_grad[0]:
-            grad_x = gemm.dgrad(of_rows, weight)
+            grad_x = gemm.dgrad(dgrad_operand, weight)
         if ctx.edge is not None:
             gemm.deferred.append(DeferredWgrad(partial(gemm.wgrad, grad, x), ctx.edge))
         elif ctx.needs_input_grad[1]:
@@ -183,7 +185,7 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # rounded as where the bias has been gathered in the compute dtype
+        # Rounded as if the bias had been gathered in the compute dtype.
         total = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(grad.dtype)
         return grad, total.to(ctx.dtype)
 
@@ -213,8 +215,8 @@ class _Float32Matmul(torch.autograd.Function):
         high = grad.to(x.dtype)
         parts = torch.cat([high, (grad - high.float()).to(x.dtype)], 1)  # [tokens, 2 · out]
         grad_x = _matmul_to_fp32(parts, torch.cat([weight, weight])).to(x.dtype)
-        of_high, of_low = _matmul_to_fp32(parts.T, x).chunk(2)  # [out, in]
-        return grad_x, (of_high + of_low).to(weight.dtype)
+        high_grad, low_grad = _matmul_to_fp32(parts.T, x).chunk(2)  # [out, in]
+        return grad_x, (high_grad + low_grad).to(weight.dtype)
 
 
 def _matmul_to_fp32(a: Tensor, b: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from megalith.ops.compiled import as_one_kernel
 
-ALIGNMENT = 16  # bytes that a row of each matrix has to be a multiple of
+ALIGNMENT = 16  # the bytes of a row of each matrix must be a multiple
 
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -58,7 +58,7 @@ class RowGroups:
         because kernels launch faster with addresses that are multiples of 16."""
         return self.counts.sum(0, keepdim=True, dtype=torch.int32) if self.padded else None
 
-    def of_rows(self, rows: int) -> Tensor:
+    def group_of_rows(self, rows: int) -> Tensor:
         """Return the group of each of `rows` rows, int64 [rows], without waiting for the device; undefined for further
         rows."""
         numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
@@ -79,8 +79,8 @@ class GroupedWeight:
     """A weight, or a bias, prepared for one matmul."""
 
     value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
-    kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory; or that cast
-    owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
+    saved: Tensor  # for the backward pass: the parameter, which is cast again, or the cast
+    pending_wgrads: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
     """After the matmul's backward pass, a function that computes the weight's gradient in a given dtype."""
 
 
@@ -90,8 +90,10 @@ def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> Grouped
     The gradient has the weight's dtype, summed in fp32 and rounded once. `stays`: the cast exists until the backward
     pass ends, which then reuses it.
     """
-    owed: list[Callable[[torch.dtype], Tensor]] = []
-    return GroupedWeight(_Prepare.apply(weight, cast, owed), cast if stays else weight.detach(), owed)
+    pending_wgrads: list[Callable[[torch.dtype], Tensor]] = []
+    return GroupedWeight(
+        _Prepare.apply(weight, cast, pending_wgrads), cast if stays else weight.detach(), pending_wgrads
+    )
 
 
 class GroupedGemm:
@@ -115,8 +117,8 @@ class GroupedGemm:
                 return torch.bmm(grad.mT, x, out_dtype=dtype)
             return torch.bmm(grad.mT, x).to(dtype)
         if self._takes(grad, x.shape[1]):
-            found = _grouped_mm(grad.mT, x, offs=groups.ends)
-            return as_one_kernel(_without_empty, found, groups.counts, dtype)
+            result = _grouped_mm(grad.mT, x, offs=groups.ends)
+            return as_one_kernel(_without_empty, result, groups.counts, dtype)
         pairs = zip(groups.split(grad), groups.split(x))
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
@@ -124,13 +126,13 @@ class GroupedGemm:
         """Multiply each group's rows by its matrix, [groups, columns of the rows, ·]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
-            # FSDP2 warns of a module's output that is a view, which a plain one would be.
+            # Not a plain view, because FSDP2 warns if a module's output is a view.
             return torch.ops.aten._unsafe_view(y, (len(rows), y.shape[2]))
         if self._takes(rows, matrices.shape[2]):
             return _grouped_mm(rows, matrices, offs=groups.ends)
-        found = [part @ matrix for part, matrix in zip(groups.split(rows), matrices)]
-        behind = len(rows) - sum(groups.on_host)
-        return torch.cat([*found, found[0].new_zeros(behind, matrices.shape[2])] if behind else found)
+        result = [part @ matrix for part, matrix in zip(groups.split(rows), matrices)]
+        padding = len(rows) - sum(groups.on_host)
+        return torch.cat([*result, result[0].new_zeros(padding, matrices.shape[2])] if padding else result)
 
     def _takes(self, rows: Tensor, width: int) -> bool:
         return self.kernel and len(rows) > 0 and has_kernel(rows, width)
@@ -148,7 +150,7 @@ def grouped_linear(x: Tensor, weight: GroupedWeight, groups: RowGroups, gemm: Gr
 
     The weight always gets a gradient, zero for a group without rows.
     """
-    return _GroupedLinear.apply(x, weight.value, weight.kept, weight.owed, groups, gemm)
+    return _GroupedLinear.apply(x, weight.value, weight.saved, weight.pending_wgrads, groups, gemm)
 
 
 def add_bias(
@@ -165,38 +167,46 @@ def add_bias(
     It is added to the columns from `first` on, multiplied by the row's factor if there are `factors`, float32 [rows,
     1]. `kernel` is as in GroupedGemm; `fused` runs one compiled kernel on a GPU. The bias always gets a gradient.
     """
-    return _AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, kernel, fused)
+    return _AddBias.apply(
+        y, bias.value, bias.saved, bias.pending_wgrads, factors, groups, first, kernel, fused
+    )
 
 
 class _Prepare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: Tensor, cast: Tensor, owed: list) -> Tensor:
-        ctx.owed, ctx.dtype = owed, weight.dtype
-        ctx.set_materialize_grads(False)  # what comes back is None
+    def forward(ctx, weight: Tensor, cast: Tensor, pending_wgrads: list) -> Tensor:
+        ctx.pending_wgrads, ctx.dtype = pending_wgrads, weight.dtype
+        ctx.set_materialize_grads(False)  # the incoming gradient is None
         return cast.view_as(cast)
 
     @staticmethod
     def backward(ctx, nothing: None):
-        return ctx.owed.pop()(ctx.dtype), None, None
+        return ctx.pending_wgrads.pop()(ctx.dtype), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, groups: RowGroups, gemm: GroupedGemm
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        saved: Tensor,
+        pending_wgrads: list,
+        groups: RowGroups,
+        gemm: GroupedGemm,
     ):
-        ctx.save_for_backward(x, kept)
-        ctx.owed, ctx.groups, ctx.gemm = owed, groups, gemm
+        ctx.save_for_backward(x, saved)
+        ctx.pending_wgrads, ctx.groups, ctx.gemm = pending_wgrads, groups, gemm
         return gemm.forward(x, weight, groups)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, kept = ctx.saved_tensors
+        x, saved = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.gemm.dgrad(grad, kept.to(x.dtype), ctx.groups)
+            grad_x = ctx.gemm.dgrad(grad, saved.to(x.dtype), ctx.groups)
         if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(ctx.gemm.wgrad, grad, x, ctx.groups))
+            ctx.pending_wgrads.append(partial(ctx.gemm.wgrad, grad, x, ctx.groups))
         return grad_x, None, None, None, None, None
 
 
@@ -208,27 +218,35 @@ class _AddBias(torch.autograd.Function):
         ctx,
         y: Tensor,
         bias: Tensor,
-        kept: Tensor,
-        owed: list,
+        saved: Tensor,
+        pending_wgrads: list,
         factors: Tensor | None,
         groups: RowGroups,
         first: int,
         kernel: bool,
         fused: bool,
     ) -> Tensor:
-        group = groups.of_rows(len(y))
-        ctx.save_for_backward(kept, factors, group)
-        ctx.owed, ctx.groups, ctx.first, ctx.kernel, ctx.fused = owed, groups, first, kernel, fused
+        group = groups.group_of_rows(len(y))
+        ctx.save_for_backward(saved, factors, group)
+        ctx.pending_wgrads, ctx.groups, ctx.first, ctx.kernel, ctx.fused = (
+            pending_wgrads,
+            groups,
+            first,
+            kernel,
+            fused,
+        )
         return _run(fused, _biased, y, bias, factors, group, first)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        kept, factors, group = ctx.saved_tensors
-        columns, grad_factors = grad.narrow(1, ctx.first, kept.shape[1]), None
+        saved, factors, group = ctx.saved_tensors
+        columns, grad_factors = grad.narrow(1, ctx.first, saved.shape[1]), None
         if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.kernel))
+            ctx.pending_wgrads.append(
+                partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.kernel)
+            )
         if ctx.needs_input_grad[4]:
-            grad_factors = _run(ctx.fused, _factor_gradient, columns, kept, group)
+            grad_factors = _run(ctx.fused, _factor_gradient, columns, saved, group)
         return grad, None, None, None, grad_factors, None, None, None, None
 
 
@@ -255,12 +273,12 @@ def _bias_gradient(
 ) -> Tensor:
     """Return [groups, columns] from grad [rows, columns] and the rows' factors [rows, 1], or None for ones."""
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
-    width = ALIGNMENT // x.element_size()  # as many columns as the kernel needs
+    width = ALIGNMENT // x.element_size()  # minimum number of columns for the kernel
     if kernel and not groups.even and has_kernel(grad, width):
         x = x.expand(-1, width).contiguous()
     return GroupedGemm(kernel).wgrad(grad, x, groups, dtype)[..., 0]
 
 
-def _without_empty(found: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _without_empty(result: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Set groups without rows to zero, which the kernels of some GPUs leave uninitialized."""
-    return torch.where((counts == 0)[:, None, None], 0.0, found).to(dtype)
+    return torch.where((counts == 0)[:, None, None], 0.0, result).to(dtype)

@@ -160,7 +160,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Permutation, fused: bool) -> Tensor:
         ctx.order, ctx.fused = order, fused
-        return _taken(x, order, fused)
+        return _gather_rows(x, order, fused)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -175,7 +175,7 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _taken(grad, ctx.order, ctx.fused), None, None
+        return _gather_rows(grad, ctx.order, ctx.fused), None, None
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
@@ -187,7 +187,7 @@ def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
     return torch.where((index < len(x))[..., None], x[index.clamp(max=len(x) - 1)], 0.0)
 
 
-def _taken(x: Tensor, order: Permutation, fused: bool) -> Tensor:
+def _gather_rows(x: Tensor, order: Permutation, fused: bool) -> Tensor:
     if fused and order.end is not None and kernels.AVAILABLE and x.is_cuda:
         return kernels.take_rows(x.contiguous(), order.token, order.end)
     if fused and not order.all_hold:

@@ -59,15 +59,15 @@ def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
     x = numbers(*shape, kind, dtype)
     for code in (E4M3, E5M2):
         for scale in (1.0, 37.3, 3e4, math.nan):
-            given, seen = torch.tensor(scale), torch.zeros(2)
-            expected = fp8.cast(x, given, seen[0], code, True, True)
-            found = fp8.cast(x.cuda(), given.cuda(), seen.cuda()[1], code, True, True)
+            given, step_amax = torch.tensor(scale), torch.zeros(2)
+            expected = fp8.cast(x, given, step_amax[0], code, True, True)
+            found = fp8.cast(x.cuda(), given.cuda(), step_amax.cuda()[1], code, True, True)
             assert all(same(a, b) for a, b in zip(found, expected)), (code, scale)
         on_gpu = torch.zeros((), device="cuda")
         row, none = fp8.cast(x.cuda(), given.cuda(), on_gpu, code, True, False)
         column = fp8.cast(x.cuda(), given.cuda(), None, code, False, True)[1]
         assert same(row, expected[0]) and same(column, expected[1]) and not none.numel()
-        assert same(on_gpu, seen[0])
+        assert same(on_gpu, step_amax[0])
     assert same(fp8.amax(x.cuda()), x.abs().amax())
     codes = fp8.quantize(x, torch.tensor(1.0), E4M3)
     assert same(fp8.transpose(codes.cuda()), codes.t())
@@ -91,7 +91,7 @@ def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
     if recipe == "tensorwise":
         return Fp8Gemm(CurrentScaling("hybrid"), dtype, True, saves_weights)
     made = AmaxTable(["linear"], "hybrid", 1, "most_recent", 0, torch.device(device))
-    made.seen.copy_(torch.tensor([[4.5, 0.4, 4.5]]))
+    made.step_amax.copy_(torch.tensor([[4.5, 0.4, 4.5]]))
     made.end_step(0.0)
     return Fp8Gemm(DelayedScaling(made, "linear"), dtype, recipe == "delayed", saves_weights)
 

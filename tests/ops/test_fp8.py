@@ -224,7 +224,7 @@ def test_delayed_scales_follow_transformer_engines_rule(length, algo):
     found = []
     for amax in amaxes:
         table.begin_step()
-        table.seen[0, INPUT] = amax
+        table.step_amax[0, INPUT] = amax
         table.end_passes(Axis())
         table.end_step(torch.tensor(0.0))
         found.append(table.scale[0, INPUT].item())
@@ -233,14 +233,14 @@ def test_delayed_scales_follow_transformer_engines_rule(length, algo):
 
 def test_a_skipped_step_and_one_that_saw_nothing_leave_the_scales():
     table = AmaxTable(["a"], "hybrid", 2, "max", 0, torch.device("cpu"))
-    table.seen.fill_(2.0)
+    table.step_amax.fill_(2.0)
     table.end_step(0.0)
     before = table.scale.clone(), table.history.clone()
     for amax, skipped in ((9.0, 1.0), (0.0, 0.0), (math.inf, 0.0)):  # the last as of the first scales' passes
-        table.seen.fill_(amax)
+        table.step_amax.fill_(amax)
         table.end_step(torch.tensor(skipped))
         assert torch.equal(table.scale, before[0]) and torch.equal(table.history, before[1])
-    table.seen[0, GRADIENT] = math.inf
+    table.step_amax[0, GRADIENT] = math.inf
     assert table.overflow().isnan()
     table.begin_step()
     assert table.overflow() == 0
@@ -250,7 +250,7 @@ def test_state_goes_to_a_table_of_another_length_with_the_newest():
     cpu = torch.device("cpu")
     long, short = (AmaxTable(["a", "b"], "hybrid", length, "max", 0, cpu) for length in (3, 2))
     for amax in (4.0, 2.0, 1.0):
-        long.seen.fill_(amax)
+        long.step_amax.fill_(amax)
         long.end_step(0.0)
     state = {name: x.clone() for name, x in long.state().items()}
     short.load_state(state.keys(), state.__getitem__)
@@ -278,13 +278,13 @@ def two_layers(table: AmaxTable, compiled: bool, recomputed: bool) -> list[torch
         for layer in layers:
             x = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
         x.square().sum().backward()
-    return [weight.grad for weight in weights] + [table.seen.clone()]
+    return [weight.grad for weight in weights] + [table.step_amax.clone()]
 
 
 def test_delayed_scaling_is_the_same_compiled_and_recomputed():
     def table() -> AmaxTable:
         made = AmaxTable(["a", "b"], "hybrid", 1, "most_recent", 0, torch.device("cpu"))
-        made.seen.copy_(torch.tensor([[4.0, 0.25, 2.0]]))
+        made.step_amax.copy_(torch.tensor([[4.0, 0.25, 2.0]]))
         made.end_step(0.0)
         return made
 
@@ -301,7 +301,7 @@ def test_the_first_step_scales_currently_and_records():
     current = Fp8Gemm(CurrentScaling("hybrid"), torch.float32)
     for a, b in zip(passes(gemm, *OPERANDS), passes(current, *OPERANDS)):
         assert torch.equal(a, b)
-    assert table.seen[0].tolist() == [x.abs().max().item() for x in OPERANDS]
+    assert table.step_amax[0].tolist() == [x.abs().max().item() for x in OPERANDS]
     table.end_step(torch.tensor(1.0))
     assert not table.ready and not table.history.any()  # skipped: the next step is the first
     table.end_step(torch.tensor(0.0))

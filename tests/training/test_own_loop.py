@@ -39,11 +39,13 @@ def test_a_step_takes_the_configured_rates_and_moves_fp8_scales_and_expert_biase
         True: 0.3,
         False: 0.1,
     }
-    assert torch.equal(table.history[0], table.seen)  # of the step's own passes, not of the first scales'
+    assert torch.equal(
+        table.history[0], table.step_amax
+    )  # of the step's own passes, not of the first scales'
     assert router.expert_bias.any()
-    seen = table.seen.clone()
+    step_amax = table.step_amax.clone()
     step(made)
-    assert (table.seen < seen).any()  # what the step before has seen is forgotten
+    assert (table.step_amax < step_amax).any()  # what the step before has seen is forgotten
 
 
 def test_a_checkpoint_has_the_step_the_samples_the_loss_scale_and_fp8_scales(tmp_path):

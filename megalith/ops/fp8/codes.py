@@ -16,7 +16,10 @@ from megalith.ops.gemm import Operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}  # of inputs, weights and gradients
+FORMATS = {
+    "hybrid": (E4M3, E4M3, E5M2),
+    "e4m3": (E4M3, E4M3, E4M3),
+}  # dtypes of inputs, weights and gradients
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 BLOCK = 128
 LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -73,17 +76,17 @@ def transposed(operand: Operand) -> Operand:
 
 @torch.library.custom_op("megalith::fp8_cast", mutates_args=())
 def cast(
-    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
+    x: Tensor, scale: Tensor, running_amax: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
     """Return quantize(x, scale) [m, n] and its contiguous transpose [n, m], each empty unless requested. The maximum of
-    |x| is merged into `seen`, a float32 scalar.
+    |x| is merged into `running_amax`, a float32 scalar.
 
-    autograd does not track `seen`: it does not affect results, and merging the same maximum again in recomputation
-    changes nothing.
+    autograd does not track `running_amax`: it does not affect results, and merging the same maximum again in
+    recomputation changes nothing.
     """
-    if seen is not None:
-        with torch.autograd._unsafe_preserve_version_counter(seen):
-            seen.copy_(torch.maximum(seen, x.abs().amax().float()))
+    if running_amax is not None:
+        with torch.autograd._unsafe_preserve_version_counter(running_amax):
+            running_amax.copy_(torch.maximum(running_amax, x.abs().amax().float()))
     codes, none = quantize(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
     return (codes if by_row else none), (_turned(codes) if by_column else none.clone())
 
@@ -94,7 +97,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 @cast.register_fake
-def _(x: Tensor, scale: Tensor, seen, dtype, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, scale: Tensor, running_amax, dtype, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
     shapes = x.shape if by_row else (0,), x.shape[::-1] if by_column else (0,)
     return tuple(x.new_empty(shape, dtype=dtype) for shape in shapes)
 
@@ -135,14 +138,14 @@ def cast_blocks(
         codes, inverse = _block_codes(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
         codes = codes.flatten(2).flatten(0, 1)
         return codes, inverse, _turned(codes) if by_column else none[0], none[1]
-    found = []
-    for asked, dim in ((by_row, 1), (by_column, 0)):
-        codes, inverse = _block_codes(x.unflatten(dim, (-1, BLOCK)), (dim + 1,)) if asked else none
-        if asked:
+    results = []
+    for requested, dim in ((by_row, 1), (by_column, 0)):
+        codes, inverse = _block_codes(x.unflatten(dim, (-1, BLOCK)), (dim + 1,)) if requested else none
+        if requested:
             codes = codes.flatten(dim, dim + 1)
             codes, inverse = (codes, inverse.t()) if dim == 1 else (codes.t(), inverse)
-        found += [codes.contiguous(), inverse.contiguous()]
-    return tuple(each.clone() if not each.numel() else each for each in found)
+        results += [codes.contiguous(), inverse.contiguous()]
+    return tuple(each.clone() if not each.numel() else each for each in results)
 
 
 @cast_blocks.register_fake
@@ -185,12 +188,12 @@ def block_matmul_on_gpu(
 ) -> Tensor:
     """Like `block_matmul`, with scales in cuBLAS's layout."""
     blocks, rows = F.ScalingType, len(a)
-    if tiles:  # in memory the blocks along k are a multiple of 4
+    if tiles:  # cuBLAS needs a multiple of 4 blocks along k in memory
         b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()
         kind = blocks.BlockWise128x128
     else:
         b_inverse, kind = _first_fastest(b_inverse), blocks.BlockWise1x128
-    if rows % BLOCK:  # of a prompt, not of training
+    if rows % BLOCK:  # only in generation
         more = (0, 0, 0, -rows % BLOCK)
         a, a_inverse = F.pad(a.view(torch.uint8), more).view(a.dtype), F.pad(a_inverse, more)
     a_inverse = _first_fastest(a_inverse)

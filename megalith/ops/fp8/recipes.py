@@ -65,26 +65,26 @@ class AmaxTable:
         """`algo` derives scales from the "most_recent" amax or the "max" over `history_len` steps."""
         self.rows = {name: row for row, name in enumerate(names)}
         self.formats, self.algo, self.margin = formats, algo, margin
-        # a number has 16 bytes to itself: a kernel's launch is cheaper at such an address
-        self.seen, self.scale, self.inverse = (
+        # Each number has 16 bytes, because kernels launch faster with aligned addresses.
+        self.step_amax, self.scale, self.inverse = (
             torch.full((len(names), 3, 4), first, device=device)[..., 0] for first in (0.0, 1.0, 1.0)
         )
-        """The amax of this step so far; scales, and their inverses."""
-        self.history = torch.zeros(history_len, len(names), 3, device=device)  # the newest first
+        """Amaxes of this step so far; scales, and their inverses."""
+        self.history = torch.zeros(history_len, len(names), 3, device=device)  # most recent first
         self.ready = False
         """True once scales exist. Until then, linear layers use current scaling."""
 
     def begin_step(self) -> None:
         """Reset the amaxes, which an evaluation may have changed."""
-        self.seen.zero_()
+        self.step_amax.zero_()
 
     def end_passes(self, world: Axis) -> None:
         """After the last pass of a step, take the maximum of the amaxes over all ranks."""
-        self.seen.copy_(all_reduce_no_grad(self.seen, world, "max"))
+        self.step_amax.copy_(all_reduce_no_grad(self.step_amax, world, "max"))
 
     def overflow(self) -> Tensor:
         """Return zero, or NaN if an amax of this step is not finite: a float32 scalar."""
-        return (self.seen * 0).sum()
+        return (self.step_amax * 0).sum()
 
     def end_step(self, skipped: Tensor | float) -> None:
         """Update history and scales, unless the step was `skipped` (1). Tensors that were not used keep theirs.
@@ -92,9 +92,13 @@ class AmaxTable:
         Waits for `skipped` on the host until the first scales exist.
         """
         moves = (
-            (self.seen > 0) & self.seen.isfinite() & ~torch.as_tensor(skipped, device=self.seen.device).bool()
+            (self.step_amax > 0)
+            & self.step_amax.isfinite()
+            & ~torch.as_tensor(skipped, device=self.step_amax.device).bool()
         )
-        self.history.copy_(torch.where(moves, torch.cat([self.seen[None], self.history[:-1]]), self.history))
+        self.history.copy_(
+            torch.where(moves, torch.cat([self.step_amax[None], self.history[:-1]]), self.history)
+        )
         amax = self.history[0] if self.algo == "most_recent" else self.history.amax(0)
         for kind, dtype in enumerate(FORMATS[self.formats]):
             scale = scale_from_amax(amax[:, kind], dtype, self.margin)
@@ -143,9 +147,9 @@ class DelayedScaling:
     def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
         row = table.rows[name]
         self.table, self.current = table, CurrentScaling(table.formats, axes)
-        # views made here: an index would be a constant of what is compiled, and of each linear another
-        self.scales, self.inverses, self.seen = (
-            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.seen)
+        # Views are created here: an index would be a constant in compiled code, different for each layer.
+        self.scales, self.inverses, self.step_amax = (
+            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.step_amax)
         )
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
@@ -156,7 +160,7 @@ class DelayedScaling:
             scale = self.current.scale(kind, x)
             inverse = reciprocal(scale)
         dtype = self.current.formats[kind]
-        return _both(cast(x, scale, self.seen[kind], dtype, by_row, by_column), inverse)
+        return _both(cast(x, scale, self.step_amax[kind], dtype, by_row, by_column), inverse)
 
 
 def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Operand]:
@@ -204,7 +208,7 @@ class Fp8Gemm(Gemm):
             return codes, ()
         if not self.fp8_wgrad:
             return codes, (x,)
-        return codes, codes if sharded else by_column  # gathered rows are transposed afterwards
+        return codes, codes if sharded else by_column  # gathered rows are transposed later
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
         if self.step_codes is not None and self.step_codes.operands is not None:
@@ -291,20 +295,23 @@ def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
 class Fp8GroupedGemm(GroupedGemm):
     """Experts in FP8: forward and dgrad with a scale per row along the sum; wgrad without FP8."""
 
-    def __init__(self, kernel: bool, cut: Axis | None = None, cut_gradient: Axis | None = None):
-        """`cut` and `cut_gradient` are the axes that shard the sums of `forward` and `dgrad`."""
+    def __init__(self, kernel: bool, axis: Axis | None = None, gradient_axis: Axis | None = None):
+        """`axis` and `gradient_axis` are the axes that shard the sums of `forward` and `dgrad`."""
         super().__init__(kernel)
-        self.cut, self.cut_gradient = cut or Axis(), cut_gradient or Axis()
+        self.axis, self.gradient_axis = axis or Axis(), gradient_axis or Axis()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._in_codes(x, weight, groups, self.cut, fast=True)
+        return self._in_codes(x, weight, groups, self.axis, fast=True)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._in_codes(grad, weight.mT, groups, self.cut_gradient, fast=False)
+        return self._in_codes(grad, weight.mT, groups, self.gradient_axis, fast=False)
 
-    def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, cut: Axis, fast: bool) -> Tensor:
+    def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, axis: Axis, fast: bool) -> Tensor:
         """Multiply each group's rows [rows, k] by the transpose of its matrix, [groups, ·, k]."""
-        (a, a_inverse), (b, b_inverse) = _rows_in_codes(rows, cut, True), _rows_in_codes(matrices, cut, False)
+        (a, a_inverse), (b, b_inverse) = (
+            _rows_in_codes(rows, axis, True),
+            _rows_in_codes(matrices, axis, False),
+        )
         if rows.is_cuda and len(rows):
             return torch._scaled_grouped_mm(
                 a, b.mT, a_inverse, b_inverse, offs=groups.ends, out_dtype=rows.dtype, use_fast_accum=fast
@@ -313,9 +320,9 @@ class Fp8GroupedGemm(GroupedGemm):
         return self._by_rows(a, b.mT, groups).to(rows.dtype)
 
 
-def _rows_in_codes(x: Tensor, cut: Axis, rows_vary: bool) -> Operand:
-    """Return contiguous e4m3 codes of x [..., k] and inverse scales [...], one per row; `cut` shards the rows."""
-    largest = all_reduce_no_grad(as_one_kernel(_row_amax, x, rows_vary=rows_vary), cut, "max")
+def _rows_in_codes(x: Tensor, axis: Axis, rows_vary: bool) -> Operand:
+    """Return contiguous e4m3 codes of x [..., k] and inverse scales [...], one per row; `axis` shards the rows."""
+    largest = all_reduce_no_grad(as_one_kernel(_row_amax, x, rows_vary=rows_vary), axis, "max")
     return as_one_kernel(_row_codes, x, largest, rows_vary=rows_vary)
 
 

@@ -29,16 +29,16 @@ def _adamw(
         rate = -lr / libdevice.expm1(age * LOG1)  # expm1 keeps 1 - beta^age exact while it is small
         correction = tl.rsqrt(-libdevice.expm1(age * LOG2))
         offsets = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-        here = offsets < count
-        g = tl.load(grad + offsets, mask=here) * unscaled
-        m = BETA1 * tl.load(first + offsets, mask=here) + (1 - BETA1) * g
-        v = BETA2 * tl.load(second + offsets, mask=here) + (1 - BETA2) * g * g
-        x = tl.load(value + offsets, mask=here)
+        mask = offsets < count
+        g = tl.load(grad + offsets, mask=mask) * unscaled
+        m = BETA1 * tl.load(first + offsets, mask=mask) + (1 - BETA1) * g
+        v = BETA2 * tl.load(second + offsets, mask=mask) + (1 - BETA2) * g * g
+        x = tl.load(value + offsets, mask=mask)
         x -= decay * x
         x -= rate * m / (tl.sqrt(v) * correction + eps)
-        tl.store(value + offsets, x, mask=here)
-        tl.store(first + offsets, m, mask=here)
-        tl.store(second + offsets, v, mask=here)
+        tl.store(value + offsets, x, mask=mask)
+        tl.store(first + offsets, m, mask=mask)
+        tl.store(second + offsets, v, mask=mask)
 
 
 _launch = Launcher(_adamw)

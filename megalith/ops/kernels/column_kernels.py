@@ -36,15 +36,15 @@ def _gelu_backward(
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        here = (rows < tokens) & inside
+        mask = (rows < tokens) & inside
         offsets = rows.to(tl.int64) * WIDTH + columns
-        dy = tl.load(grad + offsets, mask=here, other=0.0).to(tl.float32)
-        value = tl.load(x + offsets, mask=here, other=0.0).to(tl.float32)
+        dy = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
         square = value * value
         gate = 1 / (1 + tl.exp2(value * (_POWER + _POWER * _CUBIC * square)))  # gelu_tanh's sigmoid
         slope = gate * (1 + value * (1 - gate) * (_SLOPE + 3 * _SLOPE * _CUBIC * square))
         dx = dy * slope
-        tl.store(out + offsets, dx.to(out.dtype.element_ty), mask=here)
+        tl.store(out + offsets, dx.to(out.dtype.element_ty), mask=mask)
         sums += dx
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(parts + tl.program_id(1) * WIDTH + columns, tl.sum(sums, 0), mask=columns < WIDTH)
@@ -73,24 +73,24 @@ def _join_qkv(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    head, place = columns // SIZE, columns % SIZE
+    head, dim = columns // SIZE, columns % SIZE
     group, head = head // (QUERIES + 2), head % (QUERIES + 2)
     inside = columns < WIDTH
-    of_query = inside & (head < QUERIES)
-    of_key = inside & (head == QUERIES)
-    of_value = inside & (head == QUERIES + 1)
-    query += (group * QUERIES + head) * query_head + place
-    key += group * key_head + place
-    value += group * value_head + place
+    is_query = inside & (head < QUERIES)
+    is_key = inside & (head == QUERIES)
+    is_value = inside & (head == QUERIES + 1)
+    query += (group * QUERIES + head) * query_head + dim
+    key += group * key_head + dim
+    value += group * value_head + dim
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
         valid = rows < tokens
         batch, token = (rows // seq).to(tl.int64), (rows % seq).to(tl.int64)
-        q = tl.load(query + batch * query_batch + token * query_token, mask=valid & of_query, other=0.0)
-        k = tl.load(key + batch * key_batch + token * key_token, mask=valid & of_key, other=0.0)
-        v = tl.load(value + batch * value_batch + token * value_token, mask=valid & of_value, other=0.0)
-        joined = tl.where(of_query, q, tl.where(of_key, k, v))
+        q = tl.load(query + batch * query_batch + token * query_token, mask=valid & is_query, other=0.0)
+        k = tl.load(key + batch * key_batch + token * key_token, mask=valid & is_key, other=0.0)
+        v = tl.load(value + batch * value_batch + token * value_token, mask=valid & is_value, other=0.0)
+        joined = tl.where(is_query, q, tl.where(is_key, k, v))
         tl.store(out + rows.to(tl.int64) * WIDTH + columns, joined, mask=valid & inside)
         sums += joined.to(tl.float32)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -124,11 +124,11 @@ def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
 @triton.jit
 def _sum_rows(rows, out, count, ROWS: tl.constexpr, ELEMENTS: tl.constexpr):
     offsets = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    here = offsets < count
-    total = tl.load(rows + offsets, mask=here).to(tl.float32)
+    mask = offsets < count
+    total = tl.load(rows + offsets, mask=mask).to(tl.float32)
     for row in tl.static_range(1, ROWS):
-        total += tl.load(rows + tl.cast(count, tl.int64) * row + offsets, mask=here).to(tl.float32)
-    tl.store(out + offsets, total, mask=here)
+        total += tl.load(rows + tl.cast(count, tl.int64) * row + offsets, mask=mask).to(tl.float32)
+    tl.store(out + offsets, total, mask=mask)
 
 
 _launch_sum = Launcher(_sum_rows)

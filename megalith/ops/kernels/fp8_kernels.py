@@ -26,7 +26,7 @@ _ABSOLUTE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 
 @triton.jit
 def _cast(
-    x, scale, codes, transposed, seen, rows, columns,
+    x, scale, codes, transposed, running_amax, rows, columns,
     LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, RECORDS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -35,10 +35,10 @@ def _cast(
     if EVEN:
         value = tl.load(x + row * columns + column).to(tl.float32)
     else:
-        here = (row < rows) & (column < columns)
-        value = tl.load(x + row * columns + column, mask=here, other=0.0).to(tl.float32)
+        mask = (row < rows) & (column < columns)
+        value = tl.load(x + row * columns + column, mask=mask, other=0.0).to(tl.float32)
     if RECORDS:
-        _record(seen, value)
+        _record(running_amax, value)
     code = _code(value * tl.load(scale), LARGEST, codes.dtype.element_ty)
     if EVEN:
         if BY_ROW:
@@ -47,27 +47,27 @@ def _cast(
             tl.store(transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code))
     else:
         if BY_ROW:
-            tl.store(codes + row * columns + column, code, mask=here)
+            tl.store(codes + row * columns + column, code, mask=mask)
         if BY_COLUMN:
             tl.store(
-                transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(here)
+                transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(mask)
             )
 
 
 @triton.jit
-def _amax(x, seen, count, ELEMENTS: tl.constexpr):
+def _amax(x, running_amax, count, ELEMENTS: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & _ABSOLUTE, 0))
+    tl.atomic_max(running_amax, tl.max(value.to(tl.int32, bitcast=True) & _ABSOLUTE, 0))
 
 
 @triton.jit
 def _transpose(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
-    here = (row < rows) & (column < columns)
-    code = tl.load(x + row * columns + column, mask=here, other=0)
-    tl.store(out + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(here))
+    mask = (row < rows) & (column < columns)
+    code = tl.load(x + row * columns + column, mask=mask, other=0)
+    tl.store(out + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -104,9 +104,9 @@ def _cast_blocks(
 
 
 @triton.jit
-def _record(seen, value):
+def _record(running_amax, value):
     bits = value.to(tl.int32, bitcast=True) & _ABSOLUTE
-    tl.atomic_max(seen, tl.max(tl.max(bits, 1), 0))
+    tl.atomic_max(running_amax, tl.max(tl.max(bits, 1), 0))
 
 
 @triton.jit
@@ -136,12 +136,12 @@ _launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
 
 
 def cast(
-    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
+    x: Tensor, scale: Tensor, running_amax: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
     """See ops.fp8.codes.cast: codes of x [m, n] and their transpose [n, m]; the maximum of |x| is merged into
-    `seen`."""
+    `running_amax`."""
     if by_column and x.dtype == torch.float32:
-        codes, none = cast(x, scale, seen, dtype, True, False)
+        codes, none = cast(x, scale, running_amax, dtype, True, False)
         return codes if by_row else none, transpose(codes)
     x = x.contiguous()
     rows, columns = x.shape
@@ -150,10 +150,10 @@ def cast(
     if x.numel():
         _launch_cast(
             (-(-rows // ROWS), -(-columns // COLUMNS), 1),
-            (x, scale, codes, transposed, scale if seen is None else seen.view(torch.int32)),
+            (x, scale, codes, transposed, scale if running_amax is None else running_amax.view(torch.int32)),
             (rows, columns),
             (),
-            (torch.finfo(dtype).max, by_row, by_column, seen is not None,
+            (torch.finfo(dtype).max, by_row, by_column, running_amax is not None,
              rows % ROWS == 0 and columns % COLUMNS == 0, ROWS, COLUMNS),
             WARPS,
         )  # fmt: skip

@@ -36,58 +36,58 @@ def _step(
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns = tl.arange(0, COLUMNS)
         offsets = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-        here, there = (rows < blocks)[:, None] & (columns < BLOCK)[None, :], rows < blocks
-        x = tl.load(value + offsets, mask=here, other=0.0).to(tl.float32)
-        g = tl.load(grad + offsets, mask=here, other=0.0).to(tl.float32) * unscaled
+        mask, row_mask = (rows < blocks)[:, None] & (columns < BLOCK)[None, :], rows < blocks
+        x = tl.load(value + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * unscaled
         if COUPLED_DECAY:
             g += decay * x
         else:
             x -= lr * decay * x
-        m = BETA1 * _widened(first, first_scales, first_code, offsets, here, rows, there) + (1 - BETA1) * g
+        m = BETA1 * _widened(first, first_scales, first_code, offsets, mask, rows, row_mask) + (1 - BETA1) * g
         v = (
-            BETA2 * _widened(second, second_scales, second_code, offsets, here, rows, there)
+            BETA2 * _widened(second, second_scales, second_code, offsets, mask, rows, row_mask)
             + (1 - BETA2) * g * g
         )
         # expm1 keeps 1 - beta^step exact while it is small.
         rate, correction2 = -lr / libdevice.expm1(age * LOG1), -1 / libdevice.expm1(age * LOG2)
         x -= rate * m / (tl.sqrt(v * correction2) + eps)
-        tl.store(value + offsets, x, mask=here)
+        tl.store(value + offsets, x, mask=mask)
         bits = _bits(position, age, rows, columns, BLOCK)
-        _store(first, first_scales, first_code, m, bits & 0xFFFF, offsets, here, rows, there, True)
-        _store(second, second_scales, second_code, v, bits >> 16, offsets, here, rows, there, False)
+        _store(first, first_scales, first_code, m, bits & 0xFFFF, offsets, mask, rows, row_mask, True)
+        _store(second, second_scales, second_code, v, bits >> 16, offsets, mask, rows, row_mask, False)
 
 
 @triton.jit
-def _widened(values, scales, code, offsets, here, rows, there):
+def _widened(values, scales, code, offsets, mask, rows, row_mask):
     """Return a stored moment, fp32 [ROWS, COLUMNS]."""
-    stored = tl.load(values + offsets, mask=here, other=0)
+    stored = tl.load(values + offsets, mask=mask, other=0)
     if values.dtype.element_ty == tl.uint8:
-        scale = tl.load(scales + rows, mask=there, other=0.0)
+        scale = tl.load(scales + rows, mask=row_mask, other=0.0)
         return tl.load(code + stored.to(tl.int32)) * scale[:, None]
     else:
         return stored.to(tl.float32)
 
 
 @triton.jit
-def _store(values, scales, code, moment, random, offsets, here, rows, there, SIGNED: tl.constexpr):
+def _store(values, scales, code, moment, random, offsets, mask, rows, row_mask, SIGNED: tl.constexpr):
     """Round a moment stochastically and store it. `random` has 16 bits, uint32."""
     if values.dtype.element_ty == tl.uint8:
-        moment = tl.where(here, moment, 0.0)
+        moment = tl.where(mask, moment, 0.0)
         largest = tl.max(tl.abs(moment), 1)
-        tl.store(scales + rows, largest, mask=there)
+        tl.store(scales + rows, largest, mask=row_mask)
         far = tl.where(largest < FAR, 1 / FAR, 1.0)
         inverse = NO_LESS / tl.where(largest > 0, largest * far, 1.0)
         x = moment * far[:, None] * inverse[:, None]
         codes = _coded(x, random, code, SIGNED)
         if not SIGNED:
             codes = tl.where(moment > 0, tl.maximum(codes, 1), 0)
-        tl.store(values + offsets, codes.to(tl.uint8), mask=here)
+        tl.store(values + offsets, codes.to(tl.uint8), mask=mask)
     elif values.dtype.element_ty == tl.bfloat16:
         raw = moment.to(tl.uint32, bitcast=True) + random
         rounded = (raw & 0xFFFF0000).to(tl.float32, bitcast=True)
-        tl.store(values + offsets, rounded.to(tl.bfloat16), mask=here)
+        tl.store(values + offsets, rounded.to(tl.bfloat16), mask=mask)
     else:
-        tl.store(values + offsets, moment, mask=here)
+        tl.store(values + offsets, moment, mask=mask)
 
 
 @triton.jit
