@@ -41,7 +41,7 @@ class RopeScaling(Section):
     """Scale of cosines and sines. Default: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
 
     truncate: Annotated[bool, RequiresSetting("type", "yarn")] = True
-    """yarn: rounds the bounds of the blended range to whole dimensions (off for gpt-oss)."""
+    """yarn: round the bounds of the blended range to whole dimensions (off for gpt-oss)."""
 
     mscale: Annotated[PositiveFloat | None, RequiresSetting("type", "yarn")] = None
     """yarn: cosines and sines are scaled by (0.1 · mscale · ln(factor) + 1), divided by the same expression with
@@ -196,7 +196,7 @@ class DenseModel(Section):
     """Activation before the output matrix. Default: the MLP's. Megatron-LM's BERT always uses gelu."""
 
     bert_binary_head: Annotated[bool, BERT_ONLY] = True
-    """Add a pooler and a head that predicts whether a sample's two segments are in order, and trains them."""
+    """Add a pooler and a head that predicts whether a sample's two segments are in order, and train them."""
 
     add_pooler: Annotated[bool | None, BERT_ONLY, Resolved("pooler")] = None
     """Add a matrix and tanh on the first token of each sequence. Default: the value of bert_binary_head, which needs
@@ -319,7 +319,7 @@ class DenseModel(Section):
     """Standard deviation of initial weights. Attention output and MLP down projections use std / √(2 · layers)."""
 
     multi_latent_attention: bool = False
-    """Multi-head latent attention (MLA): projects the keys and values of all heads from one low-rank latent
+    """Multi-head latent attention (MLA): project the keys and values of all heads from one low-rank latent
     (DeepSeek)."""
 
     q_lora_rank: Annotated[PositiveInt | None, LATENT] = None
@@ -338,12 +338,12 @@ class DenseModel(Section):
     """MLA: dimensions of a value head."""
 
     latent_layernorm: Annotated[bool, LATENT] = True
-    """MLA: adds norms to the latents."""
+    """MLA: add norms to the latents."""
 
     add_position_embedding: Annotated[bool, RequiresSetting("multi_latent_attention", True, strict=True)] = (
         False
     )
-    """MLA: adds learned positions to the embedding in addition to RoPE, as Megatron-LM can."""
+    """MLA: add learned positions to the embedding in addition to RoPE, as Megatron-LM can."""
 
     mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
     """Number of multi-token prediction (MTP) layers; each predicts one token further in training (DeepSeek-V3)."""

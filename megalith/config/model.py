@@ -108,7 +108,7 @@ class ModelConfig(HybridModel):
     moe_router_enable_expert_bias: Annotated[
         bool, RequiresSetting("moe_router_score_function", "sigmoid", strict=True)
     ] = False
-    """Balance experts without a loss: adds a bias to the scores for selection only and updates it after each step
+    """Balance experts without a loss: add a bias to the scores for selection only and update it after each step
     (DeepSeek-V3)."""
 
     moe_router_bias_update_rate: Annotated[PositiveFloat, Decides.UPDATES] = 1e-3

@@ -148,7 +148,7 @@ class OptimConfig(Section):
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
-    """Store optimizer state in host memory and updates its parameters on the CPU."""
+    """Store optimizer state in host memory and update its parameters on the CPU."""
 
     optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING, OFFLOADED] = 1.0
     """Fraction of the optimizer state in host memory."""

@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     empty at first. From a Hugging Face or Megatron-LM folder only the weights are loaded, as with model.init_from."""
 
     trust: bool = False
-    """Read Megatron-LM checkpoints whose pickles contain classes, and ignores these classes."""
+    """Read Megatron-LM checkpoints whose pickles contain classes, and ignore these classes."""
 
     save_optim: bool = True
     """Save the optimizer state, which an exact resume needs."""
@@ -43,7 +43,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep. Default: all."""
 
     keep_every: Annotated[PositiveInt | None, RequiresSetting("keep_last")] = None
-    """Also keeps every checkpoint whose step is divisible by this."""
+    """Also keep every checkpoint whose step is divisible by this."""
 
     megatron_tracker: bool = False
     """Write Megatron-LM's `latest_checkpointed_iteration.txt` next to `checkpoints`, for scripts that need it."""
@@ -89,7 +89,7 @@ class LogConfig(Section):
     """Values logged per timer: minimum and maximum over ranks, maximum, or all."""
 
     layout_report: bool = True
-    """Profile one of the first steps of a multi-process run and prints each rank's memory and time."""
+    """Profile one of the first steps of a multi-process run and print each rank's memory and time."""
 
     tensorboard: bool = False
     """Write TensorBoard events."""
@@ -161,7 +161,7 @@ class RuntimeConfig(Section):
     """Steps between comparisons of replicated weights, which also run before each save. Default: never."""
 
     enable_straggler_detection: bool = False
-    """Measure each rank's compute time and reports slow ranks."""
+    """Measure each rank's compute time and report slow ranks."""
 
     straggler_interval: Annotated[PositiveInt, RequiresSetting("enable_straggler_detection", True)] = 100
     """Steps between straggler measurements; a measured step runs under the profiler."""

@@ -25,7 +25,7 @@ class ParallelConfig(Section):
     """Shard norms, dropout and the residual stream over TP ranks along the sequence (SP)."""
 
     save_gathered_inputs: Annotated[bool, RequiresSetting("sequence_parallel", True)] = True
-    """Save the gathered inputs of column-parallel linears in compiled layers with SP. Off: saves shards and gathers
+    """Save the gathered inputs of column-parallel linears in compiled layers with SP. Off: save shards and gather
     again in the backward pass, as Megatron-LM does."""
 
     tp_comm_overlap: bool | Literal["auto"] = "auto"
@@ -119,7 +119,7 @@ class ParallelConfig(Section):
         bool | Literal["auto"],
         RequiresSetting("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
     ] = "auto"
-    """Send layers' gradients by all-to-all in the compute dtype and adds them in fp32: half the bytes of an fp32
+    """Send layers' gradients by all-to-all in the compute dtype and add them in fp32: half the bytes of an fp32
     reduce-scatter. auto: if all devices of the run are on one host."""
 
     num_distributed_optimizer_instances: Annotated[
@@ -141,7 +141,7 @@ class ParallelConfig(Section):
     """Full recomputation: layers per unit (uniform), or recomputed layers per pipeline stage (block)."""
 
     recompute_saves_attention: Annotated[bool | Literal["auto"], FULL] = "auto"
-    """Full recomputation: saves attention's output in addition to a layer's input, twice the memory, instead of
+    """Full recomputation: save attention's output in addition to a layer's input, twice the memory, instead of
     recomputing it. auto: if memory allows."""
 
     recompute_modules: Annotated[
@@ -151,7 +151,7 @@ class ParallelConfig(Section):
     """Modules of selective recomputation. mlp_act is the activation function of MLPs, except in experts."""
 
     distribute_saved_activations: Annotated[bool, FULL] = False
-    """Full recomputation: shards saved inputs over TP ranks instead of replicating them."""
+    """Full recomputation: shard saved inputs over TP ranks instead of replicating them."""
 
     cpu_offloading_num_layers: NonNegativeInt = 0
     """Number of first layers per pipeline stage whose saved activations are offloaded to host memory."""

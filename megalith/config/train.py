@@ -232,7 +232,7 @@ class TrainConfig(Section):
     """FP8 scales: from earlier steps, from each tensor, or from blocks of 128 (needs e4m3)."""
 
     fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 0
-    """FP8, delayed: reduces scales by this power of two."""
+    """FP8, delayed: reduce scales by this power of two."""
 
     fp8_interval: PositiveInt = 1
     """Accepted for Megatron-LM's scripts without effect: scales are updated every step."""
@@ -249,7 +249,7 @@ class TrainConfig(Section):
     """Compute wgrad in FP8. Off: in the compute dtype."""
 
     fp8_cache_weights: Annotated[bool | Literal["auto"], RequiresSetting("fp8_format")] = "auto"
-    """FP8: casts weights once per step for all micro-batches, 2 bytes per parameter, replacing the weights that FSDP
+    """FP8: cast weights once per step for all micro-batches, 2 bytes per parameter, replacing the weights that FSDP
     has gathered. Off: cast them when used. Under optim_grads_params this applies to fsdp_unsharded_layers only.
     `auto`: if it needs no extra memory, or if weights are cast more than once per step and memory is expected to
     suffice."""
@@ -269,7 +269,7 @@ class TrainConfig(Section):
     """Accepted for Megatron-LM's scripts without effect: an amax is always that of the full tensor."""
 
     first_last_layers_bf16: Annotated[bool, Decides.UPDATES, RequiresSetting("fp8_format")] = False
-    """FP8: keeps the first and last layers in the compute dtype."""
+    """FP8: keep the first and last layers in the compute dtype."""
 
     num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, RequiresSetting("fp8_format")] = 1
     """Number of first layers with first_last_layers_bf16."""
@@ -296,10 +296,10 @@ class TrainConfig(Section):
     """Evaluate the weights of checkpoint.load or model.init_from without training or writing anything."""
 
     exit_interval: PositiveInt | None = None
-    """Exits after a step divisible by this, with a checkpoint."""
+    """Exit after a step divisible by this, with a checkpoint."""
 
     exit_duration_in_mins: PositiveFloat | None = None
-    """Exits after this many minutes, with a checkpoint."""
+    """Exit after this many minutes, with a checkpoint."""
 
     @property
     def peak_dtype(self) -> str:
