@@ -68,7 +68,7 @@ FAULTS = {  # what is planted, after how many good steps it shows, and what the 
         generates(lambda prompts, s: (prompts, replace(s, temperature=1.0))), 0,
         r"are those at temperature 1, not at rl.temperature 0.7",
     ),
-    "BOS doubled": (generates(lambda prompts, s: ([p[:1] + p for p in prompts], s)), 0, r"\(BOS\) doubled"),
+    "BOS doubled": (generates(lambda prompts, s: ([p[:1] + p for p in prompts], s)), 0, r"\(BOS\) twice"),
     "top-p renormalised": (generates(lambda prompts, s: (prompts, replace(s, top_p=0.7))), 0, "top-p"),
 }  # fmt: skip
 

@@ -227,18 +227,18 @@ BAD_ANSWERS = {
     "null ones": (first(tokens([1, 2], [None, None])), "no log-probabilities"),
     "NaN": (first(tokens([1, 2], [None, math.nan])), "no log-probabilities"),
     "fewer log-probabilities": (first(tokens([1, 2, 3], [-0.5])), "3 tokens but 1 log-prob"),
-    "odd log-probabilities": (first(tokens([1, 2], [-0.5, "x"])), "log-probability 'x', no finite number"),
-    "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens where at most 6"),
+    "odd log-probabilities": (first(tokens([1, 2], [-0.5, "x"])), "log-probability 'x', which is no finite number"),
+    "too long": (first(tokens([1] * 7, [-0.5] * 7)), "7 tokens, but at most 6"),
     "outside": (first(tokens([1, 17], [-0.5, -0.5])), "token 17, but the vocabulary has 17"),
-    "aborted": (first(ended("abort")), "ended a completion for 'abort'"),
-    "above 0": (first(tokens([1, 2], [-0.5, 3.5])), "log-probability 3.5, no finite number up to 0"),
+    "aborted": (first(ended("abort")), "ended a completion with finish_reason 'abort'"),
+    "above 0": (first(tokens([1, 2], [-0.5, 3.5])), "log-probability 3.5, which is no finite number up to 0"),
     "no completions": (everywhere(lambda path: status(path, 200, {"error": "x"})), "without (choices|completions)"),
     "no JSON": (everywhere(lambda path: status(path, 200, None)), "without (choices|completions)"),
     "half an answer": (everywhere(cut_off), "ended the connection during POST .*IncompleteRead"),
     "an error": (everywhere(lambda path: status(path, 500, {"error": "out of memory"})), "with 500: .*out of memory"),
     "died": (everywhere(lambda path: status(path, None, "")), "ended the connection during POST /(v1|generate)"),
-    "old weights": (sets(version="4"), "calls '4', not those of step 5 that it was sent: it was restarted"),
-    "restarted": (sets(version=None), "calls 'default', not those of step 5"),
+    "old weights": (sets(version="4"), "with version '4', not those of step 5 that it was sent: it was restarted"),
+    "restarted": (sets(version=None), "with version 'default', not those of step 5"),
 }  # fmt: skip
 UNTOLD = {("vllm 0.24", "old weights"), ("vllm 0.24", "restarted")}  # it has no word for its weights
 
@@ -334,7 +334,7 @@ BAD_SYNCS = {
     ),
 }  # fmt: skip
 OF_VLLM = {
-    "no developers' mode": (status("/server_info", 404, {}), "not in developers' mode, or older than 0.21"),
+    "no developers' mode": (status("/server_info", 404, {}), "not in development mode, or older than 0.21"),
     "raw log-probabilities": (
         sets(logprobs_mode="raw_logprobs"),
         "logprobs_mode raw_logprobs, but the ratio needs log-probabilities after",
@@ -344,16 +344,16 @@ OF_VLLM = {
         "weight_sync_method is gloo, but the weight transfer backend of .* is nccl; vLLM has nccl and ipc",
     ),
     "no backend": (sets(transfer=None), "weight_sync_method is gloo, but the weight .* is none; vLLM has"),
-    "not vLLM": (status("/v1/models", 200, {}), "names no model"),
-    "no workers": (sets(workers=None), "says a world size of None"),
+    "not vLLM": (status("/v1/models", 200, {}), "returns no model"),
+    "no workers": (sets(workers=None), "returns a world size of None"),
 }
 OF_SGLANG = {
     "no success": (
         at(UPDATE, status, 200, {"success": False, "message": "no group"}),
         "failed at POST .*: no group",
     ),
-    "no sizes": (sets(sizes={"tp_size": "two"}), "says sizes of .*is it an SGLang server"),
-    "stages": (sets(sizes={"pp_size": 2}), "has pp_size 2 and dp_size 1, but SGLang numbers its workers"),
+    "no sizes": (sets(sizes={"tp_size": "two"}), "returns the sizes .*is it an SGLang server"),
+    "stages": (sets(sizes={"pp_size": 2}), "has pp_size 2 and dp_size 1, but SGLang numbers the workers"),
 }
 SYNCS = [("vllm 0.24", fault) for fault in BAD_SYNCS | OF_VLLM]
 SYNCS += [
@@ -579,7 +579,7 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
             dict(rl=dict(engine="vllm", engine_url="http://h:80a")),
             "is 'http://h:80a'; give an address such as http://",
         ),
-        (dict(rl=dict(engine="vllm", engine_url="http://me:pw@h:80")), "a user's name for h, but"),
+        (dict(rl=dict(engine="vllm", engine_url="http://me:pw@h:80")), "a user name for h, but"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
         (dict(rl=dict(engine="vllm", engine_url="http://a:1,http://b:1, http://a:1/")), "http://a:1 2 times"),
         (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),
@@ -590,7 +590,7 @@ def test_weights_reach_another_gpu_by_nccl(tmp_path):
         ),
         (
             dict(rl=dict(engine="sglang", max_staleness=1, filter_zero_std=True, max_resamples=1)),
-            "is known only after",
+            "are known only after",
         ),
     ],
 )

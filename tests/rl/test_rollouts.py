@@ -85,7 +85,7 @@ def test_rollouts_of_other_weights_are_refused_where_a_version_is_asked_for(tmp_
 
     write(4, [4, 4])
     assert len(load_rollouts(path, version=4).groups) == 1
-    for version, found in ((5, "of version 5"), ([3, 4], r"of version \[3, 4\]"), (None, "of no version")):
+    for version, found in ((5, "of version 5"), ([3, 4], r"of version \[3, 4\]"), (None, "of unknown version")):
         write(4, version)
         with pytest.raises(
             DataError, match=rf"r\.jsonl, line 2, sample 1 is {found}.*rl\.rollout_version is 4"
@@ -102,7 +102,7 @@ def test_a_file_that_is_none_or_cut_short_is_refused(tmp_path, content):
     with pytest.raises(DataError, match=r"r\.jsonl"):
         load_rollouts(path)
     path.with_suffix(".jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + content.encode())
-    with pytest.raises(DataError, match=r"not a whole \.zst file"):
+    with pytest.raises(DataError, match=r"not a complete \.zst file"):
         load_rollouts(path.with_suffix(".jsonl.zst"))
 
 
@@ -158,7 +158,7 @@ def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path,
     path = tmp_path / "run.yaml"
     path.write_text(configuration(tmp_path).to_yaml())
     assert megalith.cli.main.main(["train", str(path)]) == 2
-    assert "use `megalith grpo`" in capsys.readouterr().err
+    assert "rl.rollouts requires `megalith grpo`" in capsys.readouterr().err
     assert megalith.cli.main.main(["grpo", str(path), "--data.mock"]) == 2
     assert "rl.rollouts is what is trained on, but data.mock is True" in capsys.readouterr().err
 
