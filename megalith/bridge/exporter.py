@@ -1,9 +1,7 @@
-"""`megalith export-hf`: a checkpoint as a folder that transformers loads as it is, one tensor of ours at a time.
+"""`megalith export-hf`: convert a checkpoint to a folder that transformers loads, one tensor at a time.
 
-A Hugging Face folder, written a tensor at a time: whole, or not there.
-
-The names, types and shapes are known before the first tensor, so each shard's header is written first and tensors go
-to their places in any order. Everything is written into `NAME.partial` beside the output, synced, and renamed.
+Names, dtypes and shapes are known in advance, so each shard's header is written first and tensors follow in any order.
+The folder is written as `NAME.partial`, synced and renamed, so that it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -55,14 +53,11 @@ from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location
 
-SHARD_BYTES = 5 * 10**9  # as transformers cuts them
+SHARD_BYTES = 5 * 10**9  # as in transformers
 
 
 class FolderWriter:
-    """The folder at `path`, as a context manager: it takes its name at the end of the block, and only without an error.
-
-    `tensors` gives each tensor's type and shape, in the order in which they are spread over shards.
-    """
+    """Context manager that writes a Hugging Face folder. It appears at `path` at the end, if there was no error."""
 
     def __init__(
         self,
@@ -71,45 +66,55 @@ class FolderWriter:
         shard_bytes: int = SHARD_BYTES,
         replace: bool = False,
     ):
-        """Raises CheckpointError when something is at `path`, unless it is to be replaced."""
+        """Plan the shards.
+
+        Args:
+            path: folder or URL to write.
+            tensors: dtype and shape of each tensor, in the order of the shards.
+            shard_bytes: maximum size of a shard.
+            replace: replace an existing folder.
+
+        Raises:
+            CheckpointError: `path` exists and `replace` is false.
+        """
         self.path = open_location(path)
-        self._place = partial_folder(self.path)
-        self.partial = self._place.path
+        self._partial_folder = partial_folder(self.path)
+        self.partial = self._partial_folder.path
         self._tensors = dict(tensors)
-        self._shards = _cut(self._tensors, shard_bytes)
-        self._where = {name: file for file, names in self._shards.items() for name in names}
-        self._files: dict[str, RandomAccessWriter] = {}  # open, by name
+        self._shards = _plan_shards(self._tensors, shard_bytes)
+        self._weight_map = {name: file for file, names in self._shards.items() for name in names}
+        self._files: dict[str, RandomAccessWriter] = {}  # open files by name
         if path_exists(self.path) and not replace:
             raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
     def __enter__(self) -> FolderWriter:
         try:
-            self._place.begin()
+            self._partial_folder.begin()
             for file, names in self._shards.items():
                 self._files[file] = RandomAccessWriter(
                     self.partial / file, {name: self._tensors[name] for name in names}
                 )
         except OSError as error:
             self._abandon()
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Puts a tensor into its place."""
+        """Write a tensor."""
         dtype, shape = self._tensors[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
         try:
-            self._files[self._where[name]].put(name, tensor)
+            self._files[self._weight_map[name]].put(name, tensor)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Writes a JSON file."""
-        self._small(name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+        """Write a JSON file."""
+        self._write_small(name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
     def copy(self, file: Path) -> None:
-        """Copies a small file."""
-        self._small(file.name, read_folder_file(file))
+        """Copy a small file."""
+        self._write_small(file.name, read_folder_file(file))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,10 +123,10 @@ class FolderWriter:
             try:
                 self._finish()
                 return
-            except BaseException as refused:
+            except BaseException as failure:
                 self._abandon()
-                if isinstance(refused, OSError):
-                    raise self._refused(refused) from refused
+                if isinstance(failure, OSError):
+                    raise self._write_error(failure) from failure
                 raise
         self._abandon()
 
@@ -129,46 +134,47 @@ class FolderWriter:
         if len(self._shards) > 1:
             total = sum(byte_count(shape, dtype) for dtype, shape in self._tensors.values())
             self.write_json(
-                "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": self._where}
+                "model.safetensors.index.json",
+                {"metadata": {"total_size": total}, "weight_map": self._weight_map},
             )
         for file in self._files.values():
             file.sync()
         self._close()
         sync_folder(self.partial)
-        self._place.commit()
+        self._partial_folder.commit()
 
-    def _small(self, name: str, content: bytes) -> None:
+    def _write_small(self, name: str, content: bytes) -> None:
         try:
             write_file(self.partial / name, content)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def _abandon(self) -> None:
         self._close()
-        self._place.abandon()
+        self._partial_folder.abandon()
 
     def _close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
 
-    def _refused(self, error: OSError) -> CheckpointError:
+    def _write_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} could not be written: {error.strerror or error}; nothing of it is left: make room, or choose "
-            "another place"
+            f"{self.path} could not be written: {error.strerror or error}; nothing of it is left: free disk space, or "
+            "choose another path"
         )
 
 
-def _cut(tensors: Layout, shard_bytes: int) -> dict[str, list[str]]:
-    """File names with the tensors in them: one file, or several of at most `shard_bytes` (but for one large tensor)."""
+def _plan_shards(tensors: Layout, shard_bytes: int) -> dict[str, list[str]]:
+    """Return file names with their tensors: one file, or several of at most `shard_bytes` (or one large tensor)."""
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_size = 0
     for name, (dtype, shape) in tensors.items():
         size = byte_count(shape, dtype)
-        if held and held + size > shard_bytes:
+        if shard_size and shard_size + size > shard_bytes:
             shards.append([])
-            held = 0
+            shard_size = 0
         shards[-1].append(name)
-        held += size
+        shard_size += size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     count = len(shards)
@@ -180,16 +186,16 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Export:
-    """What an export has written."""
+    """Result of an export."""
 
     path: Path | StorePath
     family: Family
     checkpoint: Checkpoint
     groups: list[Group]
     dtypes: dict[str, torch.dtype]
-    """Of each tensor of theirs."""
+    """Dtype of each Hugging Face tensor."""
     notes: list[str]
-    """What the user should know."""
+    """Messages for the user."""
 
 
 def export_hf(
@@ -203,20 +209,28 @@ def export_hf(
     replace: bool = False,
     show_progress: bool = True,
 ) -> Export:
-    """Writes a run's newest checkpoint, or one step of it, as the Hugging Face folder `out`.
+    """Write a checkpoint as a Hugging Face folder.
 
-    `family` is an architecture or model type; by default that of the folder that the model came from, else the first
-    that can say it. `dtype` (float32, bfloat16, float16) is by default what the run computes in; `quantize` (fp8, int8)
-    writes the layers' matrices in codes of a byte with scales (quantized.py). With `replace`, what
-    is at `out` goes once the new folder is whole. Raises ConfigError
-    where no family can say the model, CheckpointError where the checkpoint is not whole or `out` cannot be written:
-    nothing is left then.
+    Args:
+        checkpoint: a run, of which the newest checkpoint is taken, or one step of it.
+        out: folder or URL to write.
+        family: architecture or model type; default: the family that the model was imported from, else the first that
+            can express it.
+        dtype: float32, bfloat16 or float16; default: the run's compute dtype.
+        quantize: fp8 or int8 for the layers' matrices (quantized.py).
+        shard_bytes: maximum size of a file.
+        replace: replace an existing folder, after the new one is complete.
+        show_progress: draw a progress bar.
+
+    Raises:
+        ConfigError: no family can express the model.
+        CheckpointError: the checkpoint is damaged or `out` cannot be written. Nothing is left at `out`.
     """
     opened = open_existing(checkpoint, show_progress=show_progress)
     config = config_of(opened)
     if config.lora.rank is not None:
         raise ConfigError(
-            f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "
+            f"{opened.folder} holds only adapters; write them with megalith lora export, or merge them with their "
             "base first: megalith lora merge"
         )
     origin = _origin(opened, config.model)
@@ -258,15 +272,20 @@ def export_hf(
 
 
 def merge_hf(opened: Checkpoint, path: Path) -> None:
-    """Writes a checkpoint's weights into one file by Hugging Face's names, in float32, and config.json beside it unless
-    one is there: `.safetensors`, or `.bin` or `.pt` for torch.load. Holds the whole model in memory.
+    """Write a checkpoint's weights to one file under Hugging Face's names in float32, and config.json if there is none.
 
-    Raises CheckpointError for another suffix, or where the disk refuses; ConfigError where no family can say the model.
+    Args:
+        opened: the checkpoint; its model must fit into memory.
+        path: `.safetensors`, or `.bin` or `.pt` for torch.load.
+
+    Raises:
+        CheckpointError: another suffix, or a write error.
+        ConfigError: no family can express the model.
     """
     if path.suffix not in (".safetensors", ".bin", ".pt"):
-        raise CheckpointError(f"the suffix of {path.name} is not known; end it in .safetensors, .bin or .pt")
+        raise CheckpointError(f"the suffix of {path.name} is not supported; use .safetensors, .bin or .pt")
     model = config_of(opened).model
-    family, found = family_for(model), {}
+    family, state_dict = family_for(model), {}
     groups = family.groups(model)
     with Progress("merge", 4 * sum(math.prod(group.shape) for group in groups)) as progress:
         for group in groups:
@@ -275,19 +294,19 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
                 "model", {group.name: LocalShard(whole, (0,) * len(group.shape), group.shape, owned=True)}
             )
             dtypes = dict.fromkeys(group.sources, torch.float32)
-            found.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
+            state_dict.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
             progress.add(whole.nbytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".safetensors":
-            save_file(found, path, metadata={"format": "pt"})
+            save_file(state_dict, path, metadata={"format": "pt"})
         else:
-            torch.save(found, path)
+            torch.save(state_dict, path)
         if not (path.parent / CONFIG).exists():
             (path.parent / CONFIG).write_text(json.dumps(family.write_config(model), indent=2) + "\n")
-    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         raise CheckpointError(
-            f"{path} could not be written: {error}; make room, or choose another place"
+            f"{path} could not be written: {error}; free disk space, or choose another path"
         ) from error
 
 
@@ -295,29 +314,36 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
-    """The small files of the checkpoint, else of the Hugging Face folder that training began from; the tokenizer's are
-    the checkpoint's where the run had another vocabulary than that folder has."""
-    kept, began = read_origin(checkpoint.tokenizer_folder), model.init_from
-    if kept.config is not None or not began or not is_model_folder(began):
-        return kept
-    theirs = read_origin(Path(began))
-    contents = {file.name: read_folder_file(file) for file in theirs.files}
-    vocabularies = [file for file in kept.files if file.name in VOCABULARY_FILES]
+    """Return the small files of the checkpoint, else of the Hugging Face folder that training started from.
+
+    If the run's vocabulary differs from that folder's, the tokenizer's files are the checkpoint's.
+    """
+    saved, init_from = read_origin(checkpoint.tokenizer_folder), model.init_from
+    if saved.config is not None or not init_from or not is_model_folder(init_from):
+        return saved
+    origin_files = read_origin(Path(init_from))
+    contents = {file.name: read_folder_file(file) for file in origin_files.files}
+    vocabularies = [file for file in saved.files if file.name in VOCABULARY_FILES]
     if any(contents.get(file.name) != read_folder_file(file) for file in vocabularies):
-        return replace(theirs, files=kept.files)
-    return theirs
+        return replace(origin_files, files=saved.files)
+    return origin_files
 
 
-def export_family(model: ModelConfig, origin: Origin, asked: str | None = None) -> tuple[Family, list[str]]:
-    """The family that a model is written as, and notes on the choice: the one asked for, its origin's, or the first
-    that can say it. Raises ConfigError where none can."""
-    if asked is not None:
-        chosen = family_named(asked, "--family")
+def export_family(
+    model: ModelConfig, origin: Origin, requested: str | None = None
+) -> tuple[Family, list[str]]:
+    """Return the family to write a model as, with notes: the requested one, its origin's, or the first that can express
+    it.
+
+    Raises ConfigError if there is none.
+    """
+    if requested is not None:
+        chosen = family_named(requested, "--family")
         try:
             chosen.write_config(model)
         except ConfigError as error:
             raise ConfigError(
-                f"{chosen.architecture} cannot say this model: {error}; leave --family out"
+                f"{chosen.architecture} cannot express this model: {error}; remove --family"
             ) from None
         return chosen, []
     if origin.config is not None:
@@ -325,31 +351,31 @@ def export_family(model: ModelConfig, origin: Origin, asked: str | None = None) 
             chosen = family_of(origin.config, "the model's origin")
             chosen.write_config(model)
             return chosen, []
-        except ConfigError:  # trained from another model's tokenizer, or changed since
+        except ConfigError:  # the model was trained with another model's tokenizer, or changed
             pass
     chosen = family_for(model)
-    return chosen, [f"written as {chosen.architecture}, the first family that can say this model"]
+    return chosen, [f"written as {chosen.architecture}, the first family that can express this model"]
 
 
 def export_dtype(train: TrainConfig) -> torch.dtype:
-    """What a run computes in, and so what its weights are written in."""
+    """Return the compute dtype of a run, in which its weights are exported."""
     return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 
 def _dtypes(
-    groups: list[Group], train: TrainConfig, origin: Origin, asked: str | None
+    groups: list[Group], train: TrainConfig, origin: Origin, requested: str | None
 ) -> dict[str, torch.dtype]:
     names = [name for group in groups for name in group.sources]
-    if asked is not None:
-        return dict.fromkeys(names, DTYPE_NAMES[asked])
+    if requested is not None:
+        return dict.fromkeys(names, DTYPE_NAMES[requested])
     return {name: origin.dtypes.get(name, export_dtype(train)) for name in names}
 
 
 def _config_json(
     family: Family, model: ModelConfig, origin: Origin, dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> Tree:
-    """The origin's, where it says the same model; else the family's, over what the origin has besides, where that
-    says it."""
+    """Return the origin's config.json if it describes this model, else the family's merged into the origin's other
+    keys."""
     spelled = str(dtype).removeprefix("torch.")
     if origin.config is None:
         end = tokenizer.eod if tokenizer else None
@@ -360,16 +386,18 @@ def _config_json(
             "torch_dtype": spelled,
         }
     tree, written = dict(origin.config), family.write_config(model)
-    tree.pop("quantization_config", None)  # of the files that were read
+    tree.pop("quantization_config", None)  # describes the files that were read
     key = "dtype" if "dtype" in tree else "torch_dtype"
     besides = {name: value for name, value in tree.items() if name != "rope_parameters"}
     tokens = {name: tree[name] for name in SPECIAL_TOKENS if name in tree}
-    said = next(each for each in (tree, besides | written, tokens | written) if _says(family, each, model))
-    return {**said, key: spelled}
+    candidate = next(
+        each for each in (tree, besides | written, tokens | written) if _describes(family, each, model)
+    )
+    return {**candidate, key: spelled}
 
 
-def _says(family: Family, tree: Tree, model: ModelConfig) -> bool:
-    """Whether a config.json is of this family and says this model: one key may have several names there."""
+def _describes(family: Family, tree: Tree, model: ModelConfig) -> bool:
+    """Return whether a config.json, in any spelling, has this family and describes this model."""
     try:
         return family_of(tree, "") is family and not differences(family.read_config(tree), model)
     except ConfigError:
@@ -384,13 +412,13 @@ def _generation(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _write_tokenizer(writer: FolderWriter, origin: Origin, tokenizer: Tokenizer | None) -> list[str]:
-    """Copies the tokenizer's files; returns notes on what transformers will not find."""
+    """Copy the tokenizer's files; return notes on missing ones."""
     for file in origin.files:
         writer.copy(file)
     if tokenizer is None and not origin.files:
         return ["no tokenizer was written: the checkpoint has none"]
     if not origin.files:
-        return [f"no tokenizer was written: transformers has nothing like {tokenizer.tokenizer_type}"]
+        return [f"no tokenizer was written: transformers has no equivalent of {tokenizer.tokenizer_type}"]
     names = [file.name for file in origin.files]
     if "tokenizer_config.json" not in names and tokenizer is not None:
         writer.write_json("tokenizer_config.json", _tokenizer_config(names, tokenizer))
@@ -398,7 +426,7 @@ def _write_tokenizer(writer: FolderWriter, origin: Origin, tokenizer: Tokenizer 
 
 
 def _tokenizer_config(names: list[str], tokenizer: Tokenizer) -> Tree:
-    """What transformers has to know of a tokenizer's files."""
+    """Return the tokenizer_config.json that transformers needs."""
     if "tokenizer.json" not in names and "vocab.txt" in names:
         return {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.lower_case}
     kind = "PreTrainedTokenizerFast" if "tokenizer.json" in names else "GPT2Tokenizer"

@@ -1,7 +1,7 @@
-"""A Hugging Face folder to read: its config.json, and every tensor of its shards by name.
+"""Reader of a Hugging Face folder: its config.json and the tensors of its shards.
 
-Tensors are listed with type and shape, and read one at a time where they are: safetensors as those of a checkpoint
-(checkpoint/files.py), a `.bin` file by torch.load(weights_only=True), which builds tensors alone.
+Tensors are listed with dtype and shape and read one at a time. safetensors files are read as those of a checkpoint
+(checkpoint/files.py), `.bin` files by torch.load(weights_only=True), which builds nothing but tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalith.small_files import read_small_file
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 INDEX_SUFFIX = ".index.json"
-WEIGHTS = (  # an index, or the one file: the first that is there
+WEIGHTS = (  # an index or the only file; the first that exists is read
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
 )  # fmt: skip
 TOKENIZER_FILES = (
@@ -39,19 +39,24 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
-LONGEST_NAME = 255  # bytes of a file's name, on every file system in use
+LONGEST_NAME = 255  # bytes of a file name, on all common file systems
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class SourceFolder:
-    """The folder at `path`, or of a hub name. Its tensors are listed; each is read when it is asked for."""
+    """A Hugging Face folder with its tensors, each read on demand."""
 
     settings_name = CONFIG
 
     def __init__(self, path: str | Path):
-        """Of a multimodal model the language model alone is taken.
+        """Open a folder. Of a multimodal model only the language model is listed.
 
-        Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had.
+        Args:
+            path: a folder, a URL of one, or a hub name.
+
+        Raises:
+            CheckpointError: files are missing or damaged.
+            DataError: the hub name is not available.
         """
         self.path = resolve_folder(path)
         self.wrapper = wrapper_of(read_json(self.path / CONFIG))
@@ -63,22 +68,21 @@ class SourceFolder:
 
     @property
     def notes(self) -> list[str]:
-        """What of the folder is left out."""
+        """Notes on tensors that are not read."""
         if self.wrapper is None:
             return []
         return [
-            f"only the language model of this {self.wrapper} is read; the vision tower and its projector are left out"
+            f"only the language model of this {self.wrapper} is read; the vision tower and its projector are ignored"
         ]
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What config.json says that the weights are; None where it says nothing."""
+        """Dtype of the weights according to config.json, or None."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
     def normalize_names(self, family: Family) -> None:
-        """Gives the tensors of a bare model (as GPT-2 was published) the names that they have in the whole one, and
-        those of older files today's."""
+        """Rename tensors of older files and of a bare model (as GPT-2 was published) to their current full names."""
         for old, new in family.renamed.items():
             ends = {name: name.removesuffix(old) + new for name in self.tensors if name.endswith(old)}
             self.tensors = {ends.get(name, name): stored for name, stored in self.tensors.items()}
@@ -89,22 +93,22 @@ class SourceFolder:
             }
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor by its name."""
+        """Return a tensor by name."""
         return self.tensors[name].read()
 
     def read_per_expert(self, name: str) -> torch.Tensor | MXFP4Experts:
-        """The same, of which one expert may be all that is read."""
+        """Return a tensor that can be indexed by expert; experts in MXFP4 are read one at a time."""
         stored = self.tensors[name]
         return stored if isinstance(stored, MXFP4Experts) else stored.read()
 
 
 def is_model_folder(path: str | Path | StorePath) -> bool:
-    """Whether a folder is Hugging Face's rather than one of ours."""
+    """Return whether a folder has Hugging Face's config.json."""
     return path_exists(open_location(path) / CONFIG)
 
 
 def path_exists(path: Path | StorePath) -> bool:
-    """Whether there is a file or folder. Raises CheckpointError where a store does not answer."""
+    """Return whether a file or folder exists. Raises CheckpointError if an object store does not answer."""
     try:
         return path.exists()
     except OSError as error:
@@ -114,9 +118,10 @@ def path_exists(path: Path | StorePath) -> bool:
 
 
 def resolve_folder(path: str | Path) -> Path:
-    """The folder itself, or that of a hub name: from the local cache, else fetched if the hub's settings allow it.
+    """Return the local folder for a path, URL or hub name.
 
-    What a URL names is fetched, once a process, into a temporary folder.
+    A hub name is looked up in the local cache, and downloaded if the hub's settings allow it. A URL is downloaded to a
+    temporary folder once per process.
     """
     folder = open_location(path)
     if isinstance(folder, StorePath):
@@ -134,15 +139,15 @@ def resolve_folder(path: str | Path) -> Path:
 def _fetched(folder: StorePath) -> Path:
     if not is_model_folder(folder):
         raise CheckpointError(f"{folder} has no {CONFIG}; give the URL of a folder of a Hugging Face model")
-    made = Path(tempfile.mkdtemp(prefix="megalith_model_"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix="megalith_model_"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     try:
         for file in folder.iterdir():
             if file.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or file.name.endswith(FETCHED_ENDINGS):
-                file.fetch(made / file.name)
+                file.fetch(temporary / file.name)
     except OSError as error:
         raise fetch_error(folder, error) from error
-    return made
+    return temporary
 
 
 def read_folder_file(path: Path) -> bytes:
@@ -156,7 +161,7 @@ def read_folder_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError when there is none."""
+    """Return the object in a JSON file. Raises CheckpointError if there is none."""
     try:
         content = json.loads(read_folder_file(path))
     except (ValueError, RecursionError) as error:
@@ -167,35 +172,36 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json, of a multimodal model that of its language model. Raises CheckpointError."""
+    """Return a folder's config.json; for a multimodal model, its language model's. Raises CheckpointError."""
     return language_config(read_json(folder / CONFIG))
 
 
 def _instead_of(folder: Path) -> str:
-    """What to do about a folder without a file of Hugging Face's."""
+    """Return advice for a folder that lacks one of Hugging Face's files."""
     if any(folder.glob("*.distcp")):
         return (
-            "this is a checkpoint of torch.distributed.checkpoint: have the program that wrote it write Hugging Face's "
-            "form (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), or try `megalith import-megatron`"
+            "this is a checkpoint of torch.distributed.checkpoint: convert it to Hugging Face's format with the "
+            "program that wrote it (torchtitan: scripts/checkpoint_conversion/convert_to_hf.py), or try "
+            "`megalith import-megatron`"
         )
     if any(folder.glob("*.safetensors")):
-        return f"copy the model's {CONFIG} and its tokenizer's files beside the weights"
+        return f"copy the model's {CONFIG} and its tokenizer's files into the folder of the weights"
     return "give a folder of a Hugging Face model"
 
 
 def _list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
-    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
-    if found is None:
+    file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if file is None:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
-    return _list_shards(found) if found.name.endswith(INDEX_SUFFIX) else list_tensors(found)
+    return _list_shards(file) if file.name.endswith(INDEX_SUFFIX) else list_tensors(file)
 
 
 def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
     tensors: dict[str, SafetensorsEntry | Pickled] = {}
-    for file in sorted(set(where.values())):
+    for file in sorted(set(weight_map.values())):
         if len(file.encode(errors="surrogatepass")) > LONGEST_NAME:
             raise CheckpointError(
                 f"{index} names a file of {len(file):,} characters ({file[:40]}…), longer than a name can be; fetch it "
@@ -205,19 +211,19 @@ def _list_shards(index: Path) -> dict[str, SafetensorsEntry | Pickled]:
             raise CheckpointError(
                 f"{index} names the file {file!r}, which is outside its folder; the index is not to be trusted"
             )
-        held = list_tensors(index.parent / file)
-        missing = [name for name, at in where.items() if at == file and name not in held]
+        listed = list_tensors(index.parent / file)
+        missing = [name for name, at in weight_map.items() if at == file and name not in listed]
         if missing:
             raise CheckpointError(
                 f"{index.parent / file} lacks tensors of its index: {shorten(missing)}; fetch it again"
             )
-        tensors |= held
+        tensors |= listed
     return tensors
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """A tensor of a `.bin` file under its name there."""
+    """A tensor of a `.bin` file."""
 
     file: Path
     dtype: str
@@ -225,12 +231,12 @@ class Pickled:
     key: str
 
     def read(self) -> Tensor:
-        """The tensor; where torch can map the file, its bytes are read as they are used."""
+        """Return the tensor, memory-mapped if torch can map the file."""
         return _load(self.file)[self.key]
 
 
 def list_tensors(file: Path) -> dict[str, SafetensorsEntry | Pickled]:
-    """Every tensor of a file by name. Raises CheckpointError when it is missing, damaged or holds something else."""
+    """Return the tensors of a file by name. Raises CheckpointError if it is missing, damaged or holds anything else."""
     if not file.is_file():
         problem = "is not a file" if file.exists() else "is missing"
         raise CheckpointError(f"{file} {problem}; fetch the whole folder again")
@@ -242,21 +248,21 @@ def list_tensors(file: Path) -> dict[str, SafetensorsEntry | Pickled]:
     }
 
 
-@lru_cache(maxsize=1)  # files of an older form are read whole, so only one is kept
+@lru_cache(maxsize=1)  # older files cannot be mapped and are read into memory, so only one is cached
 def _load(file: Path) -> dict[str, Tensor]:
     try:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # torch can map the zip files alone that it has written since 1.6
+        except RuntimeError:  # torch can map only the zip files that it has written since 1.6
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
+    except Exception as error:  # damaged files raise any exception
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
-            f"{file} cannot be read as tensors alone ({reason}); nothing else in it is run: fetch it again, or take "
+            f"{file} cannot be read as tensors only ({reason}); nothing else in it is run: fetch it again, or use "
             "the model in safetensors"
         ) from None
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(
-            f"{file} holds something other than named tensors; take the model's weights in safetensors"
+            f"{file} holds something other than named tensors; use the model's weights in safetensors"
         )
     return content

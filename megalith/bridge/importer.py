@@ -1,7 +1,7 @@
-"""`megalith import-hf`: a Hugging Face folder as a checkpoint, a slice of a tensor of ours at a time.
+"""`megalith import-hf`: convert a Hugging Face folder to a checkpoint, one slice of a tensor at a time.
 
-The weights are stored in float32, as training keeps them, and `train.precision` of the checkpoint's configuration is
-the type that they came in: what `megalith.load` computes in, and what an export writes again.
+Weights are stored in float32, as training keeps them. `train.precision` in the checkpoint's configuration is their
+original dtype, in which `megalith.load` computes and an export writes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megalith.progress import Progress
 from megalith.remote import StorePath, open_location, remove_all
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
+SHARDS = 64  # files per checkpoint, within these bounds on their size in bytes:
 SMALLEST_SHARD, LARGEST_SHARD = 2**25, 2**28
 Change = Callable[[str, LocalShard], Tensor]
-SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
+SEED = 1234  # for initial values of missing tensors
 
 
 def import_hf(
@@ -48,13 +48,21 @@ def import_hf(
     show_progress: bool = True,
     change: Change = lambda name, shard: shard.values,
 ) -> Path:
-    """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
+    """Write a Hugging Face model as step 0 of a run. Memory use is a few files of at most 256 MB for any model size.
 
-    Holds a few of the files being written in memory, of at most 256 MB, whatever the model's size. With `allow`,
-    tensors that are missing begin with initial values, those that are not of the model are left out, and types need
-    not be config.json's. `change` gives what is written of a slice of a tensor of ours, from its name and the slice.
-    Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
-    there already or cannot be written: nothing is left then.
+    Args:
+        source: Hugging Face folder, URL or hub name.
+        out: folder or URL of the run; must not exist.
+        allow: initialize missing tensors, ignore extra ones and accept other dtypes than config.json's.
+        show_progress: draw a progress bar.
+        change: returns the values to write for a tensor's name and slice.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        ConfigError: the model is not supported.
+        CheckpointError: the folder is damaged, or `out` exists or cannot be written. Nothing is left at `out`.
     """
     check_absent(open_location(out))
     matched = open_hf_folder(source, allow)
@@ -74,10 +82,7 @@ def write_run(
     change: Change = lambda name, shard: shard.values,
     show_progress: bool = True,
 ) -> Path:
-    """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer.
-
-    Raises as `new_run`.
-    """
+    """Write matched tensors as step 0 of a run; `keep` adds files to its tokenizer folder. Raises as `new_run`."""
     model, dtype = matched.groups[0].model, common_dtype(matched)
     config = RunConfig(model=model, train=TrainConfig(precision=PRECISIONS[dtype]))
     record = RunRecord(
@@ -104,9 +109,11 @@ def write_run(
 
 @contextmanager
 def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
-    """The checkpoints folder of a run that is made at `out`, this process's alone; on an error nothing stays of it.
+    """Create a run, locked by this process, and return its checkpoints folder. On an error it is removed.
 
-    Raises CheckpointError when something is at `out`, ConfigError while another process makes a run there.
+    Raises:
+        CheckpointError: `out` exists.
+        ConfigError: another process is creating a run there.
     """
     check_absent(out)
     with lock_output(out):
@@ -114,12 +121,12 @@ def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
         try:
             yield out / CHECKPOINTS
         except BaseException:
-            remove_all(out / CHECKPOINTS)  # the rest goes with the lock
+            remove_all(out / CHECKPOINTS)  # releasing the lock removes the rest
             raise
 
 
 def check_absent(out: Path | StorePath) -> None:
-    """Raises CheckpointError when something is at `out`; ConfigError, naming it, when a process is at work there."""
+    """Raise CheckpointError if `out` exists, ConfigError if another process is working there."""
     if isinstance(out, Path) and (out / LOCK_NAME).exists():
         OutputLock(out).release()
     if path_exists(out):
@@ -127,7 +134,7 @@ def check_absent(out: Path | StorePath) -> None:
 
 
 def row_slices(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of slices of whole rows that make up a tensor, of at most as many elements, or one row."""
+    """Yield offset and shape of slices of whole rows that cover a tensor, each of at most `elements` or one row."""
     width = math.prod(shape[1:])
     rows = max(1, elements // max(width, 1))
     for first in range(0, shape[0], rows):
@@ -135,7 +142,7 @@ def row_slices(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[in
 
 
 def open_hf_folder(source: str | Path, allow: bool = False) -> Match:
-    """A Hugging Face folder, its family found and its tensors matched. Raises as `import_hf`."""
+    """Open a Hugging Face folder and match its tensors with its family's. Raises as `import_hf`."""
     folder = SourceFolder(source)
     family = family_of(folder.config, str(folder.path))
     try:
@@ -149,5 +156,5 @@ def open_hf_folder(source: str | Path, allow: bool = False) -> Match:
 
 
 def common_dtype(matched: Match) -> torch.dtype:
-    """What config.json says, else the type of most tensors."""
+    """Return the dtype in config.json, else that of most tensors."""
     return matched.source.dtype or Counter(matched.dtypes.values()).most_common(1)[0][0]

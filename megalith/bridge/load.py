@@ -138,7 +138,8 @@ def is_foreign_folder(path: str | Path) -> bool:
 def open_weights(
     path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """What `is_foreign_weights` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is `import_hf`'s."""
+    """What `is_foreign_weights` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is
+    `import_hf`'s."""
     if (
         not isinstance(open_location(path), StorePath)
         and is_megatron_folder(path)
@@ -190,7 +191,7 @@ def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> M
     config = config_of(_checkpoint(path, ()))
     if config.lora.rank is not None:
         raise ConfigError(
-            f"{path}, which model.init_from names, holds adapters alone; merge them with their base first: "
+            f"{path}, which model.init_from names, holds only adapters; merge them with their base first: "
             "megalith lora merge"
         )
     return config.model

@@ -1,4 +1,4 @@
-"""Whether a folder's tensors are those of its config.json: all that the model needs, in their shapes, and no others."""
+"""Check of a folder's tensors against its config.json: names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WEIGHT_CODES = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class Match:
-    """A folder's tensors as the groups of a model, and what did not fit and was allowed."""
+    """A folder's tensors, matched with the groups of a model, and the allowed mismatches."""
 
     source: SourceFolder
     groups: list[Group]
     missing: list[str]
-    """Theirs: the tensors of ours that need one of them keep their initial values."""
+    """Source tensors that are missing. Tensors that need one keep their initial values."""
     extra: list[str]
-    """Theirs, that nothing here has a use for."""
+    """Source tensors that the model does not use."""
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor that is used."""
+        """Dtypes of the source tensors that are used."""
         return {
             name: DTYPES[self.source.tensors[name].dtype]
             for group in self.groups
@@ -44,7 +44,7 @@ class Match:
         }
 
     def bytes(self, group: Group) -> int:
-        """What a group takes in the folder's files."""
+        """Return the size of a group in the folder's files, in bytes."""
         return sum(
             torch.Size(shape).numel() * self.dtypes[name].itemsize
             for name, shape in group.sources.items()
@@ -54,7 +54,7 @@ class Match:
     def ours(
         self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
     ) -> Tensor:
-        """Our tensor of a group in float32, or a box of it; the initial one of `seed` where theirs are missing."""
+        """Return a group's tensor or a box of it, in float32; initialized with `seed` if a source is missing."""
         if not set(self.missing) & set(group.sources):
             read = self.source.read_per_expert if group.rule.stacked else self.source.read
             return to_ours(group, read, offset, shape)
@@ -62,43 +62,50 @@ class Match:
 
 
 def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool = False) -> Match:
-    """The folder's tensors as the groups of `model`.
+    """Match a folder's tensors with the groups of a model.
 
-    Raises CheckpointError naming tensors of another shape or type than config.json says; and those that are missing
-    or extra, unless `allow`.
+    Args:
+        source: the folder.
+        family: its family.
+        model: the model that its config.json describes.
+        allow: accept missing and extra tensors and other dtypes.
+
+    Raises:
+        CheckpointError: tensors have another shape than config.json says; or, without `allow`, are missing, extra or of
+            another dtype.
     """
     source.normalize_names(family)
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)
     groups = family.groups(model)
-    wanted = {name: shape for group in groups for name, shape in group.sources.items()}
-    found = {
+    expected = {name: shape for group in groups for name, shape in group.sources.items()}
+    present = {
         name: stored
         for name, stored in source.tensors.items()
-        if name in wanted or not any(re.search(pattern, name) for pattern in family.ignored)
+        if name in expected or not any(re.search(pattern, name) for pattern in family.ignored)
     }
-    if not model.untie_embeddings_and_output_weights and found.pop(family.tied, None):
+    if not model.untie_embeddings_and_output_weights and present.pop(family.tied, None):
         _check_tied(source, family, groups)
-    missing = [name for name in wanted if name not in found]
-    extra = [name for name in found if name not in wanted]
+    missing = [name for name in expected if name not in present]
+    extra = [name for name in present if name not in expected]
     problems = {
         "missing": missing,
         "not of this model": extra,
-        "of another type than config.json says": _wrong_types(source, wanted),
+        "of another type than config.json says": _wrong_types(source, expected),
     }
-    told = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
-    if told and not allow:
+    messages = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
+    if messages and not allow:
         raise CheckpointError(
-            f"{source.path} is not what its {source.settings_name} says; {'; '.join(told)}; fetch it again, or allow "
-            "it with --allow: missing tensors are then initialized, others ignored, dtypes preserved"
+            f"{source.path} is not what its {source.settings_name} says; {'; '.join(messages)}; fetch it again, or "
+            "allow it with --allow: missing tensors are then initialized, others ignored, dtypes preserved"
         )
-    _check_shapes(source, wanted)
+    _check_shapes(source, expected)
     return Match(source, groups, missing, extra)
 
 
 def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
-    """Before anything is made for each layer or expert of a model: as many tensors have to be there."""
+    """Reject more layers or experts than tensors, before allocating anything per layer or expert."""
     for name, count in (("layers", model.num_layers), ("experts", model.num_experts or 0)):
         if count > len(source.tensors):
             raise CheckpointError(
@@ -107,34 +114,38 @@ def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
             )
 
 
-def _wrong_types(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _wrong_types(source: SourceFolder, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     if source.dtype is None:
         return []
     code = DTYPE_CODES[source.dtype]
     return [
         f"{name} ({source.tensors[name].dtype}, not {code})"
-        for name in wanted
+        for name in expected
         if name in source.tensors and source.tensors[name].dtype != code
     ]
 
 
-def _check_shapes(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    held = {name: source.tensors[name] for name in wanted if name in source.tensors}
+def _check_shapes(source: SourceFolder, expected: Mapping[str, tuple[int, ...]]) -> None:
+    stored_tensors = {name: source.tensors[name] for name in expected if name in source.tensors}
     shapes = [
-        f"{name} (stored {list(stored.shape)}, needed {list(wanted[name])})"
-        for name, stored in held.items()
-        if stored.shape != wanted[name]
+        f"{name} (stored {list(stored.shape)}, needed {list(expected[name])})"
+        for name, stored in stored_tensors.items()
+        if stored.shape != expected[name]
     ]
     if shapes:
         raise CheckpointError(
             f"{source.path} has tensors of another shape than its {source.settings_name} says: {shorten(shapes)}; "
-            "correct that, or fetch it again"
+            "correct the file, or fetch it again"
         )
-    types = [f"{name} ({stored.dtype})" for name, stored in held.items() if stored.dtype not in WEIGHT_CODES]
+    types = [
+        f"{name} ({stored.dtype})"
+        for name, stored in stored_tensors.items()
+        if stored.dtype not in WEIGHT_CODES
+    ]
     if types:
         raise CheckpointError(
             f"{source.path} has weights of a type that is not one of {', '.join(WEIGHT_CODES)}: {shorten(types)}; "
-            "quantized models cannot be read: take the original"
+            "quantized models cannot be read: use the original"
         )
 
 
@@ -142,32 +153,32 @@ def _check_tied(source: SourceFolder, family: Family, groups: list[Group]) -> No
     embedding = _embedding(groups)
     if _differs(source, family.tied, embedding):
         raise CheckpointError(
-            f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}; if it is to "
-            "have a matrix of its own, set tie_word_embeddings to false"
+            f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}; if the output "
+            "matrix is separate, set tie_word_embeddings to false"
         )
 
 
 def _as_stored(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
-    """`model`, which config.json says is tied, with an output matrix of its own where the files have one."""
+    """Return a model with tied embeddings untied if the files contain a different output matrix."""
     embedding = _embedding(family.groups(model))
     if not _differs(source, family.tied, embedding):
         return model
     warnings.warn(
         f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}: the model gets a "
-        "matrix of its own",
+        "separate output matrix",
         stacklevel=2,
     )
     return model.model_copy(update={"untie_embeddings_and_output_weights": True})
 
 
 def _embedding(groups: list[Group]) -> str:
-    """Their name of the word embedding."""
+    """Return the source name of the word embedding."""
     return next(group for group in groups if group.name == VOCABULARY[0]).names()[0]
 
 
 def _differs(source: SourceFolder, output: str, embedding: str) -> bool:
-    """Whether both matrices are there, of types that are read, and not alike."""
+    """Return whether both matrices exist, in a supported dtype, with different values."""
     both = [source.tensors.get(name) for name in (output, embedding)]
     if any(stored is None or stored.dtype not in WEIGHT_CODES for stored in both):
-        return False  # other types are refused with all others of such a type
+        return False  # _check_shapes rejects other dtypes
     return not torch.equal(source.read(output), source.read(embedding))

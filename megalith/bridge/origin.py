@@ -1,8 +1,8 @@
-"""What of a Hugging Face folder is not weights: config.json, generation_config.json and the tokenizer's files.
+"""Files of a Hugging Face folder besides the weights: config.json, generation_config.json and the tokenizer's files.
 
-An import keeps them in the checkpoint's `tokenizer` folder, with the types that tensors had where they differ; so an
-export gives back the folder that came in. A model trained here has its tokenizer there alone, and the rest is written
-for it.
+An import stores them in the checkpoint's `tokenizer` folder, with the dtypes of tensors that differ from the model's,
+so that an export restores the imported folder. For a model trained from scratch that folder has only the tokenizer, and
+an export writes the other files.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ DTYPES_FILE = "hugging_face_dtypes.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """The small files that an export starts from."""
+    """The files that an export starts from."""
 
     config: dict[str, Any] | None = None
-    """config.json; None: to be written anew."""
+    """Contents of config.json; None if the export has to write one."""
 
     generation: dict[str, Any] | None = None
-    """generation_config.json."""
+    """Contents of generation_config.json."""
 
     files: list[Path] = field(default_factory=list)
-    """The tokenizer's files."""
+    """Files of the tokenizer."""
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Types of the tensors of theirs that were not of the model's own."""
+    """Dtypes of the Hugging Face tensors that differ from the model's dtype."""
 
 
 def read_origin(folder: Path | None) -> Origin:
-    """What is there of the small files in a Hugging Face folder, or in a checkpoint's tokenizer folder."""
+    """Read the small files of a Hugging Face folder or of a checkpoint's tokenizer folder; all are optional."""
     if folder is None:
         return Origin()
 
@@ -59,9 +59,9 @@ def read_origin(folder: Path | None) -> Origin:
         return read_json(folder / name) if (folder / name).exists() else None
 
     dtypes = optional(DTYPES_FILE) or {}
-    if strange := [name for name in dtypes.values() if not isinstance(name, str) or name not in DTYPE_NAMES]:
+    if unknown := [name for name in dtypes.values() if not isinstance(name, str) or name not in DTYPE_NAMES]:
         raise CheckpointError(
-            f"{folder / DTYPES_FILE} has the type {strange[0]!r}; known here are {', '.join(DTYPE_NAMES)}"
+            f"{folder / DTYPES_FILE} has the type {unknown[0]!r}; supported: {', '.join(DTYPE_NAMES)}"
         )
     return Origin(
         config=read_config_json(folder) if (folder / CONFIG).exists() else None,
@@ -74,7 +74,7 @@ def read_origin(folder: Path | None) -> Origin:
 def save_origin(
     source: SourceFolder, tokenizer: Tokenizer | None, dtypes: Mapping[str, torch.dtype], folder: Path
 ) -> None:
-    """Fills a checkpoint's tokenizer folder. Raises OSError."""
+    """Write the files of a Hugging Face folder to a checkpoint's tokenizer folder. Raises OSError."""
     if tokenizer is not None:
         tokenizer.save(folder)
     for name in (CONFIG, GENERATION, *TOKENIZER_FILES):
@@ -88,14 +88,14 @@ def save_origin(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder; None where it has none that is known here."""
+    """Return the tokenizer of a Hugging Face folder, or None if it has no supported one."""
     for name, kind, path in (
         ("tokenizer.json", "HuggingFaceTokenizer", folder),
         ("tokenizer.model", "SentencePieceTokenizer", folder / "tokenizer.model"),
         ("merges.txt", "GPT2BPETokenizer", folder),
     ):
         if (folder / name).exists():
-            read_folder_file(folder / name)  # refuses a link that leads out of the folder
+            read_folder_file(folder / name)  # rejects a link out of the folder
             return build_tokenizer(kind, path)
     if (folder / PIECES).exists():
         read_folder_file(folder / PIECES)
@@ -106,7 +106,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def check_vocabulary(source: SourceFolder, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Raises CheckpointError for a tokenizer with ids that the embedding has no row for."""
+    """Raise CheckpointError if the tokenizer has more entries than the embedding has rows."""
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"the tokenizer in {source.path} has {tokenizer.vocab_size} entries, but the embedding has {vocab_size} "
@@ -115,5 +115,5 @@ def check_vocabulary(source: SourceFolder, tokenizer: Tokenizer | None, vocab_si
 
 
 def saved_tokenizer(folder: Path | None) -> Tokenizer | None:
-    """The tokenizer in a checkpoint's tokenizer folder, which may hold an origin without one."""
+    """Return the tokenizer in a checkpoint's tokenizer folder, or None if it has none."""
     return load_tokenizer(folder) if folder is not None and (folder / SPEC_FILE).exists() else None

@@ -1,4 +1,4 @@
-"""Tensors from theirs to ours and back, a group at a time, by the runs of its rule."""
+"""Conversion of one group of tensors between Hugging Face and Megalith, by the runs of its rule."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from megalith.bridge.family import Group
 from megalith.bridge.rows import RowRun
 
-Read = Callable[[str], Tensor]  # a tensor of theirs by its name, mapped: only what is used of it is read
+Read = Callable[[str], Tensor]  # returns a Hugging Face tensor by name, memory-mapped
 
 
 class Scratch:
-    """Memory for a tensor, used again for the next: filling fresh memory costs three times as much."""
+    """A reusable buffer. Filling freshly allocated memory costs three times as much."""
 
     def __init__(self):
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor without values, good until the next call."""
+        """Return an uninitialized tensor, valid until the next call."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
@@ -30,9 +30,13 @@ class Scratch:
 def to_ours(
     group: Group, read: Read, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Our tensor in float32, or the box of it that begins at `offset` and has this `shape`; not to be written to.
+    """Return a group's Megalith tensor in float32. Do not write to it: it may share memory with the source.
 
-    It shares the memory of theirs where it is a run of whole rows of it.
+    Args:
+        group: the tensor and its sources.
+        read: returns a source tensor by name.
+        offset: start of the box to read; default: the whole tensor.
+        shape: shape of the box.
     """
     offset = [0] * len(group.shape) if offset is None else offset
     shape = group.shape if shape is None else tuple(shape)
@@ -43,9 +47,9 @@ def to_ours(
         return out
     if group.rule.stacked:
         out = torch.empty(shape, dtype=torch.float32)
-        whole = {name: read(name) for name in group.names()}
+        full = {name: read(name) for name in group.names()}
         for number, part in enumerate(out, offset[0]):
-            of_expert = {name: tensor[number] for name, tensor in whole.items()}
+            of_expert = {name: tensor[number] for name, tensor in full.items()}
             _gather(group, group.names(), of_expert.__getitem__, offset[1:], part)
         return out
     if len(group.runs) == 1 and not group.rule.transposed and shape[1:] == group.shape[1:]:
@@ -76,10 +80,14 @@ def to_theirs(
     scratch: Scratch | None = None,
     first_expert: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of theirs with its name, contiguous and in its dtype, from ours.
+    """Yield name and value of each Hugging Face tensor of a group, contiguous and in its dtype.
 
-    `tensor` is the whole of ours, or where it has experts, those from `first_expert` on. With `scratch`, each is good
-    until the next; it may be `tensor` itself.
+    Args:
+        group: the tensor and its sources.
+        tensor: Megalith's tensor; with one source per expert it may contain only some experts.
+        dtypes: dtype of each source.
+        scratch: buffer for the results, each of which is then valid until the next. A result may be `tensor` itself.
+        first_expert: number of the first expert in `tensor`.
     """
     empty = scratch.empty if scratch else lambda shape, dtype: torch.empty(shape, dtype=dtype)
     if group.rule.stacked:
@@ -101,8 +109,8 @@ def _stacked(
 ) -> Iterator[tuple[str, Tensor]]:
     for source, name in enumerate(group.names()):
         out = empty(group.sources[name], dtypes[name])
-        for part, whole in zip(tensor, out, strict=True):
-            _scatter(group, source, part, whole)
+        for part, full in zip(tensor, out, strict=True):
+            _scatter(group, source, part, full)
         yield name, out
 
 

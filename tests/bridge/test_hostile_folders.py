@@ -148,7 +148,7 @@ def test_every_value_of_an_index_and_of_the_small_files(hf_folder, tmp_path: Pat
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
         SourceFolder(folder)
 
-    def read_folder_file(content: object) -> None:
+    def read_small(content: object) -> None:
         (folder / "hugging_face_dtypes.json").write_text(json.dumps(content))
         read_origin(folder)
 
@@ -156,7 +156,7 @@ def test_every_value_of_an_index_and_of_the_small_files(hf_folder, tmp_path: Pat
     cases = [*spoiled({"metadata": {"total_size": 1}, "weight_map": small}), *((repr(v), v) for v in VALUES)]
     assert not problems(iter(cases), read_index)[2]
     cases = [*spoiled({"model.norm.weight": "float16"}), *((repr(v), v) for v in VALUES)]
-    assert not problems(iter(cases), read_folder_file)[2]
+    assert not problems(iter(cases), read_small)[2]
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def test_a_model_of_our_own_is_written_in_the_family_that_fits(
     preset: str, architecture: str, tmp_path: Path
 ) -> None:
     out = export_hf(own_run(tmp_path, preset=preset), tmp_path / "hf")
-    assert out.notes[0] == f"written as {architecture}, the first family that can say this model"
+    assert out.notes[0] == f"written as {architecture}, the first family that can express this model"
     model = transformers.AutoModelForCausalLM.from_pretrained(out.path, attn_implementation="eager").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out.path)
     ids = torch.tensor([tokenizer("def main(): return 1")["input_ids"]])
@@ -185,7 +185,7 @@ def test_a_model_of_our_own_is_written_in_the_family_that_fits(
 
 def test_a_model_that_no_family_can_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     run = own_run(tmp_path, preset="tiny-gpt", qk_layernorm=True)
-    with pytest.raises(ConfigError, match="no family of transformers can say this model"):
+    with pytest.raises(ConfigError, match="no family of transformers can express this model"):
         export_hf(run, tmp_path / "hf")
     assert not list(tmp_path.glob("hf*"))
 
@@ -197,7 +197,7 @@ def test_a_family_and_a_type_can_be_asked_for(tmp_path: Path) -> None:
     assert {value.dtype for value in tensors_of(out).values()} == {torch.bfloat16}
     with pytest.raises(
         ConfigError,
-        match=r"GPT2LMHeadModel cannot say this model: it has num_query_groups 2, not 4; position_emb",
+        match=r"GPT2LMHeadModel cannot express this model: it has num_query_groups 2, not 4; position_emb",
     ):
         export_hf(run, tmp_path / "other", family="gpt2")
 

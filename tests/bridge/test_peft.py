@@ -230,9 +230,9 @@ def test_the_command_line_writes_peft_and_merges(hf_folder, tmp_path: Path, caps
 
 def test_adapters_alone_are_no_model_to_export_or_to_begin_from(hf_folder, tmp_path: Path) -> None:
     step = megalith.train(run_config(hf_folder("llama"), tmp_path / "run", lora={"rank": 1})).checkpoint
-    with pytest.raises(ConfigError, match="holds adapters alone; write them with megalith lora export"):
+    with pytest.raises(ConfigError, match="holds only adapters; write them with megalith lora export"):
         export_hf(step, tmp_path / "hf")
-    with pytest.raises(ConfigError, match="holds adapters alone; merge them with their base first"):
+    with pytest.raises(ConfigError, match="holds only adapters; merge them with their base first"):
         prepare(run_config(tmp_path / "run", tmp_path / "other"), 1)
     with pytest.raises(CheckpointError, match="is of a run without adapters"):
         export_adapters(

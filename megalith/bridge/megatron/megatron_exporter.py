@@ -121,7 +121,7 @@ def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress
     config = config_of(checkpoint)
     if config.lora.rank is not None:
         raise ConfigError(
-            f"{checkpoint.folder} holds adapters alone; merge them with their base first: megalith lora merge"
+            f"{checkpoint.folder} holds only adapters; merge them with their base first: megalith lora merge"
         )
 
     def read(part: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
