@@ -1,6 +1,6 @@
-"""What becomes of adapters: a run begins from PEFT's, writes them in PEFT's form, or is merged with its base.
+"""Adapters of a run: loaded from PEFT's format, exported to it, or merged with their base.
 
-A run with adapters holds these alone; its base is what `model.init_from` names.
+A run with LoRA saves only its adapters. Their base is the model that `model.init_from` names.
 """
 
 from __future__ import annotations
@@ -37,41 +37,52 @@ from megalith.remote import open_location, remove_all
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
-    """`config` with rank, alpha and targets of the adapters that `lora.load` names, if it names any.
+    """Return `config` with rank, alpha and targets of the adapters that `lora.load` names.
 
-    Raises ConfigError for one of them that is set to something else.
+    Raises ConfigError if one of them is set to another value.
     """
-    given = config.lora
-    if given.load is None:
+    lora = config.lora
+    if lora.load is None:
         return config
-    found = _open_peft(given.load, config.model).lora
+    stored = _open_peft(lora.load, config.model).lora
     for name in ("rank", "alpha", "targets"):
-        asked, theirs, default = (getattr(lora, name) for lora in (given, found, LoraConfig()))
+        value, stored_value, default = (getattr(each, name) for each in (lora, stored, LoraConfig()))
         same = (
-            found.parts(config.model) == given.parts(config.model) if name == "targets" else asked == theirs
+            stored.parts(config.model) == lora.parts(config.model)
+            if name == "targets"
+            else value == stored_value
         )
-        if asked != default and not same:
+        if value != default and not same:
             raise ConfigError(
-                f"lora.{name} is {asked}, but the adapters in {given.load}, which lora.load names, have {theirs}; "
-                f"leave {name} out"
+                f"lora.{name} is {value}, but the adapters in {lora.load}, which lora.load names, have {stored_value}; "
+                f"remove {name}"
             )
     return config.with_settings(
-        {f"lora.{name}": getattr(found, name) for name in ("rank", "alpha", "targets")}
+        {f"lora.{name}": getattr(stored, name) for name in ("rank", "alpha", "targets")}
     )
 
 
 def load_peft_adapters(path: str, config: ModelConfig, model: Model) -> None:
-    """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its shards."""
-    _fill(model, _open_peft(path, config).read)
+    """Load this rank's shards of the adapters in a folder in PEFT's format."""
+    _copy_shards(model, _open_peft(path, config).read)
 
 
 def export_adapters(
     run: str | Path, out: str | Path, family: str | None = None, show_progress: bool = True
 ) -> Family:
-    """Writes the adapters of a run's newest checkpoint, or of one step, in PEFT's format; returns their family.
+    """Write the adapters of a run in PEFT's format.
 
-    `family` is an architecture or model type; by default that of the base, else the first that can say the model.
-    Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
+    Args:
+        run: a run, of which the newest checkpoint is taken, or one step of it.
+        out: folder or URL; must not exist. On an error nothing is left there.
+        family: architecture or model type; default: the base's, else the first that can express the model.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The family whose module names are used.
+
+    Raises:
+        CheckpointError: the run has no adapters, or `out` exists.
     """
     out = open_location(out)
     check_absent(out)
@@ -90,16 +101,26 @@ def export_adapters(
 
 
 def merge(source: str | Path, out: str | Path, base: str | None = None, show_progress: bool = True) -> Path:
-    """Writes W + (alpha / rank) · B · A for each linear with adapters, and the rest of their base as it is.
+    """Write the base with W + (alpha / rank) · B · A for each linear with adapters, as step 0 of a run.
 
-    It becomes step 0 of a run at `out`; returns the step's folder. `source` is a run with adapters, a step of one, or
-    a folder in PEFT's format; `base` what they belong to, by default what they name. In memory are the adapters and
-    one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
+    Memory holds the adapters and one tensor of the base.
+
+    Args:
+        source: a run with adapters, a step of one, or a folder in PEFT's format.
+        out: folder or URL of the new run; must not exist.
+        base: weights that the adapters were trained on; default: those that `source` names.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        ConfigError, CheckpointError: adapters or base are missing or do not fit each other.
     """
     out = open_location(out)
     check_absent(out)
-    base, adapted, trained_on = _adapted(source, base, show_progress)
-    changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
+    base, model_with_adapters, adapter_run = _open_adapters(source, base, show_progress)
+    changes = {f"{name}.weight": adapter for name, adapter in adapters(model_with_adapters)}
     samples: Sample = {}
 
     @lru_cache(maxsize=1)
@@ -115,23 +136,23 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         merged = import_hf(base, out, show_progress=show_progress, change=change)
     else:
         merged = _rewrite(open_existing(base, show_progress=show_progress), out, change, show_progress)
-    if trained_on is not None:
+    if adapter_run is not None:
         try:
-            check_base(trained_on, digest(samples), base)
+            check_base(adapter_run, digest(samples), base)
         except CheckpointError:
             remove_all(out)
             raise
     return merged
 
 
-def _adapted(
+def _open_adapters(
     source: str | Path, base: str | None, show_progress: bool
 ) -> tuple[str, Transformer, Checkpoint | None]:
-    """What the adapters belong to, a model that has their values, and of its own weights none; their checkpoint."""
+    """Return the adapters' base, a model on the meta device with the adapters loaded, and the adapters' checkpoint."""
     checkpoint = None
     if is_peft(source):
         base = base or read_json(Path(source) / CONFIG_FILE).get("base_model_name_or_path")
-        model = model_of(_known(base, source))
+        model = model_of(_check_base_name(base, source))
         folder = PeftFolder(source, _family(model, base), model)
         lora, read = folder.lora, folder.read
     else:
@@ -142,26 +163,26 @@ def _adapted(
             config.lora,
             _reader(checkpoint),
         )
-    adapted = make_model(model, device="meta")
-    add_adapters(adapted, lora)
-    for _, adapter in adapters(adapted):
+    model_with_adapters = make_model(model, device="meta")
+    add_adapters(model_with_adapters, lora)
+    for _, adapter in adapters(model_with_adapters):
         adapter.to_empty(device="cpu")
-    _fill(adapted, read)
-    return _known(base, source), adapted, checkpoint
+    _copy_shards(model_with_adapters, read)
+    return _check_base_name(base, source), model_with_adapters, checkpoint
 
 
-def _known(base: str | None, source: str | Path) -> str:
+def _check_base_name(base: str | None, source: str | Path) -> str:
     if not isinstance(base, str):
-        raise ConfigError(f"{source} does not say what its adapters belong to; name it with --base")
+        raise ConfigError(f"{source} does not name the base of its adapters; give it with --base")
     if is_megatron_folder(base):
         raise ConfigError(
-            f"{base} is a checkpoint of Megatron-LM; write it as a run first, megalith import-megatron, and name that"
+            f"{base} is a checkpoint of Megatron-LM; convert it with megalith import-megatron, and give the result"
         )
     return base
 
 
 @torch.no_grad()
-def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
+def _copy_shards(model: Model, read: Callable[[str], Tensor]) -> None:
     for name, shard in checkpoint_shards(model).items():
         shard.values.copy_(shard.slice_of(read(name)))
 
@@ -192,7 +213,9 @@ def _open_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, RunConf
     checkpoint = open_existing(run, show_progress=show_progress)
     config = config_of(checkpoint)
     if config.lora.rank is None:
-        raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")
+        raise CheckpointError(
+            f"{checkpoint.folder} is of a run without adapters; give one trained with lora.rank"
+        )
     return checkpoint, config
 
 
@@ -205,7 +228,7 @@ def _open_peft(path: str, model: ModelConfig) -> PeftFolder:
 
 
 def _family(model: ModelConfig, base: str | None = None) -> Family:
-    """The family of a base in Hugging Face's form, else the first that can say the model."""
+    """Return the family of a base in Hugging Face's format, else the first that can express the model."""
     base = base or model.init_from
     if base is not None and is_foreign_weights(base) and not is_megatron_folder(base):
         folder = resolve_folder(base)

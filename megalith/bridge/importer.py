@@ -101,7 +101,7 @@ def write_run(
     ):
         for group in matched.groups:
             for offset, shape in row_slices(group.shape, shard_bytes // 8):
-                shard = LocalShard(matched.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
+                shard = LocalShard(matched.read(group, SEED, offset, shape), offset, group.shape, owned=True)
                 writer.add("model", group.name, change(group.name, shard), offset, group.shape)
             progress.add(matched.bytes(group))
     return writer.folder

@@ -1,4 +1,4 @@
-"""Weights of another form straight into a model, whole or in any layout, and the model that they are of."""
+"""Loading of Hugging Face, Megatron and Megalith weights into a model in any layout, and of their configuration."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ from megalith.remote import StorePath, open_location
 
 @torch.no_grad()
 def load_source(matched: Match, model: Model, seed: int, show_progress: bool = False) -> None:
-    """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its shards alone.
+    """Load matched tensors into a model or a rank's chunks of it, except adapters. Each rank reads only its shards.
 
-    All but adapters.
-
-    Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
+    Vocabulary padding becomes zero. Missing tensors are initialized with `seed`.
     """
     groups = {group.name: group for group in matched.groups}
     shards = base_shards(model)
@@ -44,20 +42,20 @@ def load_source(matched: Match, model: Model, seed: int, show_progress: bool = F
     with Progress("load", total, show=show_progress) as progress:
         for name, shard in shards.items():
             group = groups[name]
-            held = shard.first_rows(group.shape[0]) if group.shape else shard
-            if held.values.numel():
-                held.values.copy_(matched.ours(group, seed, held.offset, tuple(held.values.shape)))
-            if len(held.values) < len(shard.values):
-                shard.values[len(held.values) :].zero_()
+            rows = shard.first_rows(group.shape[0]) if group.shape else shard
+            if rows.values.numel():
+                rows.values.copy_(matched.read(group, seed, rows.offset, tuple(rows.values.shape)))
+            if len(rows.values) < len(shard.values):
+                shard.values[len(rows.values) :].zero_()
             progress.add(shard.values.nbytes)
 
 
 def load_initial_weights(
     path: str, model: Model, rows: dict[str, int], seed: int, world: Axis, trust: bool = False
 ) -> None:
-    """Fills the chunks of this rank with the weights that `model.init_from` names: of any kind.
+    """Load the weights that `model.init_from` names, in any format, into this rank's chunks. Collective over `world`.
 
-    `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
+    `rows` is `build.vocabulary_rows`' result.
     """
     if is_foreign_weights(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
@@ -67,9 +65,10 @@ def load_initial_weights(
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of a checkpoint's run. Raises CheckpointError where its model is not that of the tensors.
+    """Return the configuration of a checkpoint's run.
 
-    The manifest may be a stranger's: this is found before a model takes memory.
+    Raises CheckpointError if its model does not have the tensors that the manifest lists. The manifest may be hostile,
+    so this is checked before memory is allocated for a model.
     """
     config = _stored_config(checkpoint)
     model, table = config.model, checkpoint.manifest.tensors.get(MODEL, {})
@@ -83,19 +82,19 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
     except ConfigError as error:
         raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
     rows = dict.fromkeys(VOCABULARY, model.vocab_size)
-    wanted = {
+    expected = {
         name: [rows.get(name, shard.shape[0]), *shard.shape[1:]] if shard.shape else []
         for name, shard in checkpoint_shards(built).items()
     }
-    other = [
+    different = [
         f"{name} (listed {table[name].shape if name in table else 'nowhere'}, needed {shape})"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name not in table or table[name].shape != shape
     ]
-    if other:
+    if different:
         raise CheckpointError(
-            f"{checkpoint.folder / MANIFEST} has the configuration of another model than its tensors: "
-            f"{shorten(other)}; use another step"
+            f"{checkpoint.folder / MANIFEST} describes another model than its tensors: "
+            f"{shorten(different)}; use another step"
         )
     return config
 
@@ -109,26 +108,26 @@ def _stored_config(checkpoint: Checkpoint) -> RunConfig:
     return config
 
 
-def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
-    """Raises CheckpointError unless the adapters in `checkpoint` were trained on weights with the fingerprint `found`.
+def check_base(checkpoint: Checkpoint, fingerprint: str, path: str) -> None:
+    """Raise CheckpointError unless the adapters in `checkpoint` were trained on weights with this fingerprint.
 
-    `path` is where these are. Checkpoints from before fingerprints were kept pass.
+    `path` is the location of these weights, for the error. Older checkpoints without a fingerprint pass.
     """
-    if checkpoint.manifest.base not in (None, found):
+    if checkpoint.manifest.base not in (None, fingerprint):
         raise CheckpointError(
             f"the adapters in {checkpoint.folder} were trained on other weights than those in {path}, which have been "
-            "trained on or replaced since; name the weights as they were, such as RUN/checkpoints/step_NNNNNNNN (in "
+            "trained further or replaced since; give the original weights, such as RUN/checkpoints/step_NNNNNNNN (in "
             "model.init_from to train, --base to merge: megalith lora merge), or train new adapters"
         )
 
 
 def is_foreign_weights(path: str | Path) -> bool:
-    """Whether weights are of another form than ours: Hugging Face's folder or hub name, or Megatron's folder."""
+    """Return whether weights are a Hugging Face folder or hub name or a Megatron folder, not a Megalith run."""
     return is_foreign_folder(path) or not path_exists(open_location(path))
 
 
 def is_foreign_folder(path: str | Path) -> bool:
-    """Whether a folder is Hugging Face's or Megatron's. One that has steps of a run of ours is ours."""
+    """Return whether a folder is Hugging Face's or Megatron's. A folder with steps of a Megalith run is neither."""
     folder = open_location(path)
     if not (is_model_folder(path) or (isinstance(folder, Path) and is_megatron_folder(folder))):
         return False
@@ -138,8 +137,7 @@ def is_foreign_folder(path: str | Path) -> bool:
 def open_weights(
     path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """What `is_foreign_weights` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is
-    `import_hf`'s."""
+    """Open Hugging Face or Megatron weights; for the arguments see `import_megatron` and `import_hf`."""
     if (
         not isinstance(open_location(path), StorePath)
         and is_megatron_folder(path)
@@ -150,42 +148,43 @@ def open_weights(
 
 
 def with_foreign_load(config: RunConfig) -> RunConfig:
-    """`config` that begins from the weights of `checkpoint.load` where these are of another form than ours."""
+    """Return `config` with `checkpoint.load` moved to `model.init_from` if it names Hugging Face or Megatron
+    weights."""
     load = config.checkpoint.load
     if load is None or not is_foreign_folder(load):
         return config
     if config.model.init_from is not None:
         raise ConfigError(
-            f"checkpoint.load names {load}, which is no run of ours, and model.init_from {config.model.init_from}: "
-            "both are weights to begin from; leave one out"
+            f"checkpoint.load names {load}, which is not a Megalith run, and model.init_from names "
+            f"{config.model.init_from}: both are initial weights; remove one"
         )
     return config.with_settings({"model.init_from": load, "checkpoint.load": None})
 
 
 def with_init_from(config: RunConfig) -> RunConfig:
-    """`config` with the model's shape taken from the weights that `model.init_from` names, if it names any.
+    """Return `config` with the model's settings taken from the weights that `model.init_from` names.
 
-    Raises ConfigError for a field that is set to something else than they have.
+    Raises ConfigError for a setting that contradicts them.
     """
     path = config.model.init_from
     if path is None:
         return config
-    found = model_of(path, config.checkpoint.trust, config.model.vocab_size)
-    given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
-    kept = {name: value for name, value in given.items() if value is not None}
-    model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
-    free = ModelConfig.fields_deciding(Decides.REACH)
-    free += ["max_position_embeddings"] if found.position_embedding_type != "learned_absolute" else []
-    if others := differences(model, found, ignore=free):
+    stored = model_of(path, config.checkpoint.trust, config.model.vocab_size)
+    explicit = {name: getattr(config.model, name) for name in config.model.model_fields_set}
+    explicit_values = {name: value for name, value in explicit.items() if value is not None}
+    model = ModelConfig.model_validate({**stored.model_dump(), "preset": None, **explicit_values})
+    may_differ = ModelConfig.fields_deciding(Decides.REACH)
+    may_differ += ["max_position_embeddings"] if stored.position_embedding_type != "learned_absolute" else []
+    if others := differences(model, stored, ignore=may_differ):
         raise ConfigError(
-            f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "
-            "the weights decide"
+            f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; remove "
+            "settings that the weights determine"
         )
     return config.model_copy(update={"model": model})
 
 
 def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> ModelConfig:
-    """The model of weights of any kind. Raises ConfigError for adapters, which are no whole model."""
+    """Return the model configuration of weights in any format. Raises ConfigError for adapters."""
     if is_foreign_weights(path):
         return open_weights(path, trust, vocab_size).groups[0].model
     config = config_of(_checkpoint(path, ()))
@@ -198,9 +197,9 @@ def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> M
 
 
 def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """What to tell where the run's tokenizer is not that of the weights that `model.init_from` names."""
+    """Return notes if the run's tokenizer differs from that of the weights that `model.init_from` names."""
     path = model.init_from
-    if path is None or tokenizer is None or is_megatron_folder(path):  # which has none
+    if path is None or tokenizer is None or is_megatron_folder(path):  # Megatron folders have no tokenizer
         return []
     try:
         theirs = (
@@ -217,13 +216,13 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
     return [
         f"the run's tokenizer ({tokenizer.tokenizer_type}, {tokenizer.vocab_size} entries, fingerprint "
         f"{tokenizer.fingerprint[:12]}) is not that of the weights in {path}, which model.init_from names "
-        f"({theirs.vocab_size}, {theirs.fingerprint[:12]}): where ids mean other words the weights have to learn them "
-        "anew; to keep it set data.tokenizer_type and data.tokenizer_model to theirs"
+        f"({theirs.vocab_size}, {theirs.fingerprint[:12]}): the weights have to relearn ids that mean other words; to "
+        "keep their tokenizer set data.tokenizer_type and data.tokenizer_model to it"
     ]
 
 
 def tokenizer_folder(path: str) -> Path | None:
-    """The folder with the tokenizer.json of the weights that `model.init_from` names; None where they have none."""
+    """Return the folder with the tokenizer.json of the weights that `model.init_from` names, or None."""
     if is_megatron_folder(path):
         return None
     folder = resolve_folder(path) if is_foreign_weights(path) else _checkpoint(path, ()).tokenizer_folder

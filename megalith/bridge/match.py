@@ -51,7 +51,7 @@ class Match:
             if name not in self.missing
         )
 
-    def ours(
+    def read(
         self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
     ) -> Tensor:
         """Return a group's tensor or a box of it, in float32; initialized with `seed` if a source is missing."""

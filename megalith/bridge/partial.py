@@ -1,8 +1,8 @@
-"""A folder that is made beside its place and takes its name whole, without a moment in which neither has it.
+"""Atomic creation or replacement of a folder: written as `OUT.partial`, then renamed.
 
-`OUT.partial` carries a mark that its maker holds a lock on. What is found there without the mark is someone's own and
-is not touched; what has it and is not locked was left by a conversion that was killed. Where an old folder in the place
-takes two renames (`io.replace_folder`), a kill between them is mended by the next conversion to this place.
+`OUT.partial` contains a mark file that its writer locks. A folder without the mark belongs to the user and is not
+touched. A mark without a lock was left by a killed conversion, and the folder is removed. If replacing a folder takes
+two renames (`io.replace_folder`), the next conversion to this path repairs a kill between them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megalith.io import make_folder, replace_folder, sync_folder, sync_path
 from megalith.remote import StorePath
 
 MARK = ".megalith_conversion"
-READ_FIRST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
+SENT_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
 class PartialFolder:
-    """`OUT.partial`, from `begin` to `commit` or `abandon`. All raise OSError, and CheckpointError as they say."""
+    """A local folder written as `OUT.partial`, from `begin` to `commit` or `abandon`. All methods may raise OSError."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -34,10 +34,10 @@ class PartialFolder:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Makes the folder. Raises CheckpointError where another process does, or something else has its name."""
+        """Create the folder. Raises CheckpointError if another process is writing it or the user owns it."""
         make_folder(self.out.parent)
         if self.out.is_symlink():
-            raise CheckpointError(f"{self.out} is a symbolic link; name the folder that it leads to")
+            raise CheckpointError(f"{self.out} is a symbolic link; give the folder that it points to")
         self._clear_remains()
         try:
             self.path.mkdir()
@@ -48,39 +48,39 @@ class PartialFolder:
         self._hold(self.path / MARK, os.O_CREAT | os.O_EXCL)
 
     def commit(self) -> None:
-        """Gives the folder, whose files are on the disk, its name; what had it before is removed."""
+        """Rename the synced folder to its final name and remove the old one."""
         try:
             old = replace_folder(self.path, self.out, self._aside)
         except FileExistsError as error:
             raise CheckpointError(f"{error.filename} {error.strerror}; move it") from None
         if old is not None:
-            os.rename(self.out / MARK, old / MARK)  # what is left of it, should we be killed now, is known
+            os.rename(self.out / MARK, old / MARK)  # so that its remains are recognized if we are killed now
             _remove_marked(old)
         (self.out / MARK).unlink(missing_ok=True)
         self._release()
 
     def abandon(self) -> None:
-        """Removes what was made, where it was this process that made it."""
+        """Remove the folder if this process created it."""
         if self._lock is not None:
             _remove_marked(self.path)
             self._release()
 
     def _clear_remains(self) -> None:
-        """Removes what a killed conversion to this place left, and gives an old folder that it set aside its name."""
+        """Remove the remains of a killed conversion to this path, and restore an old folder that it moved aside."""
         marked = [folder for folder in (self.path, self.out, self._aside) if (folder / MARK).is_file()]
         for folder in (self.path, self._aside):
             with contextlib.suppress(OSError):
-                folder.rmdir()  # an empty one is nobody's loss: a kill came before it had its mark, or after
+                folder.rmdir()  # empty: killed before the mark was written or after it was removed
         if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
-                    f"{self.path} is there, and is not what a conversion left; move it away, or choose another path"
+                    f"{self.path} exists and was not left by a conversion; move it, or choose another path"
                 )
             return
         self._hold(marked[0] / MARK)
         if self._aside.is_dir() and not self.out.exists():
             os.rename(self._aside, self.out)
-        elif self.out in marked or self._aside in marked:  # it was whole, and the rest is what it replaced
+        elif self.out in marked or self._aside in marked:  # the new folder is complete
             _remove_marked(self._aside)
         _remove_marked(self.path)
         (self.out / MARK).unlink(missing_ok=True)
@@ -95,7 +95,7 @@ class PartialFolder:
             raise CheckpointError(
                 f"{self.path} is being made by another process; wait for it to end"
             ) from None
-        except OSError:  # a filesystem without locks: nothing guards it
+        except OSError:  # the file system has no locks
             pass
 
     def _release(self) -> None:
@@ -106,7 +106,7 @@ class PartialFolder:
 
 
 class SentFolder:
-    """The same in an object store: made in a temporary folder and sent, last the file without which none is read."""
+    """A folder in an object store: written locally and uploaded. The file that makes it readable is uploaded last."""
 
     def __init__(self, out: StorePath):
         self.out = out
@@ -116,11 +116,11 @@ class SentFolder:
     def begin(self) -> None: ...
 
     def commit(self) -> None:
-        for name in READ_FIRST:
+        for name in SENT_LAST:
             (self.out / name).unlink(missing_ok=True)
         self.out.remove()
         files = (file for file in self.path.rglob("*") if file.is_file())
-        for file in sorted(files, key=lambda file: file.name in READ_FIRST):
+        for file in sorted(files, key=lambda file: file.name in SENT_LAST):
             (self.out / file.relative_to(self.path).as_posix()).send(file)
         self.abandon()
 
@@ -129,15 +129,15 @@ class SentFolder:
 
 
 def partial_folder(out: Path | StorePath) -> PartialFolder | SentFolder:
-    """What makes a folder at `out` whole."""
+    """Return the writer for a local folder or one in an object store."""
     return SentFolder(out) if isinstance(out, StorePath) else PartialFolder(out)
 
 
 @contextlib.contextmanager
 def new_folder(out: Path | StorePath) -> Iterator[Path]:
-    """A folder to fill that becomes `out` on a clean exit, its files and folders synced; on an error nothing is left.
+    """Yield a folder that becomes `out` at the end, synced. On an error nothing is left.
 
-    Raises CheckpointError where something is at `out`, or it cannot be written.
+    Raises CheckpointError if `out` exists or cannot be written.
     """
     if path_exists(out):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
@@ -151,15 +151,15 @@ def new_folder(out: Path | StorePath) -> Iterator[Path]:
         folder.commit()
     except OSError as error:
         raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}; nothing of it is left: make room, or choose "
-            "another place"
+            f"{out} could not be written: {error.strerror or error}; nothing of it is left: free disk space, or choose "
+            "another path"
         ) from error
     finally:
         folder.abandon()
 
 
 def _remove_marked(folder: Path) -> None:
-    """Removes a folder, its mark last: what is left after a kill is still known. Raises nothing."""
+    """Remove a folder, its mark last, so that its remains are recognized after a kill. Raises nothing."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():

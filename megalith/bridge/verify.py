@@ -1,9 +1,9 @@
-"""The certificate of a conversion: every tensor both ways, bit by bit, and the logits of a probe batch.
+"""Certificate of a conversion: bitwise comparison of all tensors, and of the logits of a probe batch.
 
-Tensors: what the checkpoint holds, turned into theirs, has the bits of the folder's; and the folder's, turned into
-ours, have the bits of the checkpoint's in the folder's types. Logits: ours from the checkpoint against transformers'
-from the folder, both in float32, or, where transformers is not installed, against ours from the folder. The logits
-need both models in memory; the tensors one at a time.
+Tensors: the checkpoint's, converted to Hugging Face's format, must equal the folder's bitwise; the folder's, converted
+to Megalith's format, must equal the checkpoint's, rounded to the folder's dtypes. Logits: Megalith's from the
+checkpoint against transformers' from the folder, in float32. Without transformers, Megalith computes both. Tensors are
+compared one at a time; the logits need both models in memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,23 @@ from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.progress import Progress
 
-BOUND = 1e-5  # of the largest logit
+BOUND = 1e-5  # relative to the largest logit
 PROBE = (2, 64)  # sequences and tokens
 
 
-def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> Path:
-    """Compares a checkpoint with a Hugging Face folder and writes `BESIDE.certificate.json`; returns its path.
+def certify(checkpoint: str | Path, folder: str | Path, out_prefix: str | Path) -> Path:
+    """Compare a checkpoint with a Hugging Face folder and write a certificate.
 
-    Raises CheckpointError when they are not the same model; the certificate then says in what they differ.
+    Args:
+        checkpoint: a run or one step of it.
+        folder: the Hugging Face folder.
+        out_prefix: path of the certificate without `.certificate.json`.
+
+    Returns:
+        The path of the certificate.
+
+    Raises:
+        CheckpointError: they are not the same model. The certificate lists the differences.
     """
     opened = open_checkpoint(checkpoint, parts=("model",))
     matched = open_hf_folder(folder, allow=True)
@@ -54,28 +63,28 @@ def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> P
         "logits": compare_logits(opened, matched),
     }
     passed = not certificate["tensors"]["different"] and certificate["logits"]["within_bound"]
-    path = Path(f"{beside}.certificate.json")
+    path = Path(f"{out_prefix}.certificate.json")
     path.write_text(json.dumps({"passed": passed, **certificate}, indent=2) + "\n", encoding="utf-8")
     if not passed:
         raise CheckpointError(
-            f"{opened.folder} and {matched.source.path} are not the same model; {path} says in what"
+            f"{opened.folder} and {matched.source.path} are not the same model; see the differences in {path}"
         )
     return path
 
 
-def certificate_line(certificate: Path) -> str:
-    """A line of what a certificate says."""
-    found = json.loads(certificate.read_text(encoding="utf-8"))
-    tensors, logits = found["tensors"]["compared"], found["logits"]
+def certificate_line(path: Path) -> str:
+    """Return a one-line summary of a certificate."""
+    certificate = json.loads(path.read_text(encoding="utf-8"))
+    tensors, logits = certificate["tensors"]["compared"], certificate["logits"]
     difference, largest = logits["largest_difference"], logits["largest_logit"]
     return (
-        f"verified: {printable(certificate)}: {tensors} tensors equal, logits within {difference:.1e} of those of "
+        f"verified: {printable(path)}: {tensors} tensors equal, logits within {difference:.1e} of those of "
         f"{logits['against']} (the largest is {largest:.2g})"
     )
 
 
 def compare_tensors(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
-    """How many tensors of theirs were compared, of how many bytes, and the names of those that differ."""
+    """Return the number and bytes of compared tensors, and the names of different ones."""
     dtypes, different, count, size = matched.dtypes, [], 0, 0
     compared = [group for group in matched.groups if not set(group.sources) & set(matched.missing)]
     with Progress("verify", sum(map(matched.bytes, compared))) as progress:
@@ -88,7 +97,7 @@ def compare_tensors(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
                     if not same_bits(value, matched.source.read(name)):
                         different.append(name)
                     progress.add(value.nbytes)
-                back = matched.ours(group, SEED, offset, shape)
+                back = matched.read(group, SEED, offset, shape)
                 if len(kinds) == 1 and not same_bits(back, ours.to(min(kinds, key=str)).float()):
                     different.append(group.name)
     return {"compared": count, "bytes": size, "different": different}
@@ -96,7 +105,7 @@ def compare_tensors(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
 
 @torch.no_grad()
 def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
-    """The largest difference between the logits of a probe batch, with what it was taken against."""
+    """Return the largest difference between the logits of a probe batch, with its bound and the reference."""
     model = matched.groups[0].model
     ours = make_model(model, device="cpu").eval()
     rows = {name: model.vocab_size for name in VOCABULARY if name in checkpoint.table("model")}
@@ -106,7 +115,7 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
     ids = torch.randint(0, model.vocab_size, shape, generator=generator)
     against = "transformers" if importlib.util.find_spec("transformers") else "megalith"
-    theirs = _their_logits(matched, ids) if against == "transformers" else _own_logits(matched, ids)
+    theirs = _their_logits(matched, ids) if against == "transformers" else _megalith_logits(matched, ids)
     difference, largest = (ours(ids) - theirs).abs().max().item(), theirs.abs().max().item()
     return {
         "against": against,
@@ -119,14 +128,14 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _round(model: Transformer, matched: Match) -> None:
-    """Gives our weights the precision that they have in the folder."""
+    """Round the model's weights to their dtypes in the folder."""
     state = model.state_dict()
     for group in matched.groups:
         kinds = {matched.dtypes[name] for name in group.sources if name in matched.dtypes}
@@ -141,25 +150,25 @@ def _their_logits(matched: Match, ids: Tensor) -> Tensor:
     kind = getattr(transformers, matched.source.wrapper or family.architecture)
     with no_progress_bars():
         model = kind.from_pretrained(matched.source.path, dtype=torch.float32, attn_implementation="eager")
-    given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return model.eval()(ids, **given)[0]
+    decoder_inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model.eval()(ids, **decoder_inputs)[0]
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without transformers' own progress bars, which it draws into files and pipes too."""
+    """Disable transformers' progress bars, which it draws even into files and pipes."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
-def _own_logits(matched: Match, ids: Tensor) -> Tensor:
+def _megalith_logits(matched: Match, ids: Tensor) -> Tensor:
     model = make_model(matched.groups[0].model, device="cpu").eval()
     load_source(matched, model, SEED, show_progress=True)
     return model(ids)

@@ -275,7 +275,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     assert "already exists" in capsys.readouterr().err
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial/own").write_text("kept")
-    with pytest.raises(CheckpointError, match="is not what a conversion left"):
+    with pytest.raises(CheckpointError, match="was not left by a conversion"):
         export_megatron(tmp_path / "run", tmp_path / "new")
     assert {path.name for path in (*tmp_path.glob("out/*"), *tmp_path.glob("new*/*"))} == {"own"}
 
@@ -354,7 +354,7 @@ def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pyt
     }
     with pytest.raises(ConfigError, match="num_layers 2, not 4"):
         prepare(RunConfig.from_tree({**settings, "model": {"num_layers": 2}}), 1)
-    with pytest.raises(ConfigError, match="both are weights to begin from"):
+    with pytest.raises(ConfigError, match="both are initial weights"):
         prepare(RunConfig.from_tree({**settings, "model": {"init_from": "elsewhere"}}), 1)
     megalith.train(RunConfig.from_tree(settings))
     assert "its weights are the initial ones" in capsys.readouterr().out

@@ -164,7 +164,7 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"use_dora": True}, "has use_dora True, but adapters can be plain LoRA alone"),
+        ({"use_dora": True}, "has use_dora True, but only plain LoRA is supported"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
         ({"r": None}, "has no r;"),
         ({"r": 7}, r"lora_A.weight has the shape \[3, 64\], but the model and r 7 give \[7, 64\]"),

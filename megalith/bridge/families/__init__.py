@@ -79,6 +79,6 @@ def family_for(model: ModelConfig) -> Family:
             return family
     nearest = sorted(reasons, key=lambda reason: reason.count(", not ") or math.inf)[:NEAREST]
     raise ConfigError(
-        f"no family of transformers can express this model, so it has no Hugging Face form; the nearest of {len(reasons)}: "
-        f"{'; '.join(nearest)}; --family NAME shows what another lacks"
+        f"no family of transformers can express this model, so it has no Hugging Face form; the nearest of "
+        f"{len(reasons)}: {'; '.join(nearest)}; --family NAME shows what another lacks"
     )

@@ -115,7 +115,7 @@ def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress
         by_name = {group.name: group for group in matched.groups}
         config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(matched)]}})
         config = config.model_copy(update={"model": matched.groups[0].model})
-        return _Exported(config, lambda part, name, *box: matched.ours(by_name[name], SEED, *box))
+        return _Exported(config, lambda part, name, *box: matched.read(by_name[name], SEED, *box))
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     checkpoint = open_existing(source, parts, show_progress=show_progress)
     config = config_of(checkpoint)
