@@ -35,7 +35,7 @@ from torch import distributed
 
 import megalith
 from megalith.bridge.megatron.megatron_exporter import export_megatron
-from megalith.bridge.megatron.megatron_names import experts_together
+from megalith.bridge.megatron.megatron_names import stack_experts
 from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig
 from megalith.models.transformer import Transformer
@@ -217,7 +217,7 @@ def check_one_process(name: str, run: Path, ours: Transformer, out: Path) -> str
     legacy = export_megatron(run, out / "torch", ckpt_format="torch", transformer_impl="local")
     legacy_model = load_rank_file(legacy)
     if "grouped" in name:
-        expected = experts_together(expected)
+        expected = stack_experts(expected)
     counts = []
     for model in (distributed_model, legacy_model):
         whole = {one: value for one, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -295,7 +295,7 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
             "has no latest_checkpointed_iteration.txt; give one of its folders: iter_0000005",
         ),
         (file.unlink, "legacy/iter_0000005", r"model_optim_rng.pt is missing; copy"),
-        (lambda: None, "empty", "empty holds nothing that is converted"),
+        (lambda: None, "empty", "empty has nothing to convert"),
         (Path("dist/iter_0000005/common.pt").unlink, "dist", "common.pt is missing; copy"),
         (Path("dist/iter_0000005/.metadata").unlink, "dist", "no .metadata, which is written last"),
     ):

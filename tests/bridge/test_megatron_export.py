@@ -256,14 +256,14 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(tp=4), "tp is 4, which does not divide num_query_groups 2"),
         ("run", dict(pp=3), "pp is 3, which does not divide num_layers 4"),
         ("run", dict(tp=0), "tp is 0"),
-        ("run", dict(ckpt_format="torch", with_optimizer=True), "in the format torch_dist alone"),
+        ("run", dict(ckpt_format="torch", with_optimizer=True), "is only written in the format torch_dist"),
         ("sgd", dict(with_optimizer=True), "has the state of sgd"),
         ("biased", {}, "Megatron core has one in the router"),
-        ("scaled", {}, "cannot say this one: it has embedding_multiplier"),
+        ("scaled", {}, "cannot express this model: it has embedding_multiplier"),
         (
             "further",
             {},
-            "cannot say this one: mtp_num_layers with a window in the first or the last layer alone",
+            "cannot express this model: mtp_num_layers with a window in only one of the first",
         ),
     ):
         with pytest.raises(ConfigError, match=told):

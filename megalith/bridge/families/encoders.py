@@ -1,13 +1,10 @@
-"""Models with an encoder: BERT, MegatronBert, and T5's encoder-decoders.
+"""Models with an encoder: BERT (post-LN), MegatronBert (pre-LN) and T5.
 
-BERT has its norms behind the additions, MegatronBert before the layers' halves.
+In BERT the norm after a layer is the norm at the start of the next layer, `layers.{layer}.input_layernorm` in Megalith.
+BERT and MegatronBert exist as pre-training models, with only the masked-LM head, and bare with the pooler.
 
-In BERT's post-LN each norm stands where the stream goes on, so that the norm behind a layer is what the next one begins
-with: ours are named for the latter (`layers.{layer}.input_layernorm`), theirs for the former. Both come as the model
-for pre-training, with the masked-LM head alone, and bare, with the pooler.
-
-T5's layers are numbered through both stacks here, the encoder's first, and begin again in the decoder there. The output
-matrix of the first T5 is its embedding; that of 1.1 and Flan, which are gated, is one of its own.
+T5's layers are numbered through both stacks in Megalith, the encoder's first; in Hugging Face the decoder starts at 0.
+T5 1.0 ties the output matrix; T5 1.1 and Flan-T5 have a separate one and a gated MLP.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
 # fmt: off
-EVERY = {
+SHARED_TENSORS = {
     "embedding.word_embeddings.weight":
         same("bert.embeddings.word_embeddings.weight"),
     "embedding.position_embeddings.weight":
@@ -109,7 +106,7 @@ PRE_NORMS = {
 
 
 class Tokentypes:
-    """`type_vocab_size`: transformers has no model without."""
+    """Row for `type_vocab_size`: transformers has no model without token types."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"num_tokentypes": hf_config.get("type_vocab_size", 2)}
@@ -138,23 +135,23 @@ SETTINGS = (
     RequiredKeys(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute"),
 )
 # fmt: on
-POST = FixedSettings(model_type="bert", apply_residual_connection_post_layernorm=True)
-PRE = FixedSettings(model_type="bert")
+POST_NORM = FixedSettings(model_type="bert", apply_residual_connection_post_layernorm=True)
+PRE_NORM = FixedSettings(model_type="bert")
 FOR_PRE_TRAINING = FixedSettings(add_lm_head=True, bert_binary_head=True, add_pooler=True)
 MASKED_LM = FixedSettings(add_lm_head=True, bert_binary_head=False, add_pooler=False)
 BARE = FixedSettings(add_lm_head=False, bert_binary_head=False, add_pooler=True)
 HEADS = (
     r"^cls\.",
     r"^bert\.pooler\.",
-)  # of the model for pre-training, whose files are read as smaller ones too
-OLDER = (
+)  # heads in files of pre-training models, ignored by the smaller models
+OLD_COPIES = (
     r"^(bert\.)?embeddings\.position_ids$",
     r"^cls\.predictions\.decoder\.bias$",
-)  # copies of what is elsewhere
+)
 
 
-def bare(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Their names without what stands before them in a whole model."""
+def without_prefix(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return a table with the names of the bare model, without a prefix."""
     return {
         ours: replace(rule, names=tuple(name.removeprefix("bert.") for name in rule.names))
         for ours, rule in tensors.items()
@@ -164,43 +161,46 @@ def bare(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
 BERT = Family(
     architecture="BertForPreTraining",
     model_type="bert",
-    tensors=EVERY | POST_NORMS,
-    settings=(*SETTINGS, POST, FOR_PRE_TRAINING),
+    tensors=SHARED_TENSORS | POST_NORMS,
+    settings=(*SETTINGS, POST_NORM, FOR_PRE_TRAINING),
     tied="cls.predictions.decoder.weight",
-    ignored=OLDER,
+    ignored=OLD_COPIES,
     renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     prefix="bert.",
 )
 BERT_MASKED_LM = replace(
-    BERT, architecture="BertForMaskedLM", settings=(*SETTINGS, POST, MASKED_LM), ignored=(*OLDER, *HEADS)
+    BERT,
+    architecture="BertForMaskedLM",
+    settings=(*SETTINGS, POST_NORM, MASKED_LM),
+    ignored=(*OLD_COPIES, *HEADS),
 )
 BERT_MODEL = replace(
     BERT,
     architecture="BertModel",
-    settings=(*SETTINGS, POST, BARE),
-    tensors=bare(BERT.tensors),
-    ignored=(*OLDER, *HEADS),
+    settings=(*SETTINGS, POST_NORM, BARE),
+    tensors=without_prefix(BERT.tensors),
+    ignored=(*OLD_COPIES, *HEADS),
     prefix="",
 )
 MEGATRON_BERT = replace(
     BERT,
     architecture="MegatronBertForPreTraining",
     model_type="megatron-bert",
-    tensors=EVERY | PRE_NORMS,
-    settings=(*SETTINGS, PRE, FOR_PRE_TRAINING),
+    tensors=SHARED_TENSORS | PRE_NORMS,
+    settings=(*SETTINGS, PRE_NORM, FOR_PRE_TRAINING),
 )
 MEGATRON_BERT_MASKED_LM = replace(
     MEGATRON_BERT,
     architecture="MegatronBertForMaskedLM",
-    settings=(*SETTINGS, PRE, MASKED_LM),
-    ignored=(*OLDER, *HEADS),
+    settings=(*SETTINGS, PRE_NORM, MASKED_LM),
+    ignored=(*OLD_COPIES, *HEADS),
 )
 MEGATRON_BERT_MODEL = replace(
     MEGATRON_BERT,
     architecture="MegatronBertModel",
-    settings=(*SETTINGS, PRE, BARE),
-    tensors=bare(MEGATRON_BERT.tensors),
-    ignored=(*OLDER, *HEADS),
+    settings=(*SETTINGS, PRE_NORM, BARE),
+    tensors=without_prefix(MEGATRON_BERT.tensors),
+    ignored=(*OLD_COPIES, *HEADS),
     prefix="",
 )
 
@@ -278,7 +278,7 @@ ACTIVATIONS = {
 
 
 class Stacks:
-    """`num_layers` and `num_decoder_layers`: there each stack's, here both together and the encoder's."""
+    """Row for the number of layers: per stack in Hugging Face, total and encoder's in Megalith."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         encoder = hf_config.get("num_layers")
@@ -297,15 +297,15 @@ class Stacks:
 
 
 class FeedForward:
-    """`feed_forward_proj`: the non-linearity, and whether it is of a gate. `gated-gelu` is the tanh approximation.
+    """Row for `feed_forward_proj`, the activation and gate. `gated-gelu` is the tanh approximation.
 
-    Files may say the same again in `dense_act_fn` and `is_gated_act`, which transformers then takes."""
+    Files may repeat it in `dense_act_fn` and `is_gated_act`, which then have priority in transformers."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         name = hf_config.get("feed_forward_proj", "relu")
         if name not in ACTIVATIONS:
             raise ConfigError(
-                f"config.json has feed_forward_proj {name!r}, which has no equal here; known: {', '.join(ACTIVATIONS)}"
+                f"config.json has feed_forward_proj {name!r}, which is not supported; use {', '.join(ACTIVATIONS)}"
             )
         kind, gated = ACTIVATIONS[name]
         function = hf_config.get("dense_act_fn") or (
@@ -329,8 +329,8 @@ class FeedForward:
 
 
 class TieAndScale:
-    """`tie_word_embeddings` says in older files both whether the output matrix is the embedding's and whether what it
-    is given is scaled, which `scale_decoder_outputs` says in newer ones."""
+    """Row for `tie_word_embeddings`, which in older files also means that the output matrix's input is scaled. Newer
+    files have `scale_decoder_outputs`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         tied = hf_config.get("tie_word_embeddings", True) is not False
@@ -345,7 +345,7 @@ class TieAndScale:
 
 
 class T5Family(Family):
-    """As Family, with two tables: of an MLP with a gate, and of one without."""
+    """A family with different tables for MLPs with and without a gate."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         return self.tensors | T5_GATES if model.gated else self.tensors
@@ -379,8 +379,8 @@ T5 = T5Family(
     tensors=T5_OUTSIDE | T5_ENCODER | T5_DECODER,
     settings=T5_SETTINGS,
     tied="lm_head.weight",
-    not_in_fp8=".wo.weight",  # transformers makes no FP8 linear of it, and gives it inputs of the weight's type
-    trusts_stored_head=True,  # transformers 5 says tie_word_embeddings of every T5 that it saves
+    not_in_fp8=".wo.weight",  # transformers does not convert it to FP8
+    trusts_stored_head=True,  # transformers 5 writes tie_word_embeddings for every T5
     ignored=(
         r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",  # never used

@@ -1,8 +1,7 @@
-"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3; DeepSeek-MoE, V2 and V3.
+"""Llama with experts: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-MoE, V2 and V3.
 
-OLMoE has norms over all queries and all keys besides, the Qwens what they have without experts; Qwen2 a shared expert
-that a sigmoid gate weighs. DeepSeek's have dense first layers and shared experts beside the others, since V2 latent
-attention too.
+OLMoE has norms over all queries and all keys. The Qwen families are as without experts; Qwen2-MoE has a shared expert
+with a sigmoid gate. DeepSeek has dense first layers and shared experts, and since V2 latent attention.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ OLMOE = Family(
 
 
 class SparseLayers:
-    """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
+    """Row for the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
@@ -158,7 +157,7 @@ QWEN2_MOE = Family(
 
 
 class DenseFirst:
-    """`first_k_dense_replace` layers have an MLP, all others experts."""
+    """Row for `first_k_dense_replace`, the number of first layers without experts."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         dense = hf_config.get("first_k_dense_replace") or 0
@@ -169,7 +168,7 @@ class DenseFirst:
 
 
 class SharedExperts:
-    """`n_shared_experts`, each as wide as a routed one, are one MLP."""
+    """Row for `n_shared_experts`, which Megalith joins into one MLP."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         count = hf_config.get("n_shared_experts")
@@ -182,12 +181,15 @@ class SharedExperts:
     def write(self, model: ModelConfig) -> Tree:
         width = model.moe_shared_expert_intermediate_size or 0
         if width % model.expert_size:
-            raise ConfigError(f"a shared expert of {width} is no multiple of an expert's {model.expert_size}")
+            raise ConfigError(
+                f"a shared expert of {width} is not a multiple of an expert's {model.expert_size}"
+            )
         return {"n_shared_experts": width // model.expert_size or None}
 
 
 class RouterGroups:
-    """`n_group` and `topk_group`, where 1 is no limit. V2 names the method too; V3 scores a group by two experts."""
+    """Row for `n_group` and `topk_group`; 1 means no limit. V2 has a key for the method; V3 scores a group by two
+    experts."""
 
     def __init__(self, method: bool):
         self._method = method
@@ -199,7 +201,7 @@ class RouterGroups:
         if not self._method and hf_config["num_experts_per_tok"] != 2 * best:
             raise ConfigError(
                 f"config.json has num_experts_per_tok {hf_config['num_experts_per_tok']} and topk_group {best}, but "
-                "groups are scored here by topk / group_topk experts, which has to be 2"
+                "groups are scored by topk / group_topk experts, which must be 2"
             )
         return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
 
@@ -215,7 +217,7 @@ class RouterGroups:
 
 
 class LatentHeads:
-    """`num_key_value_heads` is that of all heads."""
+    """Check that `num_key_value_heads` equals the number of heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config["num_attention_heads"]
@@ -231,14 +233,14 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """`head_dim`, which transformers takes for the size of the part of a head that turns."""
+    """Check of `head_dim`, which transformers uses as the size of a head's rotary part."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config.get("qk_rope_head_dim", 64)
         if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
                 f"config.json has head_dim {hf_config['head_dim']} and qk_rope_head_dim {size}, which mean the same in "
-                "this family; leave head_dim out"
+                "this family; remove head_dim"
             )
         return {}
 
@@ -246,13 +248,13 @@ class RotaryHeads:
         return {}
 
 
-class StretchedRope(Rope):
-    """As Rope, with YaRN's mscale and mscale_all_dim."""
+class MscaleRope(Rope):
+    """Row for Rope with YaRN's mscale and mscale_all_dim."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        given = rope_settings(hf_config)
-        scales = {name: value for name in MSCALES if (value := given.pop(name, None))}
-        fields = super().read({**hf_config, "rope_parameters": given, "rope_scaling": None})
+        rope = rope_settings(hf_config)
+        scales = {name: value for name in MSCALES if (value := rope.pop(name, None))}
+        fields = super().read({**hf_config, "rope_parameters": rope, "rope_scaling": None})
         if "rope_scaling" in fields:
             fields["rope_scaling"] |= scales
         return fields
@@ -318,7 +320,7 @@ SETTINGS = (
     *[size for size in SIZES if size.setting not in ("num_query_groups", "kv_channels")],
     LatentHeads(),
     UNTIED,
-    StretchedRope(),
+    MscaleRope(),
     Field("q_lora_rank", "q_lora_rank", default=1536),
     Field("kv_lora_rank", "kv_lora_rank", default=512),
     Field("qk_head_dim", "qk_nope_head_dim", default=128),

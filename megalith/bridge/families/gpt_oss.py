@@ -1,7 +1,7 @@
-"""gpt-oss: experts in every layer, attention with a sink for each head and a window in every second layer.
+"""gpt-oss: experts in every layer, one attention sink per head, a window in every second layer.
 
-Its experts' gates and ups alternate as ours do, in one tensor of all experts that stands [experts, in, out]; the
-published files have those in MXFP4 (quantized.py). Biases everywhere but in norms and head, in the router too.
+Gates and ups of experts alternate as in Megalith, in one tensor [experts, in, out] of all experts, in MXFP4 in the
+published files (quantized.py). All linears except the head have biases, and so does the router.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ YARN = {
 }  # fmt: skip
 
 
-def in_one(name: str) -> Rule:
-    """The matrices of all experts, stored [experts, in, out], or their biases."""
+def stacked_experts(name: str) -> Rule:
+    """Return the rule of all experts' matrices, stored as [experts, in, out], or of their biases."""
     return stacked(same(name), transposed=True)
 
 
-class OwnRope:
-    """As Rope, with gpt-oss's own where config.json is silent."""
+class GptOssRope:
+    """Row for Rope with gpt-oss's defaults."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        given = rope_settings(hf_config) or YARN
-        base = given.get("rope_theta") or hf_config.get("rope_theta") or 150000.0
+        rope = rope_settings(hf_config) or YARN
+        base = rope.get("rope_theta") or hf_config.get("rope_theta") or 150000.0
         return Rope().read(
-            {**hf_config, "rope_parameters": {**given, "rope_theta": base}, "rope_scaling": None}
+            {**hf_config, "rope_parameters": {**rope, "rope_theta": base}, "rope_scaling": None}
         )
 
     def write(self, model: ModelConfig) -> Tree:
@@ -65,18 +65,18 @@ GPT_OSS = Family(
         "layers.{layer}.mlp.router.bias":
             same("model.layers.{layer}.mlp.router.bias"),
         "layers.{layer}.mlp.experts.linear_fc1.weight":
-            in_one("model.layers.{layer}.mlp.experts.gate_up_proj"),
+            stacked_experts("model.layers.{layer}.mlp.experts.gate_up_proj"),
         "layers.{layer}.mlp.experts.linear_fc1.bias":
-            in_one("model.layers.{layer}.mlp.experts.gate_up_proj_bias"),
+            stacked_experts("model.layers.{layer}.mlp.experts.gate_up_proj_bias"),
         "layers.{layer}.mlp.experts.linear_fc2.weight":
-            in_one("model.layers.{layer}.mlp.experts.down_proj"),
+            stacked_experts("model.layers.{layer}.mlp.experts.down_proj"),
         "layers.{layer}.mlp.experts.linear_fc2.bias":
-            in_one("model.layers.{layer}.mlp.experts.down_proj_bias"),
+            stacked_experts("model.layers.{layer}.mlp.experts.down_proj_bias"),
     },
     settings=(
         *SIZES,
         UNTIED,
-        OwnRope(),
+        GptOssRope(),
         WindowsByLayer(every=2, default=128),
         Field("num_experts", "num_local_experts", default=128),
         Field("moe_router_topk", "num_experts_per_tok", default=4),

@@ -1,7 +1,7 @@
-"""Qwen3-Next: three layers in four are gated delta nets, the others attention with a gate behind it.
+"""Qwen3-Next: gated delta nets in three of four layers, attention with an output gate in the others.
 
-Its experts are Qwen2's, with a shared expert that a gate weighs; its norms multiply by 1 + weight but for the delta
-nets' own. The published file's module that predicts a second token is left out, as transformers does.
+Experts are as in Qwen2-MoE, with a gated shared expert. Norms multiply by 1 + weight, except those in delta nets. The
+MTP module of the published files is ignored, as in transformers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megalith.config import ModelConfig
 
 
 class LinearLayers:
-    """`layer_types`, or all but every `full_attention_interval`-th."""
+    """Row for the layers with linear attention: `layer_types`, or all but every `full_attention_interval`-th."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        kinds, every = hf_config.get("layer_types"), hf_config.get("full_attention_interval") or 4
+        kinds, interval = hf_config.get("layer_types"), hf_config.get("full_attention_interval") or 4
         if kinds is None:
             kinds = [
-                "full_attention" if (n + 1) % every == 0 else "linear_attention"
+                "full_attention" if (n + 1) % interval == 0 else "linear_attention"
                 for n in range(hf_config["num_hidden_layers"])
             ]
         check_layer_types(kinds, ("full_attention", "linear_attention"))
@@ -47,8 +47,8 @@ class LinearLayers:
         return {"layer_types": kinds}
 
 
-def _queries_gates(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Ours: for each KV group its queries, their gates, its key, its value. Theirs: a head's query, then its gate."""
+def _queries_and_gates(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Order rows by KV group: queries, gates, key, value. Hugging Face has each head's query followed by its gate."""
     size, in_group = model.head_dim, model.num_attention_heads // model.query_groups
     runs, ours = [], 0
     for group in range(model.query_groups):
@@ -62,8 +62,8 @@ def _queries_gates(model: ModelConfig, rows: int) -> list[RowRun]:
     return runs
 
 
-def _units(model: ModelConfig, rows: int) -> list[RowRun]:
-    """Ours: for each key head its query's units, its key's, its values'. Theirs: all of one before all of the next."""
+def _by_key_head(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Order rows by key head: query, key, values. Hugging Face has all queries, then all keys, then all values."""
     heads, key = model.linear_num_key_heads, model.linear_key_head_dim
     values = model.linear_num_value_heads // heads * model.linear_value_head_dim
     runs, ours = [], 0
@@ -84,15 +84,15 @@ QWEN3_NEXT = Family(
         **QWEN2_MOE.tensors,
         **QK_NORMS,
         "layers.{layer}.self_attention.linear_qkv.weight":
-            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"), _queries_gates),
+            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"), _queries_and_gates),
         "layers.{layer}.self_attention.linear_qkv.bias":
-            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv"), _queries_gates),
+            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv"), _queries_and_gates),
         "layers.{layer}.self_attention.linear_in.weight":
             same(OF_LAYER + "linear_attn.in_proj_qkvz.weight"),
         "layers.{layer}.self_attention.linear_gates.weight":
             same(OF_LAYER + "linear_attn.in_proj_ba.weight"),
         "layers.{layer}.self_attention.conv.weight":
-            Rule((OF_LAYER + "linear_attn.conv1d.weight",), _units),
+            Rule((OF_LAYER + "linear_attn.conv1d.weight",), _by_key_head),
         "layers.{layer}.self_attention.decay.weight":
             same(OF_LAYER + "linear_attn.A_log"),
         "layers.{layer}.self_attention.decay.bias":

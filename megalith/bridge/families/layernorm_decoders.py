@@ -1,10 +1,13 @@
-"""Families with LayerNorm that are not built like Llama: GPT-2, BLOOM, GPT-NeoX (and Pythia) and Falcon.
+"""Decoders with LayerNorm and a fused QKV matrix: GPT-2, BLOOM, GPT-NeoX (and Pythia) and Falcon.
 
-GPT-2 stores its matrices as [in, out] and its queries, keys and values as one tensor, one after the other. BLOOM has
-ALiBi, a norm behind the embedding, and queries, keys and values by head as here. In NeoX and Falcon attention and MLP
-read the residual stream side by side, and queries, keys and values are one tensor in our own order of rows: by group
-its query heads, its key, its value. NeoX has a group a head, and heads that turn in part. Falcon has two norms before
-the halves (40B), or one (7B, whose heads share one key and value; 11B), and names them otherwise.
+GPT-2: matrices stored as [in, out]; all queries, then all keys, then all values. The others store QKV by group, as
+Megalith does.
+
+BLOOM: ALiBi, a norm after the embedding.
+
+GPT-NeoX: parallel residual, partial RoPE.
+
+Falcon: parallel residual with two norms (40B) or one (7B, with MQA; 11B); the names depend on the number of norms.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from megalith.errors import ConfigError
 
 
 def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
-    """The row of an MLP without a gate; `tanh` is the name, of those for GELU by tanh, that is written."""
+    """Return the row for the activation of an MLP without a gate; `tanh` is the spelling of gelu_tanh to write."""
     named = dict.fromkeys((tanh, "gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
     others = {
         "gelu": "gelu",
@@ -33,15 +36,15 @@ def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
     return Field("activation", key, default=default, values=named | others)
 
 
-class WholeHeads:
-    """`head_dim`, by which transformers turns heads though their size is that of all divided by their number."""
+class CheckHeadDim:
+    """Check of `head_dim`, which transformers uses for RoPE although a head's size is hidden_size / heads."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         size = hf_config["hidden_size"] // (hf_config["num_attention_heads"] or 1)
         if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
                 f"config.json has head_dim {hf_config['head_dim']}, but a head's size is {size} (hidden_size / "
-                "num_attention_heads) in models of this family; leave it out"
+                "num_attention_heads) in models of this family; remove it"
             )
         return {}
 
@@ -50,10 +53,9 @@ class WholeHeads:
 
 
 def biases(key: str, default: bool) -> tuple[Field, ...]:
-    """The rows of one key for the biases of every linear layer."""
-    return tuple(
-        Field(ours, key, default=default) for ours in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
-    )
+    """Return the rows for one key that controls the biases of all linear layers."""
+    names = ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
+    return tuple(Field(name, key, default=default) for name in names)
 
 
 # fmt: off
@@ -256,7 +258,7 @@ GPT_NEOX = Family(
         Field("add_proj_bias", "attention_bias", default=True),
         UNTIED,
         PartialRope(0.25, share="rotary_pct", base="rotary_emb_base"),
-        WholeHeads(),
+        CheckHeadDim(),
         FixedSettings(add_bias_linear=False, add_mlp_bias=True),
     ),
     tied="embed_out.weight",
@@ -310,8 +312,7 @@ ONE_NORM_TENSORS = {
 
 
 class FalconDecoder:
-    """Falcon's two decoders: the new one with groups of heads and two norms or one, the first with one norm, and one
-    key and value for all heads or each head its own."""
+    """Row for Falcon's two decoders: the new one has GQA and one or two norms, the first one norm and MQA or MHA."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config.get("num_attention_heads")
@@ -331,7 +332,7 @@ class FalconDecoder:
 
 
 class FalconFamily(Family):
-    """Names of norms follow from how many there are."""
+    """A family whose norms' names depend on their number."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         return ONE_NORM_TENSORS if model.shared_layernorm else FALCON_TENSORS

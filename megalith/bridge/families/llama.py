@@ -1,17 +1,17 @@
-"""Llama 2 and 3.x, and what is built like them by a few other rows.
+"""Llama 2 and 3.x, and families that differ in a few rows.
 
-Mistral: Llama, in some releases with a sliding window.
+Mistral: some releases have a sliding window.
 
-Phi-3: Llama with fused matrices, in some releases a window, LongRoPE, or heads that turn in part (Phi-4 mini).
+Phi-3: fused matrices; some releases have a window, LongRoPE or partial RoPE (Phi-4 mini).
 
-SmolLM3: Llama with layers whose queries and keys do not turn.
+SmolLM3: layers without RoPE.
 
-OLMo 2: Llama with its norms behind attention and MLP, and one over all queries, one over all keys together.
+OLMo 2: norms after attention and MLP, QK norms over all heads together.
 
-Gemma: GELU gates, scaled embeddings, norms that multiply by 1 + weight. Gemma 2 and the text model of Gemma 3 have
-windows in most layers too, and norms on both sides.
+Gemma: GELU gates, scaled embeddings, norms that multiply by 1 + weight. Gemma 2 and Gemma 3 (text) also have windows in
+most layers, and norms before and after attention and MLP.
 
-Qwen2 and 2.5: Llama with biases in queries, keys and values. Qwen3: without them, with norms of queries and keys.
+Qwen2 and 2.5: QKV biases. Qwen3: QK norms and no biases.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ LLAMA = Family(
 
 
 class LayersWithoutRope:
-    """`no_rope_layers`, with a 0 for each layer that has no rotary positions; or every `no_rope_layer_interval`-th."""
+    """Row for layers without RoPE: a 0 in `no_rope_layers`, or every `no_rope_layer_interval`-th."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        turns = hf_config.get("no_rope_layers")
-        if not turns:
+        uses_rope = hf_config.get("no_rope_layers")
+        if not uses_rope:
             return {"no_rope_freq": hf_config.get("no_rope_layer_interval", 4)}
-        skipped = [int(not layer) for layer in turns[: hf_config["num_hidden_layers"]]]
+        skipped = [int(not layer) for layer in uses_rope[: hf_config["num_hidden_layers"]]]
         return {"no_rope_freq": skipped} if any(skipped) else {}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -238,7 +238,7 @@ GEMMA_SETTINGS = (
     FixedSettings(normalization="RMSNorm", layernorm_zero_centered_gamma=True, gated_linear_unit=True,
                   scale_embeddings=True, add_bias_linear=False, hidden_dropout=0.0),
 )
-SANDWICHED = (
+SANDWICH_SETTINGS = (
     *GEMMA_SETTINGS,
     Field("activation", "hidden_activation", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu"}),
     Field("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
@@ -253,7 +253,7 @@ GEMMA = Family(
     settings=(
         *GEMMA_SETTINGS,
         Rope(),
-        # The first files say gelu and never meant it. Versions of transformers differ in which of the keys they read.
+        # Old files have gelu but mean gelu_tanh. Versions of transformers differ in which of the keys they read.
         Field("activation", "hidden_act", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu_tanh"}),
         Field("activation", "hidden_activation", default=None, values={**GATES, "gelu": "gelu"}),
         RequiredKeys(use_bidirectional_attention=None),
@@ -268,7 +268,7 @@ GEMMA2 = Family(
     defaults={"num_key_value_heads": 4, "head_dim": 256},
     tensors=GEMMA2_TENSORS,
     settings=(
-        *SANDWICHED,
+        *SANDWICH_SETTINGS,
         Rope(),
         RequiredKeys(use_bidirectional_attention=None),
         WindowsByLayer(every=2),
@@ -287,7 +287,7 @@ GEMMA3 = Family(
             "max_position_embeddings": 131072},
     tensors={**GEMMA2_TENSORS, **QK_NORMS},
     settings=(
-        *SANDWICHED,
+        *SANDWICH_SETTINGS,
         RopeByLayer(),
         # transformers reads no attn_logit_softcapping for Gemma 3, others do
         RequiredKeys(use_bidirectional_attention=False, attn_logit_softcapping=None),

@@ -1,11 +1,11 @@
-"""Families that scale what Llama leaves as it is.
+"""Families with scaling factors: Granite and Cohere.
 
-Granite: factors on the embedding, on what goes into the residual stream, on attention's scores and on the logits; with
-experts in one tensor of all, gates before ups.
+Granite: factors on the embedding, the residual branches, the attention scores and the logits. GraniteMoe has one tensor
+for all experts, with gates before ups.
 
-Cohere (Command-R): attention and MLP side by side behind one LayerNorm without a bias, pairs that turn side by side in
-a head, a factor on the logits. Command-R+ norms each head of queries and keys. Cohere 2 (Command R7B) has windows, and
-no positions in the layers without.
+Cohere (Command-R): parallel residual with one LayerNorm without bias, interleaved RoPE, a factor on the logits.
+Command-R+ has QK norms with weights per head. Cohere 2 (Command R7B) has windows, and no RoPE in layers without a
+window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalith.config import ModelConfig
 
 
 class LogitScale:
-    """`logit_scale` multiplies the logits."""
+    """Row for `logit_scale`, which multiplies the logits."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         return {"logits_scaling": 1 / (hf_config.get("logit_scale") or 0.0625)}
@@ -30,26 +30,28 @@ class LogitScale:
         return {"logit_scale": 1 / model.logits_scaling}
 
 
-class NormsOfHeads:
-    """`use_qk_norm`: queries and keys are normed, with weights for each head (Command-R+)."""
+class QKNormPerHead:
+    """Row for `use_qk_norm`: QK norms with weights per head (Command-R+)."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        asked = bool(hf_config.get("use_qk_norm"))
-        return {"qk_layernorm": asked, "qk_layernorm_per_head": asked}
+        uses_norm = bool(hf_config.get("use_qk_norm"))
+        return {"qk_layernorm": uses_norm, "qk_layernorm_per_head": uses_norm}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"use_qk_norm": model.qk_layernorm_per_head}
 
 
-class PositionsInWindows:
-    """Layers without a window have no rotary positions."""
+class RopeInWindows:
+    """Row for RoPE only in layers with a window."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         fields, count = WINDOWS.read(hf_config), hf_config["num_hidden_layers"]
-        every = fields.get("window_attn_skip_freq", [0] * count)
-        if isinstance(every, int):
-            every = [int(not every or (n + 1) % every != 0) for n in range(count)]
-        return {"no_rope_freq": [1 - windowed for windowed in every]}
+        windowed_layers = fields.get("window_attn_skip_freq", [0] * count)
+        if isinstance(windowed_layers, int):
+            windowed_layers = [
+                int(not windowed_layers or (n + 1) % windowed_layers != 0) for n in range(count)
+            ]
+        return {"no_rope_freq": [1 - windowed for windowed in windowed_layers]}
 
     def write(self, model: ModelConfig) -> Tree:
         return {}
@@ -99,7 +101,7 @@ GRANITE_MOE = Family(
     ignored=IGNORED,
 )
 
-SIDE_BY_SIDE = {
+PARALLEL_TENSORS = {
     "embedding.word_embeddings.weight": TENSORS["embedding.word_embeddings.weight"],
     "layers.{layer}.input_layernorm.weight": TENSORS["layers.{layer}.input_layernorm.weight"],
     **{name: rule for name, rule in TENSORS.items() if "self_attention" in name or ".mlp." in name},
@@ -107,7 +109,7 @@ SIDE_BY_SIDE = {
     "output_layer.weight": TENSORS["output_layer.weight"],
 }
 WINDOWS = WindowsByLayer(every=4, default=4096)
-OF_COHERE = (
+COHERE_SETTINGS = (
     *[size for size in SIZES if size.setting != "layernorm_epsilon"],
     Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
     TIED,
@@ -121,8 +123,8 @@ COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",
     defaults={"rope_theta": 500000.0},
-    tensors=SIDE_BY_SIDE | QK_NORMS,
-    settings=(*OF_COHERE, NormsOfHeads(), RequiredKeys(hidden_act="silu")),
+    tensors=PARALLEL_TENSORS | QK_NORMS,
+    settings=(*COHERE_SETTINGS, QKNormPerHead(), RequiredKeys(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )
@@ -130,8 +132,8 @@ COHERE = Family(
 COHERE2 = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
-    tensors=SIDE_BY_SIDE,
-    settings=(*OF_COHERE, WINDOWS, PositionsInWindows(), RequiredKeys(hidden_act="silu")),
+    tensors=PARALLEL_TENSORS,
+    settings=(*COHERE_SETTINGS, WINDOWS, RopeInWindows(), RequiredKeys(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )

@@ -1,16 +1,15 @@
-"""Families with LayerNorm whose queries, keys and values are three matrices.
+"""Decoders with LayerNorm and separate query, key and value matrices.
 
-StarCoder2: an MLP without a gate, biases everywhere, grouped heads, in some releases a sliding window.
+StarCoder2: MLP without a gate, biases, GQA; some releases have a sliding window.
 
-StableLM: Llama with LayerNorm, whose heads turn in part; attention and MLP one behind the other, or side by side behind
-one norm.
+StableLM: Llama with LayerNorm and partial RoPE; some releases have a parallel residual with one norm.
 
-Phi and GPT-J: attention and MLP side by side behind one norm, heads that turn in part, a bias behind the output matrix.
-GPT-J has no biases in attention, and the pairs of dimensions that turn together stand side by side.
+Phi and GPT-J: parallel residual with one norm, partial RoPE, a bias of the output matrix. GPT-J has no attention biases
+and interleaved RoPE.
 
-OPT: learned positions, ReLU. Its table of positions begins with two rows that no token has; ours ends with them, so
-that a model has two positions more than its config.json says. OPT-350M, with norms behind the additions and embeddings
-of another width than the layers, is refused.
+OPT: learned positions, ReLU. Its position table starts with two unused rows, which are last in Megalith, so
+max_position_embeddings is two more than in config.json. OPT-350M is rejected: it has post-norm layers and embeddings of
+another width.
 """
 
 from __future__ import annotations
@@ -148,17 +147,17 @@ PHI = Family(
 
 
 class RotaryDimensions:
-    """`rotary_dim`, the dimensions of a head that turn, with the base that GPT-J always has."""
+    """Row for `rotary_dim`, the number of rotary dimensions of a head, with GPT-J's fixed base."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        size, turns = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
-        if not turns or turns > size:
+        size, rotary = hf_config["n_embd"] // (hf_config["n_head"] or 1), hf_config.get("rotary_dim", 64)
+        if not rotary or rotary > size:
             raise ConfigError(
-                f"config.json has rotary_dim {turns}, with which transformers runs no model; set it to how many of a "
-                f"head's {size} dimensions turn"
+                f"config.json has rotary_dim {rotary}, which transformers cannot run; set it to a number of dimensions "
+                f"up to a head's {size}"
             )
-        share = turns / size
-        if int(size * share) != turns:  # rounded down once too often
+        share = rotary / size
+        if int(size * share) != rotary:  # rounding error
             share = math.nextafter(share, 1.0)
         return {"position_embedding_type": "rope", "rotary_base": 10000.0, "rotary_percent": share}
 
@@ -217,7 +216,7 @@ GPT_J = Family(
 
 
 class Positions:
-    """`max_position_embeddings`, which leaves out the table's rows without a token."""
+    """Row for `max_position_embeddings`, which excludes the table's unused rows."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         positions = hf_config.get("max_position_embeddings")
@@ -228,14 +227,14 @@ class Positions:
 
 
 class EmbeddingWidth:
-    """`word_embed_proj_dim`, the embedding's width, which has to be the layers'."""
+    """Check that `word_embed_proj_dim`, the embedding's width, is the layers' width."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         width, hidden = hf_config.get("word_embed_proj_dim"), hf_config.get("hidden_size")
         if width not in (None, hidden):
             raise ConfigError(
                 f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}: embeddings of another width "
-                "than the layers, and the matrices between them, cannot be here (OPT-350M alone has them)"
+                "than the layers are not supported (only OPT-350M has them)"
             )
         return {}
 

@@ -1,4 +1,4 @@
-"""`megalith export-megatron`: a run, or weights of another form, as what Megatron core loads; and `convert`."""
+"""`megalith export-megatron` and `megalith convert`: write checkpoints that Megatron core loads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megalith.bridge.importer import PRECISIONS, SEED, common_dtype, import_hf
 from megalith.bridge.load import config_of, is_foreign_weights, open_weights
 from megalith.bridge.megatron.megatron_importer import (
     LATEST,
-    arguments_of,
     import_megatron,
     is_megatron_folder,
+    read_arguments,
 )
 from megalith.bridge.megatron.megatron_writer import STATE, CoreTensors, Read, write_ranks, write_torch_dist
 from megalith.bridge.megatron.table import family_of
@@ -34,21 +34,21 @@ from megalith.progress import Progress
 from megalith.remote import open_location
 
 FORMATS = ("torch_dist", "torch")
-VERSION = 3.0  # of how queries, keys and values stand in a matrix
+VERSION = 3.0  # of the order of queries, keys and values in a matrix
 
 
 @dataclass(frozen=True)
-class _Exported:
-    """What is exported: the run's configuration as far as it is known, and where its tensors are read."""
+class _ExportSource:
+    """Source of an export: configuration and tensors."""
 
     config: RunConfig
     read: Read
     step: int = 0
     samples: int = 0
     position: tuple[int, int] = (0, 0)
-    """Steps and samples that schedules count: without the steps that fp16 skipped, as in Megatron."""
+    """Steps and samples that schedules count: without steps skipped in fp16, as in Megatron."""
     updates: int | None = None
-    """Steps that the optimizer has made; None: there is no state of it."""
+    """Steps of the optimizer; None without optimizer state."""
 
 
 def export_megatron(
@@ -65,19 +65,31 @@ def export_megatron(
     trust: bool = False,
     show_progress: bool = True,
 ) -> Path:
-    """Writes a run's newest checkpoint, one step of it, or a Hugging Face or Megatron folder, as Megatron's folder.
+    """Write a checkpoint in Megatron's format.
 
-    `tp` and `pp` are Megatron's sizes: the legacy format `torch` has a file for each of its ranks, `torch_dist` is
-    loaded in any layout and notes them alone. `dtype` (float32, bfloat16, float16) is by default what the run computes
-    in. `transformer_impl` is that of the job that is to load it. `with_optimizer` puts AdamW's state and the schedule
-    in, of a run of ours and in `torch_dist`; `trust` is import_megatron's. Returns the iteration's folder, of step 0
-    `release`. Raises ConfigError where Megatron core cannot say the model or sizes do not divide, CheckpointError
-    where there is no whole checkpoint, or `out` is there or cannot be written: nothing is left then.
+    Args:
+        source: a run, of which the newest checkpoint is taken, one step of it, or a Hugging Face or Megatron folder.
+        out: folder or URL to write; must not exist.
+        ckpt_format: `torch_dist`, or `torch` for the legacy format.
+        tp: Megatron's tensor-parallel size. `torch` has a file per rank; `torch_dist` is loaded in any layout.
+        pp: Megatron's pipeline-parallel size.
+        dtype: float32, bfloat16 or float16; default: the run's compute dtype.
+        transformer_impl: that of the job that will load the checkpoint.
+        make_vocab_size_divisible_by: as in Megatron, for each TP rank.
+        with_optimizer: include AdamW's state and the schedule; only from a Megalith run and in `torch_dist`.
+        trust: as in `import_megatron`.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The iteration's folder; `release` for step 0.
+
+    Raises: ConfigError: Megatron core cannot express the model, or sizes are not divisible. CheckpointError: there is
+        no complete checkpoint, or `out` exists or cannot be written. Nothing is left at `out`.
     """
-    exported = _opened(source, trust, with_optimizer, show_progress)
+    exported = _open_export_source(source, trust, with_optimizer, show_progress)
     if with_optimizer and ckpt_format != "torch_dist":
         raise ConfigError(
-            "the optimizer's state is written in the format torch_dist alone; choose it, or leave it out"
+            "the optimizer's state is only written in the format torch_dist; choose it, or export without the optimizer"
         )
     model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
     arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
@@ -107,15 +119,19 @@ def export_megatron(
     return open_location(out) / name
 
 
-def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress: bool) -> _Exported:
+def _open_export_source(
+    source: str | Path, trust: bool, with_optimizer: bool, show_progress: bool
+) -> _ExportSource:
     if is_foreign_weights(source):
         if with_optimizer:
-            raise ConfigError(f"{source} is no run of ours, so no optimizer's state is written; leave it out")
+            raise ConfigError(
+                f"{source} is not a Megalith run, so it has no optimizer state; export without it"
+            )
         matched = open_weights(source, trust)
         by_name = {group.name: group for group in matched.groups}
         config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(matched)]}})
         config = config.model_copy(update={"model": matched.groups[0].model})
-        return _Exported(config, lambda part, name, *box: matched.read(by_name[name], SEED, *box))
+        return _ExportSource(config, lambda part, name, *box: matched.read(by_name[name], SEED, *box))
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     checkpoint = open_existing(source, parts, show_progress=show_progress)
     config = config_of(checkpoint)
@@ -132,14 +148,14 @@ def _opened(source: str | Path, trust: bool, with_optimizer: bool, show_progress
     record = checkpoint.manifest
     updates = _updates(checkpoint, config) if with_optimizer else None
     position = record.step - record.skipped_steps, record.consumed_samples - record.skipped_samples
-    return _Exported(config, read, record.step, record.consumed_samples, position, updates)
+    return _ExportSource(config, read, record.step, record.consumed_samples, position, updates)
 
 
 def _updates(checkpoint: Checkpoint, config: RunConfig) -> int:
     if config.optim.optimizer not in ("adamw", "adam"):
         raise ConfigError(
-            f"{checkpoint.folder} has the state of {config.optim.optimizer}, which has no form of Megatron's here; "
-            "export the weights alone"
+            f"{checkpoint.folder} has the state of {config.optim.optimizer}, which is not exported to Megatron; "
+            "export only the weights"
         )
     name = next(name for name in checkpoint.table("optimizer") if name.endswith(".step"))
     return int(checkpoint.read("optimizer", name))
@@ -149,28 +165,26 @@ def _precision(config: RunConfig) -> torch.dtype:
     return next(dtype for dtype, name in PRECISIONS.items() if name == config.train.precision)
 
 
-def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisible_by: int) -> Namespace:
-    """What Megatron keeps of its command line. Raises ConfigError."""
+def _arguments(exported: _ExportSource, tp: int, pp: int, dtype: torch.dtype, divisible_by: int) -> Namespace:
+    """Return the arguments that Megatron stores in a checkpoint. Raises ConfigError."""
     config = exported.config
     model = config.model
     if model.num_experts and model.mlp_bias and not model.add_router_bias:
         raise ConfigError(
-            "its experts have biases, and Megatron core has one in the router then too, which this model has not "
-            "(model.add_router_bias); export it to Hugging Face's format"
+            "its experts have biases but its router has none (model.add_router_bias), while Megatron core then has "
+            "one; export it to Hugging Face's format"
         )
     try:
-        said = family_of(model).write_config(model)
+        args = family_of(model).write_config(model)
     except ConfigError as error:
-        raise ConfigError(
-            f"Megatron core's GPT and BERT as they are written here cannot say this one: {error}"
-        ) from None
+        raise ConfigError(f"Megatron core's GPT and BERT cannot express this model: {error}") from None
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp
     return Namespace(
-        **{name: value for name, value in said.items() if name not in ("architectures", "model_type")}
+        **{name: value for name, value in args.items() if name not in ("architectures", "model_type")}
         | {
-            "layernorm_epsilon": said["norm_epsilon"],  # core 0.20's spelling
-            "layernorm_zero_centered_gamma": said["apply_layernorm_1p"],
+            "layernorm_epsilon": args["norm_epsilon"],  # core 0.20's spelling
+            "layernorm_zero_centered_gamma": args["apply_layernorm_1p"],
             "make_vocab_size_divisible_by": divisible_by,
             "padded_vocab_size": math.ceil(model.vocab_size / rows) * rows,
             "seq_length": config.data.seq_length or model.max_position_embeddings,
@@ -223,7 +237,7 @@ def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> Non
 
 
 def _check_latents(model: ModelConfig, tp: int) -> None:
-    """Tensor ranks without Transformer Engine cut the rows that make latents too."""
+    """Raise ConfigError if TP does not divide the latents' rows, which are split without Transformer Engine."""
     if not model.multi_latent_attention:
         return
     rows = {"q_lora_rank": model.q_lora_rank, "kv_lora_rank + qk_pos_emb_head_dim":
@@ -232,10 +246,10 @@ def _check_latents(model: ModelConfig, tp: int) -> None:
         raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")
 
 
-def _optimizer(exported: _Exported) -> dict[str, Any]:
-    """Of the optimizer what is no tensor, in the shapes that Megatron's optimizers have it, and the schedule.
+def _optimizer(exported: _ExportSource) -> dict[str, Any]:
+    """Return the optimizer's state besides tensors, as Megatron's optimizers store it, and the schedule's.
 
-    The plain one over fp32 weights has groups and `state` at the top, the others below `optimizer`.
+    The plain optimizer over fp32 weights has groups and `state` at the top, the others below `optimizer`.
     """
     config = exported.config
     optim, schedule = config.optim, build_schedule(config.optim, config.train)
@@ -283,11 +297,23 @@ def convert(
     trust: bool = False,
     **options: Any,
 ) -> Path:
-    """Writes weights of any form (Hugging Face's, Megatron's, a run of ours) in the form `target`; returns the place.
+    """Convert weights between Hugging Face's, Megatron's and Megalith's formats.
 
-    `target` is `hf`, `megatron` (with `options` of export_megatron) or `megalith`, a run of ours. What `path` holds is
-    found out; `source`, and the source's TP and PP `sizes`, have to agree with it, but a run of ours passes for
-    `megatron` too. Raises ConfigError where they do not, and as what reads and writes these forms.
+    Args:
+        path: Hugging Face or Megatron folder, or Megalith run.
+        out: folder or URL to write; must not exist.
+        target: `hf`, `megatron` or `megalith`.
+        source: expected format of `path`; `megatron` also accepts a Megalith run. Default: detected.
+        sizes: expected TP and PP sizes of a Megatron source.
+        trust: as in `import_megatron`.
+        options: for `export_megatron`.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        ConfigError: `path` is not what `source` and `sizes` say.
+        CheckpointError: as the functions that read and write these formats.
     """
     kind = "hf"
     if is_megatron_folder(path):
@@ -297,15 +323,15 @@ def convert(
         kind = "megalith"
         if open_checkpoint(path, ()) is None:
             raise CheckpointError(
-                f"{path} holds nothing that is converted: no {CONFIG} with weights beside it (hf), no checkpoint of "
-                "Megatron's, no run of ours; give the folder that does"
+                f"{path} has nothing to convert: no {CONFIG} with weights (hf), no Megatron checkpoint, no Megalith "
+                "run; give the folder that does"
             )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
         if not path_exists(open_location(path)):
             raise CheckpointError(f"there is no folder {path}; check the path")
-        raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
+        raise ConfigError(f"the source should be {source}, but {path} is {kind}; correct one of them")
     if kind == target != "megatron":
-        raise ConfigError(f"{path} is {kind} already, so this converts nothing; choose another target")
+        raise ConfigError(f"{path} is already {kind}; choose another target")
     if target == "megatron":
         return export_megatron(path, out, trust=trust, **options)
     if target == "megalith":
@@ -320,11 +346,11 @@ def convert(
 
 
 def _check_source(path: str | Path, sizes: tuple[int | None, int | None], trust: bool) -> None:
-    """What is said of a Megatron checkpoint's layout is what it says itself."""
-    stored = arguments_of(path, trust)
-    for name, said in zip(("tensor", "pipeline"), sizes):
-        found = stored.get(f"{name}_model_parallel_size")
-        if said is not None and found is not None and said != found:
+    """Raise ConfigError if TP and PP differ from the arguments in a Megatron checkpoint."""
+    args = read_arguments(path, trust)
+    for name, size in zip(("tensor", "pipeline"), sizes):
+        stored = args.get(f"{name}_model_parallel_size")
+        if size is not None and stored is not None and size != stored:
             raise ConfigError(
-                f"--source-{name[0]}p is {said}, but {path} was written with {found}; correct it"
+                f"--source-{name[0]}p is {size}, but {path} was written with {stored}; correct it"
             )

@@ -1,12 +1,12 @@
-"""`megalith import-megatron`: a checkpoint of Megatron-LM as one of ours.
+"""`megalith import-megatron`: convert a checkpoint of Megatron-LM.
 
-The legacy form is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each tensor and pipeline rank. A tensor rank
-holds a part of each matrix, by rows or by columns; a pipeline rank numbers its layers from 0. With interleaving a
-file has `model0`, `model1`, …: chunk v of stage p comes after chunk v of all stages before p.
+The legacy format is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file per tensor and pipeline rank. Each tensor rank has
+a part of each matrix, by rows or columns; each pipeline rank numbers its layers from 0. With interleaving, a file
+contains `model0`, `model1`, …: chunk v of stage p follows chunk v of all earlier stages.
 
-The `torch_dist` form is a torch.distributed.checkpoint directory, its global tensors put together from their shards.
-`.metadata` says for each tensor which box of it stands where in which `.distcp` file; each shard is a tensor that
-torch.save wrote. Layers that are alike are one tensor, with the layers as its first dimension.
+The `torch_dist` format is a torch.distributed.checkpoint directory. `.metadata` lists the shards of each tensor with
+their position in the `.distcp` files; each shard is a tensor written by torch.save. Identical layers are stacked in one
+tensor with the layers as first dimension.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.megatron_names import (
     LATENTS,
     LAYER,
-    cut_of,
-    experts_apart,
-    joined,
+    join_shards,
     layer_of,
     plain_name,
+    tp_split,
+    unstack_experts,
 )
 from megalith.bridge.megatron.table import BERT, GPT
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
@@ -49,8 +49,8 @@ RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A tensor in the parts of the tensor ranks."""
+class JoinedTensor:
+    """A tensor stored in the parts of the TP ranks."""
 
     parts: list[Tensor]
     kind: str  # "rows", "columns", "gated", or "copies"
@@ -67,12 +67,12 @@ class Joined:
         return tuple(shape)
 
     def read(self) -> Tensor:
-        """The whole tensor."""
-        return joined(self.parts, self.kind)
+        """Return the joined tensor."""
+        return join_shards(self.parts, self.kind)
 
 
-def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, Joined], dict[str, Any]]:
-    """Every tensor by its name in the whole model, and the arguments. Raises CheckpointError."""
+def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, JoinedTensor], dict[str, Any]]:
+    """Return all tensors by their name in the full model, and the arguments. Raises CheckpointError."""
     states = _files(folder, trust)
     first = next(iter(states.values()))
     args = arguments_in(first)
@@ -86,21 +86,21 @@ def read_legacy(folder: Path, trust: bool) -> tuple[dict[str, Joined], dict[str,
     try:
         if (ranks := args.get("expert_model_parallel_size") or 1) > 1:
             raise CheckpointError(
-                f"{folder} is of {ranks} expert-parallel ranks, whose files of this form cannot be put together; save "
-                "it with --ckpt-format torch_dist"
+                f"{folder} is of {ranks} expert-parallel ranks, whose legacy files cannot be joined; save it with "
+                "--ckpt-format torch_dist"
             )
         experts = int(args.get("num_experts") or 0)
         for state in states.values():
-            state.update({chunk: experts_apart(state[chunk], experts) for chunk in chunks})
+            state.update({chunk: unstack_experts(state[chunk], experts) for chunk in chunks})
         gated = bool(args.get("swiglu") or args.get("quick_geglu"))
         latents = _latent_rows(args)
-        return _joined(states, chunks, tensor_ranks, stages, gated, latents), args
+        return _join_ranks(states, chunks, tensor_ranks, stages, gated, latents), args
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder} is damaged ({error!r}); copy the checkpoint again") from None
 
 
 def _latent_rows(args: Mapping[str, Any]) -> dict[str, int]:
-    """Rows of the whole matrices that make latents."""
+    """Return the number of rows of MLA's down projections."""
     if not args.get("multi_latent_attention"):
         return {}
     rows = args.get("q_lora_rank") or 0, args["kv_lora_rank"] + args["qk_pos_emb_head_dim"]
@@ -108,21 +108,21 @@ def _latent_rows(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def arguments_in(state: Any) -> dict[str, Any]:
-    """The arguments of the run that a saved state has among it; none where it has something else there."""
+    """Return the run's arguments from a saved state; empty if there are none."""
     args = state.get("args") if isinstance(state, dict) else None
     return dict(vars(args)) if isinstance(args, Namespace) else {}
 
 
-def _joined(
+def _join_ranks(
     states: Mapping[tuple[int, int], dict[str, Any]],
     chunks: list[str],
     tensor_ranks: int,
     stages: int,
     gated: bool,
     latents: Mapping[str, int],
-) -> dict[str, Joined]:
-    tensors: dict[str, Joined] = {}
-    layers_before = 0
+) -> dict[str, JoinedTensor]:
+    tensors: dict[str, JoinedTensor] = {}
+    layer_offset = 0
     for chunk in chunks:
         for pp in range(stages):
             shards = [states[tp, pp][chunk] for tp in range(tensor_ranks)]
@@ -131,16 +131,16 @@ def _joined(
                 if isinstance(value, Tensor):
                     parts = [shard[name] for shard in shards]
                     whole = latents.get(name.rpartition(".self_attention.")[2])
-                    kind = cut_of(name, gated, "copies" if value.shape[:1] == (whole,) else "rows")
+                    kind = tp_split(name, gated, "copies" if value.shape[:1] == (whole,) else "rows")
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
-                    tensors[_shifted(name, layers_before)] = Joined(parts, kind)
-            layers_before += len(layers)
+                    tensors[_renumber(name, layer_offset)] = JoinedTensor(parts, kind)
+            layer_offset += len(layers)
     return tensors
 
 
-def _shifted(name: str, layers: int) -> str:
+def _renumber(name: str, layers: int) -> str:
     return LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + layers}.", name)
 
 
@@ -151,8 +151,8 @@ def _files(folder: Path, trust: bool) -> dict[tuple[int, int], dict[str, Any]]:
             states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE, folder, trust)
     if not states and any(folder.glob("*.distcp")):
         raise CheckpointError(
-            f"{folder} has .distcp files, but no {METADATA}, which is written last: it was not saved to the end or not "
-            "copied whole; give an earlier iteration"
+            f"{folder} has .distcp files, but no {METADATA}, which is written last: the save or a copy is incomplete; "
+            "give an earlier iteration"
         )
     if not states or not all(isinstance(state, dict) for state in states.values()):
         raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")
@@ -167,7 +167,7 @@ EXPERTS = ".experts.experts."
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard of a tensor as it is stored: where it is in the whole, and the bytes of a file that hold it."""
+    """A stored shard of a tensor: its box and the bytes of a file."""
 
     extent: Extent
     file: Path
@@ -175,17 +175,17 @@ class StoredShard:
     length: int
 
     def bytes(self) -> bytes:
-        """The bytes of the file that hold it."""
+        """Return the shard's bytes in the file."""
         with open(self.file, "rb") as file:
             file.seek(self.start)
             return file.read(self.length)
 
     def read(self) -> Tensor:
-        """The shard's values."""
+        """Return the shard's values."""
         try:
             values = torch.load(io.BytesIO(self.bytes()), map_location="cpu", weights_only=True)
             return values.view(self.extent.shape)
-        except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
+        except Exception as error:  # damaged files raise any exception
             reason = str(error).strip().split("\n")[0]
             raise CheckpointError(
                 f"{self.file} has no tensor {list(self.extent.shape)} at byte {self.start} ({reason}); copy the "
@@ -194,8 +194,8 @@ class StoredShard:
 
 
 @dataclass(frozen=True)
-class Distributed:
-    """A tensor in shards; `at` is which layer, or layer and expert, of a stack of them."""
+class DistributedTensor:
+    """A tensor in shards, or one layer or expert of a stack: `at` is its index there."""
 
     whole: tuple[int, ...]
     dtype: str
@@ -207,7 +207,7 @@ class Distributed:
         return self.whole[len(self.at) :]
 
     def read(self) -> Tensor:
-        """The tensor, from the shards that overlap it."""
+        """Return the tensor from the shards that overlap it."""
         wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
         out: Tensor | None = None
         for shard in self.shards:
@@ -220,24 +220,24 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class MadeWhenRead:
-    """A tensor that is made of stored ones when it is read."""
+class LazyTensor:
+    """A tensor computed from stored ones when it is read."""
 
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
-def gate_and_up(gate: Distributed, up: Distributed) -> MadeWhenRead:
-    """A gated matrix whose halves are stored apart, as `NAME_w` and `NAME_v`."""
+def gate_and_up(gate: DistributedTensor, up: DistributedTensor) -> LazyTensor:
+    """Return a gated matrix whose halves are stored as `NAME_w` and `NAME_v`."""
     shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
-    return MadeWhenRead(gate.dtype, shape, lambda: torch.cat([gate.read(), up.read()]))
+    return LazyTensor(gate.dtype, shape, lambda: torch.cat([gate.read(), up.read()]))
 
 
 def read_torch_dist(
     folder: Path, trust: bool
-) -> tuple[dict[str, Distributed | MadeWhenRead], dict[str, Any]]:
-    """Every tensor by its name, layers and experts apart, and the arguments. Raises CheckpointError."""
+) -> tuple[dict[str, DistributedTensor | LazyTensor], dict[str, Any]]:
+    """Return all tensors by name, with one entry per layer and expert, and the arguments. Raises CheckpointError."""
     metadata = load_pickle(folder / METADATA, folder, trust)
     try:
         entries = {
@@ -248,18 +248,18 @@ def read_torch_dist(
             for index, info in metadata.storage_data.items()
         }
         args = arguments_in(_common_state(folder, where, trust))
-        tensors: dict[str, Distributed] = {}
+        tensors: dict[str, DistributedTensor] = {}
         for name, entry in entries.items():
             shards = []
             for chunk in entry.chunks:
                 extent = Extent(tuple(chunk.offsets), tuple(chunk.sizes))
                 shards.append(_stored(folder, extent, where[name, extent.offset]))
-            dtype = entry.properties.state[0]  # of (dtype, layout, requires_grad, memory_format, pin_memory)
+            dtype = entry.properties.state[0]  # (dtype, layout, requires_grad, memory_format, pin_memory)
             code = DTYPE_CODES.get(dtype, str(dtype))
-            whole = Distributed(tuple(entry.size), code, shards)
+            whole = DistributedTensor(tuple(entry.size), code, shards)
             _check_shards(folder, name, whole)
-            tensors |= _apart(name, whole)
-        return _with_halves(tensors), args
+            tensors |= _split_stacks(name, whole)
+        return _join_gates(tensors), args
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointError(
             f"{folder / METADATA} is damaged ({error!r}); copy the checkpoint again"
@@ -275,7 +275,7 @@ def _stored(folder: Path, extent: Extent, info: Any) -> StoredShard:
 
 
 def _common_state(folder: Path, where: Mapping[tuple[str, tuple[int, ...]], Any], trust: bool) -> Any:
-    """What is no tensor: a file of its own, or from core 0.19 on an object among the shards."""
+    """Return the state besides the tensors: a separate file, or from core 0.19 on an object among the shards."""
     if (COMMON_STATE, ()) not in where or os.path.lexists(folder / COMMON):
         return load_torch(folder / COMMON, folder, trust)
     stored = _stored(folder, Extent((), ()), where[COMMON_STATE, ()])
@@ -291,18 +291,18 @@ def _check_stored(shard: StoredShard, name: str) -> None:
         raise CheckpointError(f"{shard.file} ends before {name} does; copy the checkpoint again")
 
 
-def _check_shards(folder: Path, name: str, tensor: Distributed) -> None:
+def _check_shards(folder: Path, name: str, tensor: DistributedTensor) -> None:
     for shard in tensor.shards:
         _check_stored(shard, name)
     if not covers_exactly(tensor.whole, [shard.extent for shard in tensor.shards]):
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 
-def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
-    """A stack of layers, or of a layer's experts, or both as single ones, under the names that they have otherwise."""
-    found, names = STACKED.search(name), {(): name}
-    if found and not name[found.end() :].split(".")[0].isdigit():
-        before, rest = name[: found.end()], name[found.end() :]
+def _split_stacks(name: str, tensor: DistributedTensor) -> dict[str, DistributedTensor]:
+    """Return the entries of a stack of layers, experts or both, under their unstacked names."""
+    stack, names = STACKED.search(name), {(): name}
+    if stack and not name[stack.end() :].split(".")[0].isdigit():
+        before, rest = name[: stack.end()], name[stack.end() :]
         names = {(layer,): f"{before}{layer}.{rest}" for layer in range(_count(name, tensor, 0))}
     if EXPERTS in name and not name.partition(EXPERTS)[2].split(".")[0].isdigit():
         names = {
@@ -311,20 +311,20 @@ def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
             for expert in range(_count(name, tensor, len(at)))
         }
     return {
-        one.replace(EXPERTS, ".experts.local_experts."): Distributed(
+        one.replace(EXPERTS, ".experts.local_experts."): DistributedTensor(
             tensor.whole, tensor.dtype, tensor.shards, at
         )
         for at, one in names.items()
     }
 
 
-def _count(name: str, tensor: Distributed, dimension: int) -> int:
+def _count(name: str, tensor: DistributedTensor, dimension: int) -> int:
     if tensor.whole[dimension] > MOST_LAYERS:
         raise ValueError(f"{name} has {tensor.whole[dimension]:,} layers or experts")
     return tensor.whole[dimension]
 
 
-def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | MadeWhenRead]:
+def _join_gates(tensors: dict[str, DistributedTensor]) -> dict[str, DistributedTensor | LazyTensor]:
     halves = {name[:-2] for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors}
     whole = {name: gate_and_up(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
     return {**tensors, **whole}
@@ -337,14 +337,14 @@ PREFIXES = ("", "model.", "module.", "model.module.", "model.module.module.")
 NOT_THE_MODEL = ("optimizer.", "rng_state", "rerun_state", "opt_param_scheduler")
 
 
-def first_rows(stored: Any, rows: int) -> MadeWhenRead:
-    """A stored tensor without the rows that pad the vocabulary."""
+def first_rows(stored: Any, rows: int) -> LazyTensor:
+    """Return a stored tensor without vocabulary padding."""
     shape = (min(rows, stored.shape[0]), *stored.shape[1:])
-    return MadeWhenRead(stored.dtype, shape, lambda: stored.read()[:rows])
+    return LazyTensor(stored.dtype, shape, lambda: stored.read()[:rows])
 
 
 class MegatronSource:
-    """A checkpoint's tensors under Megatron core's names; what `match` takes in a Hugging Face folder's place."""
+    """A checkpoint's tensors under Megatron core's names, with the interface of `SourceFolder` that `match` needs."""
 
     settings_name = "record of arguments"
     dtype: torch.dtype | None = None
@@ -354,10 +354,10 @@ class MegatronSource:
         self._last: tuple[str, Tensor] | None = None
 
     def normalize_names(self, family: object) -> None:
-        """The names are whole."""
+        """Do nothing: the names are complete."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name; the last one is kept, as it is asked for a block at a time."""
+        """Return a tensor by name. The last one is cached, because it is read in blocks."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self.tensors[name].read())
         return self._last[1]
@@ -372,59 +372,69 @@ def import_megatron(
     allow: bool = False,
     show_progress: bool = True,
 ) -> Path:
-    """Writes Megatron's newest checkpoint in `source`, or the iteration that it is, as step 0 of a run at `out`.
+    """Write a Megatron checkpoint as step 0 of a run.
 
-    Its files are pickles. Those that name classes of Megatron's are read only with `trust`, and without these classes
-    (unpickle.py); what export_megatron writes names none. `vocab_size` is the tokenizer's; by
-    default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
-    ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
+    Args:
+        source: Megatron's save folder, of which the newest iteration is taken, or the folder of an iteration.
+        out: folder or URL of the run; must not exist.
+        trust: read pickles that name Megatron's classes. The classes are never loaded (unpickle.py).
+        vocab_size: the tokenizer's; default: that in the checkpoint's arguments, else the padded size.
+        allow: initialize missing tensors and ignore extra ones.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        ConfigError: the model is not supported.
+        CheckpointError: files are damaged. Nothing is left at `out`.
     """
     matched = open_megatron(source, trust, vocab_size, allow)
     return write_run(matched, out, None, show_progress=show_progress)
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a folder here is Megatron's: its save folder, or an iteration in it, damaged ones among them.
+    """Return whether a local folder is Megatron's save folder or an iteration of it, even if damaged.
 
-    A folder that has steps of a run of ours is ours, whatever files for Megatron's scripts are beside them.
+    A folder with steps of a Megalith run is not, even if it has files for Megatron's scripts.
     """
     folder = Path(path)
     if (folder / CHECKPOINTS).is_dir() and list_steps(folder / CHECKPOINTS):
         return False
-    found = any((folder / name).is_file() for name in (LATEST, METADATA))
-    found = found or any(any(folder.glob(name)) for name in ("mp_rank_*", "*.distcp", ITERATIONS))
-    return found or ((folder / RELEASE).is_dir() and is_megatron_folder(folder / RELEASE))
+    has_files = any((folder / name).is_file() for name in (LATEST, METADATA))
+    has_files = has_files or any(any(folder.glob(name)) for name in ("mp_rank_*", "*.distcp", ITERATIONS))
+    return has_files or ((folder / RELEASE).is_dir() and is_megatron_folder(folder / RELEASE))
 
 
-def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
-    """The arguments that a checkpoint keeps. Raises as `import_megatron`."""
+def read_arguments(source: str | Path, trust: bool) -> dict[str, Any]:
+    """Return the arguments stored in a checkpoint. Raises as `import_megatron`."""
     return _read(_iteration(Path(source)), trust)[1]
 
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors and the arguments of an iteration's folder."""
+    """Return the tensors and the arguments of an iteration's folder."""
     return (read_torch_dist if os.path.lexists(folder / METADATA) else read_legacy)(folder, trust)
 
 
 def open_megatron(
     source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
-    """The tensors of a checkpoint, matched with the model of its arguments. As `import_megatron`."""
+    """Open a checkpoint and match its tensors with the model of its arguments. Raises as `import_megatron`."""
     folder = _iteration(Path(source))
     tensors, args = _read(folder, trust)
     if not args:
         raise CheckpointError(
-            f"{folder} has no arguments of its run, which say what the model is; it cannot be read"
+            f"{folder} does not contain its run's arguments, which describe the model; it cannot be read"
         )
     args = dict(args, vocab_size=vocab_size or args.get("vocab_size") or args.get("padded_vocab_size"))
-    tensors = _core_names(folder, tensors)
+    tensors = _model_tensors(folder, tensors)
     try:
         family = _family(tensors)
         model = family.read_config(args)
         check_model(model)
     except ConfigError as error:
-        told = str(error.within(folder)).replace("config.json has", "its args have")
-        raise ConfigError(*told.split("\n")) from None
+        message = str(error.within(folder)).replace("config.json has", "its args have")
+        raise ConfigError(*message.split("\n")) from None
     for name in (EMBEDDING, "output_layer.weight", "output_layer.bias"):
         if name in tensors and tensors[name].shape:
             tensors[name] = first_rows(tensors[name], model.vocab_size)
@@ -432,22 +442,22 @@ def open_megatron(
 
 
 def _family(names: Iterable[str]) -> Family:
-    """Whose tensors have these names; the arguments do not say it."""
-    stacks = {found[1] for name in names if (found := LAYER.match(name))}
+    """Return the family by the tensors' names; the arguments do not contain it."""
+    stacks = {match[1] for name in names if (match := LAYER.match(name))}
     if stacks == {"decoder", "encoder"}:
         raise ConfigError(
-            "it has an encoder and a decoder, and Megatron's T5 is not read here; take it from Hugging Face's format"
+            "it has an encoder and a decoder, and Megatron's T5 is not supported; use Hugging Face's format"
         )
     return BERT if stacks == {"encoder"} else GPT
 
 
-def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The model's tensors alone, without what stands before their names, norms under names of their own."""
+def _model_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's tensors under table.py's names, without prefixes."""
     prefix = next((prefix for prefix in PREFIXES if prefix + EMBEDDING in tensors), None)
     if prefix is None:
         raise CheckpointError(
-            f"{folder} has no {EMBEDDING}, so it is no checkpoint of Megatron core's GPT or BERT; models from before "
-            "Megatron core cannot be read"
+            f"{folder} has no {EMBEDDING}, so it is not a checkpoint of Megatron core's GPT or BERT; models from "
+            "before Megatron core cannot be read"
         )
     named = {}
     for name, tensor in tensors.items():
@@ -464,8 +474,8 @@ def _iteration(folder: Path) -> Path:
             raise CheckpointError(
                 f"there is no folder {folder}; give Megatron's save folder or one iter_NNNNNNN in it"
             )
-        if there := _iterations(folder):
-            raise CheckpointError(f"{folder} has no {LATEST}; give one of its folders: {shorten(there)}")
+        if existing := _iterations(folder):
+            raise CheckpointError(f"{folder} has no {LATEST}; give one of its folders: {shorten(existing)}")
         return folder
     try:
         text = read_small_file(latest, folder, largest=4096).decode(errors="replace").strip()
@@ -475,17 +485,17 @@ def _iteration(folder: Path) -> Path:
         ) from None
     if not re.fullmatch(f"{RELEASE}|[0-9]{{1,15}}", text):
         raise CheckpointError(
-            f"{latest} holds {text!r}, which is no iteration; give the folder iter_NNNNNNN itself"
+            f"{latest} holds {text!r}, which is not an iteration; give the folder iter_NNNNNNN itself"
         )
-    found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if not found.is_dir():
+    iteration = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not iteration.is_dir():
         raise CheckpointError(
-            f"{latest} names {found.name}, which is not there; there are {shorten(_iterations(folder)) or 'none'}: "
-            "copy it, or give the folder of another"
+            f"{latest} names {iteration.name}, which does not exist; there are "
+            f"{shorten(_iterations(folder)) or 'none'}: copy it, or give the folder of another"
         )
-    return found
+    return iteration
 
 
 def _iterations(folder: Path) -> list[str]:
-    """The folders of iterations in a save folder."""
+    """Return the names of the iterations' folders in a save folder."""
     return sorted(path.name for name in (ITERATIONS, RELEASE) for path in folder.glob(name) if path.is_dir())

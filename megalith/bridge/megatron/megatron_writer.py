@@ -1,11 +1,11 @@
-"""Megatron's two forms of a checkpoint, written a tensor at a time.
+"""Writers of Megatron's two checkpoint formats.
 
-`torch_dist` is a torch.distributed.checkpoint directory. Layers that are alike are one tensor with the layers as its
-first dimension, a layer's experts likewise; each layer or expert is a shard, and is only made when its turn comes. Any
-layout reads it. Of the optimizer's state one tensor has two names, as Megatron's two kinds of optimizer call the fp32
-weights otherwise; both point to the same bytes.
+`torch_dist` is a torch.distributed.checkpoint directory, readable in any layout. Identical layers are stacked in one
+tensor with the layers as first dimension, and so are a layer's experts. Each layer or expert is a shard, created when
+it is written. The fp32 weights have two names for the same bytes, because Megatron's two optimizers name them
+differently.
 
-The legacy form is a file a tensor and pipeline rank, which is whole in memory when it is written.
+The legacy format has one file per tensor and pipeline rank, which is in memory when it is written.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megalith.bridge.family import VOCABULARY, Group
 from megalith.bridge.megatron.megatron_names import (
     EXPERT,
-    cut_of,
-    experts_together,
+    extra_states,
     layer_of,
     shard_of,
-    states_beside,
+    stack_experts,
     stored_name,
+    tp_split,
 )
 from megalith.bridge.transfer import to_theirs
 from megalith.config import ModelConfig
 
 Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""Of a part ("model", or a key of the optimizer's state) our tensor's box in float32: part, name, offset, shape."""
+"""Returns a box of a Megalith tensor in float32: (part, name, offset, shape); part is "model" or an optimizer state."""
 
 
 class CoreTensors:
-    """A model's tensors under table.py's names, each made when it is asked for; the vocabulary padded with zeros."""
+    """A model's tensors under table.py's names, created on demand, with the vocabulary padded with zeros."""
 
     def __init__(self, groups: Sequence[Group], read: Read, dtype: torch.dtype, padded_vocab: int):
         self.model: ModelConfig = groups[0].model
@@ -71,26 +71,26 @@ class CoreTensors:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the model's order."""
+        """Names of all tensors, in the model's order."""
         return list(self._boxes)
 
     @property
     def parameters(self) -> list[str]:
-        """Of those that an optimizer steps."""
+        """Names of the tensors that an optimizer updates."""
         return [name for name in self._boxes if not name.endswith(".expert_bias")]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """With the vocabulary's padding."""
+        """Return the shape of a tensor, with vocabulary padding."""
         group, *_ = self._boxes[name]
         shape = group.sources[name]
         return (self.padded_vocab, *shape[1:]) if group.name in VOCABULARY else shape
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type that Megatron has a tensor in: the router's bias is always fp32."""
+        """Return the dtype of a tensor in Megatron: fp32 for the router's expert bias."""
         return torch.float32 if name.endswith(".expert_bias") else self.dtype
 
     def value(self, name: str, part: str = "model") -> Tensor:
-        """The tensor, or the optimizer's state of it in float32."""
+        """Return a tensor, or its optimizer state in float32."""
         group, offset, shape = self._boxes[name]
         dtype = self.dtype_of(name) if part == "model" else torch.float32
         tensor = self._read("model" if part == "master" else part, group.name, offset, shape)
@@ -99,7 +99,7 @@ class CoreTensors:
         return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
 
 
-STATE = {  # the optimizer's: how Megatron names it, and the part that it is read from
+STATE = {  # optimizer state: Megatron's name → the part that it is read from
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "fp32_param": "master",
@@ -110,13 +110,13 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-SAME_BYTES = ("optimizer.state.fp32_param.", "optimizer.state.param.")
-"""The fp32 weights, by the optimizer that has them whole and by the distributed one."""
+STATE_NAMES = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+"""Prefixes of the fp32 weights in the plain and in the distributed optimizer."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A box of a stored tensor, which is the whole of one of Megatron's: what it is a tensor or the state of."""
+    """One of Megatron's tensors, or its optimizer state, as a box of a stored tensor."""
 
     size: tuple[int, ...]
     offset: tuple[int, ...]
@@ -129,12 +129,12 @@ class _Shard:
 def write_torch_dist(
     folder: Path, tensors: CoreTensors, common: Mapping[str, Any], transformer_engine: bool, with_state: bool
 ) -> None:
-    """Fills an iteration's folder; `common` is what stands beside the tensors. Raises OSError."""
+    """Write an iteration's folder in `torch_dist`; `common` is the state besides the tensors. Raises OSError."""
     shards: dict[MetadataIndex, _Shard] = {}
     states: list[str] = []
     for name in tensors.names:
-        key, stack, at = _placed(name, tensors.model, transformer_engine)
-        for state in states_beside([key], transformer_engine):
+        key, stack, at = _stack_position(name, tensors.model, transformer_engine)
+        for state in extra_states([key], transformer_engine):
             states.append(f"{state}/shard_{_dotted(at or (0,))}_{_dotted(stack or (1,))}")
         parts = {key: "model"}
         if with_state and name in tensors.parameters:
@@ -146,21 +146,21 @@ def write_torch_dist(
             shards[index] = _Shard(stack + shape, index.offset, (1,) * len(at) + shape, dtype, name, part)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, that this is one process
+            warnings.simplefilter("ignore")  # torch warns that this is one process
             dcp.save(
                 {}, storage_writer=_Writer(folder), planner=_Planner(tensors, shards, states), no_dist=True
             )
-    except CheckpointException as error:  # torch's, around what went wrong
+    except CheckpointException as error:  # torch wraps the cause
         [(cause, _), *_] = error.failures.values()
         raise cause from None
     torch.save(dict(common), folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKENDS))
 
 
-def _placed(
+def _stack_position(
     name: str, model: ModelConfig, transformer_engine: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The stored tensor that one of Megatron's is in, the stack's size, and its place there."""
+    """Return the name of the stored tensor that contains one of Megatron's, the stack's size, and the index in it."""
     key = stored_name(name, model, transformer_engine, distributed=True)
     stack, at = (), ()
     layer, expert = layer_of(name), EXPERT.search(name)
@@ -180,7 +180,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 class _Planner(SavePlanner):
-    """Has torch write the shards, each made when it is asked for, and the states, which are None."""
+    """Planner that creates each shard when it is written, and writes empty extra states."""
 
     def __init__(self, tensors: CoreTensors, shards: Mapping[MetadataIndex, _Shard], states: Sequence[str]):
         self._tensors, self._states = tensors, states
@@ -217,28 +217,28 @@ def _item(index: MetadataIndex, shard: _Shard) -> WriteItem:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """One file, written by one thread: an error in another one would be lost."""
+    """Writer of one file in one thread: errors in other threads would be lost."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def storage_meta(self) -> StorageMeta:
-        """Names neither the folder, which gets another name when it is whole, nor this moment."""
+        """Return metadata without the folder's name, which changes at the end, and without the time."""
         return StorageMeta()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Gives what is under the one of SAME_BYTES the other name too."""
-        one, other = SAME_BYTES
+        """Add the second of STATE_NAMES for the bytes stored under the first."""
+        one, other = STATE_NAMES
         stored = metadata.state_dict_metadata
         stored |= {
             other + name.removeprefix(one): stored[name] for name in list(stored) if name.startswith(one)
         }
-        again = [
+        duplicates = [
             replace(result, index=replace(result.index, fqn=other + result.index.fqn.removeprefix(one)))
             for result in results[0]
             if result.index.fqn.startswith(one)
         ]
-        super().finish(metadata, [*results, again])
+        super().finish(metadata, [*results, duplicates])
 
 
 def write_ranks(
@@ -249,35 +249,39 @@ def write_ranks(
     ranks: int,
     stages: int,
 ) -> None:
-    """Fills an iteration's folder with `mp_rank_TT[_PPP]/model_optim_rng.pt`. Raises OSError."""
+    """Write an iteration's folder in the legacy format, `mp_rank_TT[_PPP]/model_optim_rng.pt`. Raises OSError."""
     model, latents = tensors.model, "copies" if transformer_engine else "rows"
     for stage in range(stages):
-        held = dict(_stage(tensors, stage, stages))
+        sources = dict(_stage(tensors, stage, stages))
         for rank in range(ranks):
             state: dict[str, Any] = {}
-            for name, source in held.items():
-                state[name] = shard_of(tensors.value(source), cut_of(name, model.gated, latents), rank, ranks)
+            for name, source in sources.items():
+                state[name] = shard_of(
+                    tensors.value(source), tp_split(name, model.gated, latents), rank, ranks
+                )
             if model.moe_grouped_gemm and not transformer_engine:
-                state = experts_together(state)
+                state = stack_experts(state)
             state = {stored_name(name, model, transformer_engine): value for name, value in state.items()}
-            state |= dict.fromkeys(states_beside(list(state), transformer_engine))
+            state |= dict.fromkeys(extra_states(list(state), transformer_engine))
             if stage == stages - 1:
                 state["output_layer._extra_state"] = None
             first = stage * model.num_layers // stages
-            state = {_numbered_from(name, first): value for name, value in state.items()}
+            state = {_renumber(name, first): value for name, value in state.items()}
             path = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
             path.mkdir(parents=True)
             torch.save({**common, "model": state}, path / "model_optim_rng.pt")
 
 
 def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str, str]]:
-    """The tensors of a pipeline stage, and the one that each is; the last has the embedding too where it reads it."""
+    """Yield the tensors of a pipeline stage and their sources. The last stage has a copy of a tied embedding."""
     model, (embedding, head, *_) = tensors.model, VOCABULARY
     per_stage = model.num_layers // stages
     for name in tensors.names:
         layer = layer_of(name)
-        own = 0 if name.startswith("embedding.") else stages - 1 if layer is None else layer // per_stage
-        if own == stage:
+        its_stage = (
+            0 if name.startswith("embedding.") else stages - 1 if layer is None else layer // per_stage
+        )
+        if its_stage == stage:
             yield name, name
     if 0 < stage == stages - 1 and not model.untie_embeddings_and_output_weights:
         yield head, embedding
@@ -285,6 +289,6 @@ def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str,
         yield embedding, embedding
 
 
-def _numbered_from(name: str, first: int) -> str:
+def _renumber(name: str, first: int) -> str:
     layer = layer_of(name)
     return name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layer - first}.", 1)

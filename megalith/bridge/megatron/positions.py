@@ -1,8 +1,8 @@
-"""Positions in Megatron's arguments: which kind, the rotary settings, and what stretches rotary frequencies.
+"""Megatron's arguments for positions: the kind, RoPE's settings and its scaling.
 
-Latent attention has rotary positions by itself, stretched by YaRN unless rope_type says otherwise; learned_absolute
-adds learned ones. Elsewhere YaRN is a position_embedding_type, and its arguments begin with yarn_. A
-rotary_scaling_factor of 1 stretches nothing.
+Latent attention always uses RoPE, scaled by YaRN unless rope_type is "rope"; learned_absolute adds learned positions.
+Otherwise YaRN is a position_embedding_type, and its arguments begin with yarn_. A rotary_scaling_factor of 1 means no
+scaling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalith.errors import ConfigError
 
 KINDS = ("learned_absolute", "rope", "yarn")
 ROTARY = ("rotary_base", "rotary_interleaved", "rotary_percent")
-ORIGINAL_LENGTH, BETA_FAST, BETA_SLOW = 4096, 32.0, 1.0  # of YaRN, where its arguments are None
+ORIGINAL_LENGTH, BETA_FAST, BETA_SLOW = 4096, 32.0, 1.0  # YaRN's, if its arguments are None
 LATENT_YARN = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
     "beta_fast": BETA_FAST,
@@ -28,22 +28,24 @@ LATENT_YARN = {
 
 
 class CorePositions:
-    """The row of position_embedding_type, rotary_base and rope_scaling."""
+    """Row for position_embedding_type, rotary_base and rope_scaling."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
-        """Fields of ModelConfig."""
+        """Return settings of ModelConfig."""
         kind, latent = args["position_embedding_type"], bool(args.get("multi_latent_attention"))
         if args.get("use_rotary_position_embeddings") or (latent and kind == "none"):
             kind = "rope"
         if kind not in KINDS:
-            raise ConfigError(f"config.json has position_embedding_type {kind!r}; known: {', '.join(KINDS)}")
+            raise ConfigError(
+                f"config.json has position_embedding_type {kind!r}; supported: {', '.join(KINDS)}"
+            )
         if kind == "learned_absolute" and not latent:
             return {"position_embedding_type": kind}
         _check(args)
         by_yarn = _takes_yarn(args, kind, latent)
         fields: Tree = {"position_embedding_type": "rope"} | {name: args[name] for name in ROTARY}
         if latent and by_yarn:
-            del fields["rotary_percent"]  # which Megatron core does not read then
+            del fields["rotary_percent"]  # Megatron core does not read it then
         if latent:
             fields["add_position_embedding"] = kind == "learned_absolute"
         if (every := args.get("no_rope_freq")) is not None:
@@ -53,7 +55,7 @@ class CorePositions:
         return fields
 
     def write(self, model: ModelConfig) -> Tree:
-        """Arguments of Megatron's. Raises ConfigError for scaling that YaRN's arguments cannot say."""
+        """Return Megatron's arguments. Raises ConfigError for scaling that they cannot express."""
         scaling = model.rope_scaling
         llama3, linear, yarn = (
             scaling is not None and scaling.type == kind for kind in ("llama3", "linear", "yarn")
@@ -83,8 +85,8 @@ class CorePositions:
 def _check(args: Mapping[str, Any]) -> None:
     if missing := [name for name in ROTARY if name not in args]:
         raise ConfigError(
-            f"config.json has no {', '.join(missing)}, which decide what rotary positions are; add them to the "
-            "arguments that the checkpoint keeps"
+            f"config.json has no {', '.join(missing)}, which define the rotary positions; add them to the arguments in "
+            "the checkpoint"
         )
 
 

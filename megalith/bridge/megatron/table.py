@@ -1,11 +1,12 @@
-"""Megatron core's GPT and BERT as families: their tensors and their arguments, whose names are mostly ours.
+"""Megatron core's GPT and BERT as families: their tensors and arguments, most with the same names as Megalith's
+settings.
 
-An argument that decides what the model computes, and that every version writes, has no default here: without it a
-checkpoint is refused. One that later versions added means, where it is absent, that the model goes without.
+An argument that affects what the model computes and that every version writes has no default here: a checkpoint without
+it is rejected. If an argument that later versions added is missing, the model does not have the feature.
 
-Fused SwiGLU matrices hold the gate before the up, there; ours alternate. Queries, keys and values stand by group in
-both. The names here are those of the layers without Transformer Engine, experts one by one: readers and writers
-rename from and to the others (`megatron_names.py`).
+Fused SwiGLU matrices have the gate before the up there and alternate here. Queries, keys and values are grouped in
+both. The names are those of layers without Transformer Engine and of single experts; readers and writers rename the
+others (`megatron_names.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megalith.errors import ConfigError
 
 
 def fc1(name: str) -> Rule:
-    """The first matrix of the MLP: gate and up where it is gated."""
+    """Return the rule of the MLP's first matrix: gate and up, or one matrix without a gate."""
 
     def order(model: ModelConfig, rows: int) -> list[RowRun]:
         return gate_up(name).order(model, rows) if model.gated else [RowRun(0, 0, 0, rows)]
@@ -85,7 +86,7 @@ TENSORS = {
     "output_layer.weight":                  same("output_layer.weight"),
 }
 # fmt: on
-FURTHER = {  # of a layer of multi-token prediction, beside those of a layer
+MTP_TENSORS = {  # tensors of an MTP layer besides those of a transformer layer
     "join.embedding_layernorm": "enorm",
     "join.hidden_layernorm": "hnorm",
     "join.linear_join": "eh_proj",
@@ -94,26 +95,26 @@ FURTHER = {  # of a layer of multi-token prediction, beside those of a layer
 
 
 class CoreFamily(Family):
-    """Layers of multi-token prediction have names of their own, and are numbered from 0."""
+    """A family whose MTP layers have other names and are numbered from 0."""
 
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
-        """The tensors of this model."""
+        """Return the tensor table of a model, with its MTP layers."""
         table = dict(self.tensors)
         for number, layer in enumerate(model.mtp_layers):
-            ours, theirs = f"layers.{layer}.", f"mtp.layers.{number}."
+            layer_prefix, prefix = f"layers.{layer}.", f"mtp.layers.{number}."
             for name, rule in self.tensors.items():
                 if name.startswith("layers."):
-                    [own] = rule.names
-                    inner = own.replace("decoder.layers.{layer}.", f"{theirs}transformer_layer.")
-                    table[name.replace("layers.{layer}.", ours)] = replace(rule, names=(inner,))
-            for one, other in FURTHER.items():
+                    [name_there] = rule.names
+                    inner = name_there.replace("decoder.layers.{layer}.", f"{prefix}transformer_layer.")
+                    table[name.replace("layers.{layer}.", layer_prefix)] = replace(rule, names=(inner,))
+            for one, other in MTP_TENSORS.items():
                 for kind in ("weight", "bias"):
-                    table[f"{ours}{one}.{kind}"] = same(f"{theirs}{other}.{kind}")
+                    table[f"{layer_prefix}{one}.{kind}"] = same(f"{prefix}{other}.{kind}")
         return table
 
 
 class _Required:
-    """Arguments that decide what the model computes, and that every version of Megatron core writes."""
+    """Check of the arguments that affect what the model computes and that every version of Megatron core writes."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = [*REQUIRED]
@@ -121,8 +122,8 @@ class _Required:
         names += [*LATENT, "qk_layernorm"] * bool(args.get("multi_latent_attention"))
         if missing := [name for name in names if name not in args]:
             raise ConfigError(
-                f"config.json has no {', '.join(missing)}, which decide what the model computes; add them to the "
-                "arguments that the checkpoint keeps"
+                f"config.json has no {', '.join(missing)}, which affect what the model computes; add them to the "
+                "arguments in the checkpoint"
             )
         return {}
 
@@ -131,7 +132,8 @@ class _Required:
 
 
 class _Heads:
-    """Sizes and norms of heads. num_query_groups counts only with group_query_attention, neither with latents."""
+    """Row for attention heads. num_query_groups is used only with group_query_attention; latent attention uses
+    neither."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("multi_latent_attention"):
@@ -157,7 +159,7 @@ class _Heads:
 
 
 class _Windows:
-    """window_size, of the layers that window_attn_skip_freq says."""
+    """Row for window_size in the layers given by window_attn_skip_freq."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("window_size") is None:
@@ -168,9 +170,11 @@ class _Windows:
         )
 
     def write(self, model: ModelConfig) -> Tree:
-        further = [model.window(layer) for layer in model.mtp_layers]
-        if set(further) - {model.window(0)}:  # there they count as the first layer, here as the last
-            raise ConfigError("mtp_num_layers with a window in the first or the last layer alone")
+        mtp_windows = [model.window(layer) for layer in model.mtp_layers]
+        if set(mtp_windows) - {
+            model.window(0)
+        }:  # Megatron uses the first layer's window, Megalith the last layer's
+            raise ConfigError("mtp_num_layers with a window in only one of the first and the last layer")
         size = model.window_size
         return {
             "window_size": None if size is None else tuple(size),
@@ -178,8 +182,8 @@ class _Windows:
         }
 
 
-class _Further:
-    """Layers of multi-token prediction."""
+class _MTP:
+    """Row for multi-token prediction."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("mtp_num_layers"):
@@ -196,7 +200,7 @@ class _Further:
 
 
 class _Activation:
-    """Without swiglu and the like GELU: exact, or by tanh in Megatron's fused kernel and with openai_gelu."""
+    """Row for the activation. GELU uses the tanh approximation in Megatron's fused kernel and with openai_gelu."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("swiglu"):
@@ -220,7 +224,7 @@ class _Activation:
 
 
 class _Biases:
-    """add_bias_linear, in every linear layer and the router, and add_qkv_bias, which latents have not."""
+    """Row for add_bias_linear (all linear layers and the router) and add_qkv_bias (unless attention is latent)."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         names = ["add_bias_linear"] + ["add_qkv_bias"] * (not args.get("multi_latent_attention"))
@@ -237,14 +241,14 @@ class _Biases:
 
 
 class _Experts:
-    """num_experts and what is said of them, under our names; without it, as Megatron's arguments have defaults too."""
+    """Row for experts. Their arguments are read only with num_experts, because they have defaults in Megatron too."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("num_experts"):
             return {}
         fields = {name: args[name] for name in EXPERTS if args.get(name) is not None}
         kind, weight = (args.get(f"moe_{name}") for name in ("router_load_balancing_type", "aux_loss_coeff"))
-        if kind in BALANCING:  # others are no part of what the model computes
+        if kind in BALANCING:  # others do not affect what the model computes
             fields |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": weight or 0.0}
         return fields
 
@@ -264,7 +268,7 @@ class _Experts:
 SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
-OPTIONAL = (  # absent: our default
+OPTIONAL = (  # if missing: Megalith's default
     "make_vocab_size_divisible_by", "softmax_type",
     "activation_func_clamp_value", "glu_linear_offset", "attention_output_gate",
     "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
@@ -298,7 +302,7 @@ SETTINGS = (
     _Experts(),
     CorePositions(),
     _Windows(),
-    _Further(),
+    _MTP(),
     RequiredKeys(
         apply_residual_connection_post_layernorm=False, enable_mhc_connections=False,
         experimental_attention_variant=None, heterogeneous_layers_config_encoded_json=None,
@@ -318,8 +322,8 @@ GPT = CoreFamily(
 )
 
 
-class _Heads:
-    """bert_binary_head, with which there are two segments and a pooler."""
+class _BinaryHead:
+    """Row for bert_binary_head, which implies two segments and a pooler."""
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         binary = args.get("bert_binary_head", True)
@@ -355,7 +359,7 @@ BERT = CoreFamily(
     },
     settings=(
         *SETTINGS,
-        _Heads(),
+        _BinaryHead(),
         FixedSettings(model_type="bert", add_lm_head=True, lm_head_activation="gelu"),
         RequiredKeys(
             num_experts=None,
@@ -373,5 +377,5 @@ BERT = CoreFamily(
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The one that a model of ours is written as."""
+    """Return the family that a model is written as."""
     return BERT if model.model_type == "bert" else GPT

@@ -1,12 +1,11 @@
-"""Reading the pickles of a Megatron checkpoint without running anything that they name.
+"""Reader of the pickles of a Megatron checkpoint that runs nothing that they name.
 
-A file of torch.save goes through torch.load's restricted reader (`weights_only`), which builds tensors, plain
-containers and argparse.Namespace alone. `.metadata`, a pickle of torch.distributed.checkpoint, goes through an
-Unpickler that imports nothing: its objects become `Record`s, which keep their fields.
+A file of torch.save is read by torch.load's restricted unpickler (`weights_only`), which builds only tensors, plain
+containers and argparse.Namespace. `.metadata`, a pickle of torch.distributed.checkpoint, is read by an Unpickler that
+imports nothing: its objects become `Record`s, which keep their fields.
 
-Any other name is refused, except those of Megatron's own classes and the libraries around it. With `trust` these
-become `Inert` objects, which keep nothing. A TorchScript archive is refused before it is opened as one, because
-torch.jit.load runs code.
+Other names are rejected, except those of Megatron's classes and related libraries. With `trust` these become `Inert`
+objects, which keep nothing. A TorchScript archive is rejected before it is opened, because torch.jit.load runs code.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded; takes whatever it is made of and keeps nothing."""
+    """Placeholder for an object of a class that is not loaded. It accepts any state and keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         return super().__new__(cls)
@@ -70,7 +69,8 @@ class Inert:
 
 
 class Record(Inert):
-    """Stands for an object of torch.distributed.checkpoint: its fields are attributes, any other state is `state`."""
+    """Placeholder for an object of torch.distributed.checkpoint, with its fields as attributes or its state as
+    `state`."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
@@ -79,7 +79,7 @@ class Record(Inert):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, trust: bool):
         super().__init__(file)
-        self._trust, self.strange = trust, set()
+        self._trust, self.untrusted = trust, set()
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -90,7 +90,7 @@ class _Unpickler(pickle.Unpickler):
         if not _is_inert(full):
             raise pickle.UnpicklingError(f"it names {full}, which is not allowed")
         if not self._trust:
-            self.strange.add(full)
+            self.untrusted.add(full)
         return Inert
 
 
@@ -99,8 +99,8 @@ def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
 
     Args:
         path: the file.
-        folder: the folder that the file has to be in after all links are resolved.
-        trust: whether names of `INERT` may stand in it.
+        folder: the folder that must contain the file after all links are resolved.
+        trust: accept names of `INERT`.
 
     Raises:
         CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
@@ -110,20 +110,20 @@ def load_pickle(path: Path, folder: Path, trust: bool) -> Any:
         with open(resolve_regular(path, folder), "rb") as file:
             unpickler = _Unpickler(file, trust)
             content = unpickler.load()
-    except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
+    except Exception as error:  # damaged files raise any exception
         raise _refused(path, error) from None
-    _check_trust(path, unpickler.strange)
+    _check_trust(path, unpickler.untrusted)
     return content
 
 
 def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = None) -> Any:
-    """Read what torch.save wrote to a file, its tensors mapped where the file's form allows it.
+    """Read a file of torch.save, with its tensors memory-mapped if possible.
 
     Args:
         path: the file.
-        folder: the folder that the file has to be in after all links are resolved.
-        trust: whether names of `INERT` may stand in it.
-        stored: the content where it is only a part of the file.
+        folder: the folder that must contain the file after all links are resolved.
+        trust: accept names of `INERT`.
+        stored: the content, if it is only a part of the file.
 
     Raises:
         CheckpointError: the file is missing or damaged, not a regular file of the folder, names what is not allowed,
@@ -142,13 +142,13 @@ def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = Non
             with safe_globals(known):
                 mapped = zipped and stored is None
                 return torch.load(source(), map_location="cpu", mmap=mapped or None, weights_only=True)
-    except Exception as error:  # torch's, or whatever it runs into in a damaged file
+    except Exception as error:  # damaged files raise any exception
         raise _refused(path, error) from None
     _check_trust(path, inert)
 
 
 def _names(source: Path | BinaryIO, zipped: bool) -> Iterable[str]:
-    """List the names that the file's pickles have and torch does not allow by itself. Nothing is unpickled."""
+    """Return the names in the file's pickles that torch does not allow by default. Nothing is unpickled."""
     if zipped:
         return get_unsafe_globals_in_checkpoint(source)
     names = set()
@@ -156,9 +156,8 @@ def _names(source: Path | BinaryIO, zipped: bool) -> Iterable[str]:
         contextlib.suppress(ValueError),
         source if isinstance(source, io.BytesIO) else open(source, "rb") as file,
     ):
-        for _ in range(
-            4
-        ):  # the form before torch 1.6: four pickles, then bytes; torch.load refuses what ends before
+        # Before torch 1.6 a file had four pickles, then bytes. torch.load rejects a file that ends earlier.
+        for _ in range(4):
             for code, value, _ in pickletools.genops(file):
                 names |= {value.replace(" ", ".")} if code.name == "GLOBAL" else set()
     return names
@@ -168,10 +167,10 @@ def _is_inert(name: str) -> bool:
     return name.split(".")[0] in INERT or name in INERT
 
 
-def _check_trust(path: Path, strange: Iterable[str]) -> None:
-    if strange:
+def _check_trust(path: Path, untrusted: Iterable[str]) -> None:
+    if untrusted:
         raise CheckpointError(
-            f"{path} is a pickle that names {shorten(sorted(strange))}; classes are left out and never run, but such a "
+            f"{path} is a pickle that names {shorten(sorted(untrusted))}; classes are never loaded or run, but such a "
             "file is read only if you trust its origin: give --trust, or in a run file checkpoint.trust: true"
         )
 
