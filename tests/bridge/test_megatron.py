@@ -173,7 +173,7 @@ def test_both_spellings_of_a_norm_are_read_and_neither_is_guessed(tmp_path: Path
         (
             ("layernorm_epsilon", "its args have no norm_epsilon"),
             ("layernorm_zero_centered_gamma", "its args have no apply_layernorm_1p"),
-            ("openai_gelu", "its args have no openai_gelu, which decide"),
+            ("openai_gelu", "its args have no openai_gelu, which affect"),
             ("rotary_base", "its args have no rotary_base"),
         )
     ):
@@ -287,7 +287,7 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
         (
             lambda: latest.write_text("700"),
             "legacy",
-            "names iter_0000700, which is not there; there are iter_0000005",
+            "names iter_0000700, which does not exist; there are iter_0000005",
         ),
         (
             latest.unlink,

@@ -258,7 +258,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         ("run", dict(tp=0), "tp is 0"),
         ("run", dict(ckpt_format="torch", with_optimizer=True), "is only written in the format torch_dist"),
         ("sgd", dict(with_optimizer=True), "has the state of sgd"),
-        ("biased", {}, "Megatron core has one in the router"),
+        ("biased", {}, "its router has none"),
         ("scaled", {}, "cannot express this model: it has embedding_multiplier"),
         (
             "further",

@@ -324,7 +324,7 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     install(tmp_path)  # again, over its own
     (tmp_path / "pretrain_t5.py").write_text("print()")
     (tmp_path / "pretrain_gpt.py").unlink()
-    with pytest.raises(ConfigError, match=r"pretrain_t5.py is there, and not ours"):
+    with pytest.raises(ConfigError, match=r"pretrain_t5.py exists and was not written by Megalith"):
         install(tmp_path)
     assert not (tmp_path / "pretrain_gpt.py").exists()
     with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):

@@ -1,6 +1,7 @@
-"""What several of Megatron's flags mean together: a function a subject, with what it decides for its docstring.
+"""Settings that depend on several of Megatron's flags: one function per subject.
 
-Each is called once for a command line, whether or not its flags were given, so that Megatron's defaults hold.
+Each function runs once per command line, even without its flags, so that Megatron's defaults apply. Its docstring names
+the settings and is shown by `megalith megatron flags`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megalith.launch.lock import LOCK_NAME
 if TYPE_CHECKING:
     from megalith.dialects.megatron.flag_kinds import ParsedFlags
 
-BETA_FAST, BETA_SLOW, MLA_ORIGINAL_LENGTH = 32.0, 1.0, 4096  # where no flag says them
+BETA_FAST, BETA_SLOW, MLA_ORIGINAL_LENGTH = 32.0, 1.0, 4096  # defaults without flags
 YARN_FLAGS = (
     "--yarn-original-max-position-embeddings",
     "--yarn-beta-fast",
@@ -56,10 +57,10 @@ def precision(flags: ParsedFlags) -> None:
 
 
 def masked_words(flags: ParsedFlags) -> None:
-    """Of pretrain_bert and pretrain_t5 model.model_type, data.mask_prob and data.short_seq_prob, and what one of them
-    reads: model.bert_binary_head and lm_head_activation, or the decoder's sizes; pretrain_gpt reads none of it."""
+    """model.model_type, data.mask_prob and data.short_seq_prob of pretrain_bert and pretrain_t5; model.bert_binary_head
+    and lm_head_activation of pretrain_bert; the decoder's sizes of pretrain_t5. pretrain_gpt reads none of them."""
     program = flags.program.removeprefix("pretrain-")
-    others = [flag for flag, readers in OF_ENCODERS.items() if flag in flags and program not in readers]
+    others = [flag for flag, readers in ENCODER_FLAGS.items() if flag in flags and program not in readers]
     if others:
         flags.notes.append(f"{' '.join(others)} changes nothing: pretrain_{program}.py does not read it")
     if program == "gpt":
@@ -88,7 +89,7 @@ def masked_words(flags: ParsedFlags) -> None:
         flags.set("model.relative_attention_max_distance", flags["--relative-attention-max-distance"])
 
 
-OF_ENCODERS = {
+ENCODER_FLAGS = {
     "--bert-no-binary-head": ("bert",),
     "--mask-prob": ("bert", "t5"),
     "--short-seq-prob": ("bert", "t5"),
@@ -101,8 +102,7 @@ OF_ENCODERS = {
 
 
 def sink(flags: ParsedFlags) -> None:
-    """model.softmax_type; any but vanilla without attention dropout, which is on in Megatron where its flag is left
-    out."""
+    """model.softmax_type. Types other than vanilla have no attention dropout, while Megatron's default is 0.1."""
     if "--softmax-type" in flags:
         flags.set("model.softmax_type", flags["--softmax-type"])
     if flags["--softmax-type"] != "vanilla" and "--attention-dropout" not in flags:
@@ -114,7 +114,7 @@ def sink(flags: ParsedFlags) -> None:
 
 
 def heads(flags: ParsedFlags) -> None:
-    """model.num_query_groups, which counts only with --group-query-attention."""
+    """model.num_query_groups, with --group-query-attention."""
     if flags["--multi-latent-attention"]:
         return
     if flags["--group-query-attention"]:
@@ -127,12 +127,12 @@ def heads(flags: ParsedFlags) -> None:
 
 
 def positions(flags: ParsedFlags) -> None:
-    """model.position_embedding_type, the rotary settings, and model.rope_scaling; with --multi-latent-attention, whose
-    heads have rotary positions anyway, model.add_position_embedding for learned_absolute."""
+    """model.position_embedding_type, the rotary settings, and model.rope_scaling; with --multi-latent-attention, which
+    always uses RoPE, model.add_position_embedding for learned_absolute."""
     kind = "rope" if flags["--use-rotary-position-embeddings"] else flags["--position-embedding-type"]
     latent = flags["--multi-latent-attention"]
     if latent and kind == "none":
-        kind = "rope"  # its heads have a rotary part anyway
+        kind = "rope"  # latent attention always uses RoPE
     if kind == "relative" and flags.program == "pretrain-t5":
         flags.set("model.position_embedding_type", kind)
         return
@@ -205,14 +205,14 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
     if of_all and latent:
         return {**scaling, "mscale": mscale, "mscale_all_dim": of_all}
     if not of_all and mscale == 1.0:
-        return scaling  # whose magnitude is the default
+        return scaling  # with the default magnitude
     magnitude = RopeScaling(factor=factor).magnitude
     return {**scaling, "attention_factor": magnitude(mscale) / (magnitude(of_all) if of_all else 1)}
 
 
 def activation(flags: ParsedFlags) -> None:
-    """model.swiglu, model.activation and model.gated_linear_unit: without a flag GELU, by its tanh approximation where
-    Megatron fuses it with a bias."""
+    """model.swiglu, model.activation and model.gated_linear_unit. Default: GELU, as the tanh approximation if Megatron
+    fuses it with a bias."""
     chosen = [flag for flag in ("--swiglu", "--squared-relu", "--quick-geglu") if flags[flag]]
     if len(chosen) > 1:
         flags.problems.append(f"{' and '.join(chosen)} contradict each other; leave one")
@@ -228,8 +228,8 @@ def activation(flags: ParsedFlags) -> None:
 
 
 def latent_attention(flags: ParsedFlags) -> None:
-    """model.multi_latent_attention, and model.latent_layernorm with --qk-layernorm; without it model.qk_layernorm, or
-    model.qk_l2_norm, which goes before it in Megatron."""
+    """model.multi_latent_attention, with model.latent_layernorm for --qk-layernorm; without latent attention
+    model.qk_layernorm, or model.qk_l2_norm, which has priority as in Megatron."""
     if flags["--qk-l2-norm"]:
         flags.set("model.qk_l2_norm", True)
     if not flags["--multi-latent-attention"]:
@@ -237,26 +237,26 @@ def latent_attention(flags: ParsedFlags) -> None:
             flags.set("model.qk_layernorm", True)
         return
     flags.set("model.multi_latent_attention", True)
-    flags.tree["model"].pop("kv_channels", None)  # which Megatron does not read then
+    flags.tree["model"].pop("kv_channels", None)  # Megatron does not read it then
     if not flags["--qk-layernorm"]:
         flags.set("model.latent_layernorm", False)
 
 
 def linear_attention(flags: ParsedFlags) -> None:
-    """model.experimental_attention_variant and what it needs; Megatron reads no flag of it alone."""
+    """model.experimental_attention_variant and the settings it needs. Megatron ignores its other flags without it."""
     variant, every = flags["--experimental-attention-variant"], flags["--linear-attention-freq"]
     if variant is None:
         return
     if variant not in ("gdn", "gated_delta_net"):
         flags.problems.append(
-            f"--experimental-attention-variant {variant} is refused: gated_delta_net is the only one here; choose it, "
-            "or leave it out"
+            f"--experimental-attention-variant {variant} is refused: only gated_delta_net is supported; choose it, "
+            "or remove the flag"
         )
         return
     if every is None:
         flags.problems.append(
-            f"--experimental-attention-variant {variant} is refused without --linear-attention-freq, which says in "
-            "which layers it stands; give it, as 4 or ([1]*3+[0]*1)*12"
+            f"--experimental-attention-variant {variant} is refused without --linear-attention-freq, which selects its "
+            "layers; give it, as 4 or ([1]*3+[0]*1)*12"
         )
         return
     flags.set("model.experimental_attention_variant", "gated_delta_net")
@@ -281,7 +281,7 @@ def window(flags: ParsedFlags) -> None:
 
 
 def _layers(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | None:
-    """A number, or a Python expression of lists of numbers with `*` and `+`, as `([0]*3+[1]*58)`."""
+    """Parse a number, or lists of numbers with `*` and `+` such as `([0]*3+[1]*58)`."""
 
     def value(node: ast.expr) -> int | list[int]:
         match node:
@@ -307,8 +307,8 @@ def _layers(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | None:
 
 
 def vocabulary(flags: ParsedFlags) -> None:
-    """model.vocab_size, of a NullTokenizer with its end of document, and model.make_vocab_size_divisible_by, which
-    counts for each tensor-parallel rank."""
+    """model.vocab_size, plus one for a NullTokenizer's end of document, and model.make_vocab_size_divisible_by, which
+    applies per tensor-parallel rank."""
     kind, size = flags["--tokenizer-type"], flags["--vocab-size"]
     if kind == "NullTokenizer":
         if size is None:
@@ -330,8 +330,8 @@ def vocabulary(flags: ParsedFlags) -> None:
 
 
 def tokenizer(flags: ParsedFlags) -> None:
-    """data.tokenizer_type; without it GPT2BPETokenizer where --vocab-file and --merge-file are given, of pretrain_bert
-    and pretrain_t5 BertWordPieceLowerCase where --vocab-file is."""
+    """data.tokenizer_type. Default: GPT2BPETokenizer with --vocab-file and --merge-file; for pretrain_bert and
+    pretrain_t5 BertWordPieceLowerCase with --vocab-file."""
     kind = flags["--tokenizer-type"]
     if kind is None and flags.program != "pretrain-gpt" and "--vocab-file" in flags:
         kind = "BertWordPieceLowerCase"
@@ -346,7 +346,7 @@ def tokenizer(flags: ParsedFlags) -> None:
 
 
 def lengths(flags: ParsedFlags) -> None:
-    """data.seq_length and model.num_layers, also under an encoder's flags."""
+    """data.seq_length and model.num_layers, also from the encoder's flags."""
     for flag, older, path in (
         ("--seq-length", "--encoder-seq-length", "data.seq_length"),
         ("--num-layers", "--encoder-num-layers", "model.num_layers"),
@@ -361,9 +361,9 @@ def lengths(flags: ParsedFlags) -> None:
 
 
 def batch(flags: ParsedFlags) -> None:
-    """train.global_batch_size: without it one micro-batch on each model replica; or the last of
-    train.step_batch_size_schedule, whose thresholds are tokens in the flag and samples here, with
-    optim.schedule_unit samples; --rampup-batch-size is ignored, as by core 0.20."""
+    """train.global_batch_size, by default one micro-batch per model replica; or train.step_batch_size_schedule, with
+    thresholds in tokens in the flag and in samples here, and optim.schedule_unit samples. --rampup-batch-size is
+    ignored as by core 0.20."""
     size = flags["--global-batch-size"]
     if flags["--step-batch-size-schedule"] is not None:
         steps = _batch_steps(flags, flags["--step-batch-size-schedule"])
@@ -380,13 +380,13 @@ def batch(flags: ParsedFlags) -> None:
         devices = math.prod(flags[f"--{name}-size"] for name in ("tensor-model-parallel", "pipeline-model-parallel",
                                                                  "context-parallel"))  # fmt: skip
         size = flags["--micro-batch-size"] * max((flags.world_size or devices) // devices, 1)
-        flags.notes.append(f"without --global-batch-size it is {size}: a micro-batch on each model replica")
+        flags.notes.append(f"the global batch size is {size} by default: one micro-batch per model replica")
     if size is not None:
         flags.set("train.global_batch_size", size)
     if (ramp := flags["--rampup-batch-size"]) is not None:
         flags.notes.append(
             f"--rampup-batch-size {' '.join(map(str, ramp))} is ignored, as by core 0.20, which replaced it by "
-            "--step-batch-size-schedule: every step has the whole batch. For the ramp of earlier versions set "
+            "--step-batch-size-schedule: every step has the full batch. For the ramp of earlier versions set "
             f"train.rampup_batch_size: {ramp} in a run file (--emit)"
         )
 
@@ -394,14 +394,14 @@ def batch(flags: ParsedFlags) -> None:
 def _schedules_by_samples(flags: ParsedFlags, size: int) -> None:
     flags.set("optim.schedule_unit", "samples")
     flags.notes.append(
-        "with --step-batch-size-schedule learning rate and weight decay move on by samples, as in Megatron; lengths in "
+        "with --step-batch-size-schedule, learning rate and weight decay depend on samples, as in Megatron; lengths in "
         f"iterations count {size} samples each, the schedule's last batch. Core 0.20 counts --micro-batch-size × model "
-        "replicas: give --train-samples, --lr-decay-samples and --lr-warmup-samples where the rates must be equal"
+        "replicas: for equal rates give --train-samples, --lr-decay-samples and --lr-warmup-samples"
     )
 
 
 def _batch_steps(flags: ParsedFlags, text: str) -> list[list[int]]:
-    """`0:768 250B:1536`, tokens and sizes → [samples, size] each."""
+    """Parse pairs of tokens and batch sizes such as `0:768 250B:1536`; return [samples, size] each."""
     length = flags["--seq-length"] or flags["--encoder-seq-length"] or 1
     try:
         pairs = [step.split(":") for step in text.replace(",", " ").split()]
@@ -418,22 +418,24 @@ def _batch_steps(flags: ParsedFlags, text: str) -> list[list[int]]:
 
 
 def _count(text: str) -> int:
-    """`250B` → 250,000,000,000, as Megatron-LM reads it."""
+    """Return the number in a text such as `250B` (250,000,000,000), as in Megatron-LM."""
     text = text.strip().upper()
     factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:], 1)
     return int(float(text if factor == 1 else text[:-1]) * factor)
 
 
 def datasets(flags: ParsedFlags) -> None:
-    """data.data_path and data.split, or what files name in their place."""
-    found = [
+    """data.data_path and data.split, or the data paths in a file."""
+    joint = [
         flag for flag in ("--data-path", "--data-args-path", "--per-split-data-args-path") if flags[flag]
     ]
-    own = [flag for flag in ("--train-data-path", "--valid-data-path", "--test-data-path") if flags[flag]]
-    if len(found) > 1 or (found and own) or (flags["--mock-data"] and (found or own)):
-        names = [*found, *own, *(["--mock-data"] if flags["--mock-data"] else [])]
+    split_flags = [
+        flag for flag in ("--train-data-path", "--valid-data-path", "--test-data-path") if flags[flag]
+    ]
+    if len(joint) > 1 or (joint and split_flags) or (flags["--mock-data"] and (joint or split_flags)):
+        names = [*joint, *split_flags, *(["--mock-data"] if flags["--mock-data"] else [])]
         flags.problems.append(
-            f"{' and '.join(names)} contradict each other: each says what to train on; leave one"
+            f"{' and '.join(names)} contradict each other: each names training data; keep one"
         )
         return
     if flags["--data-path"]:
@@ -452,10 +454,10 @@ def datasets(flags: ParsedFlags) -> None:
                     _set_data(flags, key, [str(word) for word in parts[part]])
         except (ValueError, AttributeError, TypeError):
             flags.problems.append(
-                f"--per-split-data-args-path {flags['--per-split-data-args-path']} is no JSON object with lists under "
-                "train, valid and test; correct the file"
+                f"--per-split-data-args-path {flags['--per-split-data-args-path']} is not a JSON object with lists "
+                "under train, valid and test; correct the file"
             )
-    for flag in own:
+    for flag in split_flags:
         _set_data(flags, flag.removeprefix("--").replace("-", "_"), flags[flag])
     if "data_path" in flags.tree.get("data", {}):
         flags.set("data.split", flags["--split"] or "969,30,1")
@@ -474,8 +476,7 @@ def _text(flags: ParsedFlags, flag: str) -> str:
 
 
 def evaluation(flags: ParsedFlags) -> None:
-    """train.eval_interval and train.eval_iters, of which -1 are none; without --eval-interval there is no evaluation,
-    but with --skip-train."""
+    """train.eval_interval and train.eval_iters; -1 means 0. Without --eval-interval only --skip-train evaluates."""
     interval = flags["--eval-interval"]
     if interval:
         flags.set("train.eval_interval", interval)
@@ -484,15 +485,15 @@ def evaluation(flags: ParsedFlags) -> None:
 
 
 def saving(flags: ParsedFlags) -> None:
-    """train.output_dir, which is the folder of --save, and what is saved there, with latest_checkpointed_iteration.txt:
-    without --save nothing; at a signal only with --exit-signal-handler."""
+    """train.output_dir from --save, and when checkpoints are saved there, with latest_checkpointed_iteration.txt.
+    Without --save nothing is saved; signals trigger a save only with --exit-signal-handler."""
     folder = flags["--save"]
     flags.set("train.output_dir", folder or _free_folder("output"))
     if folder is None:
         flags.set("checkpoint.save_at_end", False)
         flags.tree["checkpoint"].pop("save_interval", None)
         flags.notes.append(
-            f"without --save no checkpoint is written; figures and logs go to {flags.tree['train']['output_dir']}"
+            f"without --save no checkpoint is written; metrics and logs go to {flags.tree['train']['output_dir']}"
         )
     else:
         flags.set("checkpoint.megatron_tracker", True)
@@ -506,7 +507,7 @@ def saving(flags: ParsedFlags) -> None:
 
 
 def _free_folder(name: str) -> str:
-    """The first of name, name-2, name-3, … without another run's figures, which rank 0 writes after all ranks met."""
+    """Return the first of name, name-2, name-3, … without metrics of another run."""
     number = 1
     while (Path(folder := name if number == 1 else f"{name}-{number}") / "metrics.jsonl").exists():
         number += 1
@@ -514,8 +515,8 @@ def _free_folder(name: str) -> str:
 
 
 def loading(flags: ParsedFlags) -> None:
-    """checkpoint.load; with --finetune, and of --pretrained-checkpoint, model.init_from: the weights alone, at step 0.
-    A folder without a checkpoint is passed over, but with --exit-on-missing-checkpoint refused."""
+    """checkpoint.load; with --finetune or --pretrained-checkpoint, model.init_from, which loads only weights, at step
+    0. A folder without a checkpoint is ignored, or with --exit-on-missing-checkpoint refused."""
     load, step = flags["--load"], flags["--ckpt-step"]
     if load is not None and step is not None and not is_empty(Path(load)):
         load = _at_step(load, step)
@@ -524,9 +525,7 @@ def loading(flags: ParsedFlags) -> None:
     exact = flags["--exit-on-missing-checkpoint"] or load != flags["--load"]
     if load is not None and is_empty(Path(load)) and not exact:
         if flags["--save"] is None or Path(load).resolve() != Path(flags["--save"]).resolve():
-            flags.notes.append(
-                f"--load {load} holds no checkpoint: training begins at step 0, as in Megatron"
-            )
+            flags.notes.append(f"--load {load} has no checkpoint: training starts at step 0, as in Megatron")
             load = None
         elif flags["--finetune"]:
             load = None
@@ -544,8 +543,8 @@ def loading(flags: ParsedFlags) -> None:
             _take_stored(flags, load, "data", ("seq_length",))
             if "seq_length" not in flags.tree.get("data", {}):
                 flags.problems.append(
-                    f"--seq-length is missing, and --load {load} is no run of ours, whose length --use-checkpoint-args "
-                    "would take; give it"
+                    f"--seq-length is missing, and --load {load} is not a Megalith run, whose length "
+                    "--use-checkpoint-args would use; give it"
                 )
     if flags["--use-checkpoint-opt_param-scheduler"] or flags["--use-checkpoint-opt-param-scheduler"]:
         _take_stored(flags, load, "optim", SCHEDULE_OF_CHECKPOINT)
@@ -559,7 +558,7 @@ SCHEDULE_OF_CHECKPOINT = (
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is absent or holds nothing yet, or a run of ours without a checkpoint."""
+    """Return whether a folder is missing, empty, or a Megalith run without a checkpoint."""
     if not folder.is_dir():
         return True
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
@@ -568,23 +567,21 @@ def is_empty(folder: Path) -> bool:
 
 
 def _at_step(load: str, step: int) -> str:
-    """The folder of one step: of a run of ours, or of Megatron's."""
+    """Return the folder of one step of a Megalith or Megatron run."""
     ours = Path(load, "checkpoints").is_dir()
     return f"{load}/checkpoints/step_{step:08d}" if ours else f"{load}/iter_{step:07d}"
 
 
 def _take_stored(flags: ParsedFlags, load: str, section: str, names: Collection[str]) -> None:
-    """Puts what the checkpoint's run had in place of what the flags say."""
-    from megalith.bridge.load import is_foreign_folder  # torch: only where it is asked for
+    """Replace settings by those of the checkpoint's run."""
+    from megalith.bridge.load import is_foreign_folder  # imports torch
     from megalith.checkpoint.open import open_checkpoint
     from megalith.errors import MegalithError
 
     try:
-        if is_foreign_folder(
-            load
-        ):  # its model is taken where nothing is said of it; of its schedule nothing is
-            own = flags.tree.get(section, {})
-            flags.tree[section] = {name: value for name, value in own.items() if name not in names}
+        if is_foreign_folder(load):  # the model is read from it, the schedule is not
+            explicit = flags.tree.get(section, {})
+            flags.tree[section] = {name: value for name, value in explicit.items() if name not in names}
             return
         checkpoint = open_checkpoint(load, ())
     except MegalithError as error:
@@ -607,7 +604,7 @@ def sharding(flags: ParsedFlags) -> None:
 
 
 def sequence_parallel(flags: ParsedFlags) -> None:
-    """parallel.sequence_parallel, which takes a --tensor-model-parallel-size above 1."""
+    """parallel.sequence_parallel, with a --tensor-model-parallel-size above 1."""
     if not flags["--sequence-parallel"]:
         return
     if flags["--tensor-model-parallel-size"] > 1:
@@ -619,9 +616,8 @@ def sequence_parallel(flags: ParsedFlags) -> None:
 
 
 def experts(flags: ParsedFlags) -> None:
-    """model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.add_router_bias,
-    which goes with the linears' biases, and parallel.expert_tensor_parallel_size, which is that of the other layers if
-    not given."""
+    """model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.add_router_bias (with
+    the linears' biases) and parallel.expert_tensor_parallel_size (default: that of the other layers)."""
     if flags["--num-experts"] is None:
         return
     size = flags["--expert-tensor-parallel-size"] or flags["--tensor-model-parallel-size"]
@@ -641,11 +637,11 @@ def experts(flags: ParsedFlags) -> None:
     if len(kinds) > 1 or len(weights) > 1 or kinds[0] in ("global_aux_loss", "quantile_balancing"):
         flags.problems.append(
             f"--moe-router-load-balancing-type {' '.join(kinds)} with --moe-aux-loss-coeff "
-            f"{' '.join(map(str, weights))} is refused: there is one at a time of aux_loss, seq_aux_loss, sinkhorn and "
-            "none, which depend on no layout; choose one"
+            f"{' '.join(map(str, weights))} is refused: only one of aux_loss, seq_aux_loss, sinkhorn and none is "
+            "supported, which do not depend on the layout; choose one"
         )
         return
-    if kinds[0] == "sinkhorn":  # there the weights are these, whatever the flags say
+    if kinds[0] == "sinkhorn":  # Megatron then ignores the flags for these
         topk = flags["--moe-router-topk"]
         flags.set("model.moe_router_score_function", "sigmoid" if topk == 1 else "softmax")
         flags.set("model.moe_router_pre_softmax", topk > 1)
@@ -655,28 +651,28 @@ def experts(flags: ParsedFlags) -> None:
 
 
 def muon(flags: ParsedFlags) -> None:
-    """How --optimizer muon makes matrices orthogonal: each whole in any layout; query, key, value, gate and up each by
-    itself; by the coefficients of Jordan et al. 2024; AdamW for what is no matrix of a layer."""
+    """Checks for --optimizer muon: it orthogonalizes full matrices in any layout, with query, key, value, gate and up
+    separate and the coefficients of Jordan et al. 2024, and uses AdamW for all other parameters."""
     if flags["--optimizer"] not in ("muon", "dist_muon"):
         return
     for flag, value, way_out in (
-        ("--muon-no-split-qkv", True, "query, key and value are always split here; leave it out"),
-        ("--muon-scalar-optimizer", "lion", "there is adam; choose it"),
-        ("--muon-tp-mode", "blockwise", "a matrix is always whole here; choose duplicated or distributed"),
+        ("--muon-no-split-qkv", True, "query, key and value are always split; remove it"),
+        ("--muon-scalar-optimizer", "lion", "only adam is supported; choose it"),
+        ("--muon-tp-mode", "blockwise", "matrices are never split; choose duplicated or distributed"),
     ):
         if flags[flag] == value:
             flags.problems.append(f"{flag if value is True else f'{flag} {value}'} is refused: {way_out}")
     flags.notes.append(
         f"--optimizer muon: Newton-Schulz has the coefficients of Jordan et al. 2024, not those of "
-        f"--muon-coefficient-type {flags['--muon-coefficient-type']}, and the gate and up of a gated MLP are two "
-        "matrices here: runs are alike, not the same"
+        f"--muon-coefficient-type {flags['--muon-coefficient-type']}, and the gate and up of a gated MLP are separate "
+        "matrices: runs are similar, not equal"
     )
 
 
 def moments(flags: ParsedFlags) -> None:
-    """optim.exp_avg_dtype and exp_avg_sq_dtype, with --use-precision-aware-optimizer and --optimizer adam: bf16 is
-    rounded at random here, and fp8 has a scale a block and a dynamic exponent. Weights and gradients stay in fp32,
-    which --main-params-dtype and --main-grads-dtype cannot change."""
+    """optim.exp_avg_dtype and exp_avg_sq_dtype, with --use-precision-aware-optimizer and --optimizer adam. bf16 uses
+    stochastic rounding; fp8 has a scale per block and a dynamic exponent. Weights and gradients stay in fp32 whatever
+    --main-params-dtype and --main-grads-dtype are."""
     for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
         value = flags[flag]
         if value == "fp32":
@@ -686,9 +682,7 @@ def moments(flags: ParsedFlags) -> None:
                 f"{flag} {value} needs --use-precision-aware-optimizer; give it, or leave {flag} out"
             )
         elif value == "fp16":
-            flags.problems.append(
-                f"{flag} fp16 is refused: there are bf16, as large, and fp8; choose one of them"
-            )
+            flags.problems.append(f"{flag} fp16 is refused: choose bf16, which has the same size, or fp8")
         else:
             flags.set(f"optim.{flag[2:].replace('-', '_')}", value)
 
@@ -705,29 +699,29 @@ def recompute(flags: ParsedFlags) -> None:
             if flags[flag] is not None:
                 flags.set(f"parallel.{flag.removeprefix('--').replace('-', '_')}", flags[flag])
         return
-    asked = flags["--recompute-modules"] or ["core_attn"]
-    known = [module for module in asked if module in RECOMPUTED]
-    if left_out := [module for module in asked if module not in RECOMPUTED]:
+    requested = flags["--recompute-modules"] or ["core_attn"]
+    supported = [module for module in requested if module in RECOMPUTED]
+    if unsupported := [module for module in requested if module not in RECOMPUTED]:
         flags.notes.append(
-            f"--recompute-modules {' '.join(left_out)}: not recomputed, which takes memory and changes nothing else; "
-            f"there are {', '.join(RECOMPUTED)}"
+            f"--recompute-modules {' '.join(unsupported)}: not recomputed, which costs memory but changes nothing "
+            f"else; supported: {', '.join(RECOMPUTED)}"
         )
-    if known:
-        flags.set("parallel.recompute_modules", known)
+    if supported:
+        flags.set("parallel.recompute_modules", supported)
     else:
         del flags.tree["parallel"]["recompute_granularity"]
 
 
 def stages(flags: ParsedFlags) -> None:
-    """parallel.pipeline_model_parallel_layout; layers of multi-token prediction, m, always stand beside the head."""
+    """parallel.pipeline_model_parallel_layout; MTP layers (m) are always on the head's stage."""
     layout = flags["--pipeline-model-parallel-layout"]
     if layout is None:
         return
     *others, last = layout.split("|")
     if any("m" in stage for stage in others):
         flags.problems.append(
-            f"--pipeline-model-parallel-layout {layout} is refused: the layers of multi-token prediction (m) stand in "
-            "the last stage, beside the head; put them there"
+            f"--pipeline-model-parallel-layout {layout} is refused: MTP layers (m) must be in the last stage, with the "
+            "head; put them there"
         )
         return
     flags.set(
@@ -736,13 +730,13 @@ def stages(flags: ParsedFlags) -> None:
 
 
 def context(flags: ParsedFlags) -> None:
-    """parallel.cp_comm_type: one for all layers."""
+    """parallel.cp_comm_type, one for all layers."""
     kinds = flags["--cp-comm-type"]
     if "--cp-comm-type" in flags:
         flags.set("parallel.cp_comm_type", kinds[0])
     if len(set(kinds)) > 1:
         flags.notes.append(
-            f"--cp-comm-type {' '.join(kinds)}: every layer has the first; they differ in speed alone"
+            f"--cp-comm-type {' '.join(kinds)}: every layer uses the first; they differ only in speed"
         )
 
 
@@ -762,7 +756,7 @@ def trackers(flags: ParsedFlags) -> None:
 
 
 def per_token_loss(flags: ParsedFlags) -> None:
-    """train.calculate_per_token_loss: without it every micro-batch counts the same, which makes a difference where
-    --eod-mask-loss, or an encoder's masking, leaves them different numbers of valid tokens."""
+    """train.calculate_per_token_loss. Without it every micro-batch has the same weight, even if --eod-mask-loss or an
+    encoder's masking leaves them different numbers of valid tokens."""
     if flags["--eod-mask-loss"] or flags.program != "pretrain-gpt":
         flags.set("train.calculate_per_token_loss", flags["--calculate-per-token-loss"])

@@ -1,4 +1,4 @@
-"""The commands of Megatron-LM's door: its programs by their flags, running its scripts, and the list of flags.
+"""Commands for users of Megatron-LM: its programs with its flags, running its scripts, and the list of flags.
 
     pretrain-gpt|-bert|-t5 FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
                                                                    megalith.dialects.megatron`
@@ -6,10 +6,9 @@
     install DIR
     flags [--json]
 
-A script of Megatron-LM's ends in `torchrun … ../../pretrain_gpt.py FLAGS`. Where it names a file of FILES, by whatever
-path, `run` puts ours in its place, by wrappers of `torchrun`, `python` and `uv` that stand first on PATH; `install`
-writes these files, a few lines each, where a script's own path finds them. PyTorch is imported when a run starts, after
-all that is wrong with the flags has been told.
+Megatron-LM's scripts end in `torchrun … ../../pretrain_gpt.py FLAGS`. `run` replaces the files in FILES, whatever their
+path, by Megalith's: wrappers of `torchrun`, `python` and `uv` come first in PATH. `install` writes these files to a
+folder where the script finds them. PyTorch is imported when a run starts, after the flags have been checked.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from megalith.report.streams import guard_standard_streams
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MARK = "# Written by `megalith megatron install`: hands Megatron-LM's command line to Megalith."
-FILES = {  # the file in Megatron-LM's checkout → the command that answers for it
+FILES = {  # file in Megatron-LM's checkout → Megalith's command
     "pretrain_gpt.py": "pretrain-gpt",
-    "examples/classes/pretrain_gpt.py": "pretrain-gpt",  # where newer scripts look for it
+    "examples/classes/pretrain_gpt.py": "pretrain-gpt",  # path in newer scripts
     "pretrain_bert.py": "pretrain-bert",
     "pretrain_t5.py": "pretrain-t5",
     "tools/preprocess_data.py": "preprocess",
     "tools/checkpoint/convert.py": "convert-checkpoint",
-    # Without an __init__.py, so that a package of the same name which is installed goes before it.
+    # Without an __init__.py, so that an installed package of the same name has priority.
     "megatron/bridge/convert.py": "convert",
 }
 OURS = ("convert",)  # commands of `megalith` itself
-REACHED = "reached"  # beside the wrappers: made when one of them hands over to us
+REACHED = "reached"  # file that a wrapper creates when it starts a Megalith command
 WRAPPERS = {"torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
 UV_VALUES = (  # options of uv and of `uv run` with a value
     "--allow-insecure-host|--cache-dir|--color|--config-file|--config-setting|-C|--default-index|--directory|--env-file|"
@@ -54,8 +53,8 @@ UV_VALUES = (  # options of uv and of `uv run` with a value
 )
 
 
-class OwnOptions(argparse.ArgumentParser):
-    """The few options that Megatron's programs do not have."""
+class MegalithOptions(argparse.ArgumentParser):
+    """Parser of the options that Megatron's programs do not have."""
 
     def __init__(self, prog: str):
         super().__init__(prog=prog, add_help=False, allow_abbrev=False)
@@ -65,7 +64,7 @@ class OwnOptions(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command of COMMANDS; without one's name `pretrain-gpt`. A MegalithError is printed as its sentence."""
+    """Run a command of COMMANDS, by default `pretrain-gpt`, and return its exit code. A MegalithError is printed."""
     exit_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -81,56 +80,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(words: list[str]) -> int:
-    """The exit code of a command and its words. Raises MegalithError."""
+    """Run a command and return its exit code. Raises MegalithError."""
     if not words or words[0].startswith("-"):
         return pretrain(words)
     if words[0] not in COMMANDS:
-        known = did_you_mean(words[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no command {words[0]!r} of Megatron's{known}")
+        hint = did_you_mean(words[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no command {words[0]!r} for Megatron{hint}")
     return COMMANDS[words[0]](words[1:])
 
 
 def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
-    """Trains as this program of Megatron's would with these flags, or prints the run file that they mean."""
+    """Train as Megatron's program would with these flags, or write the equivalent run file."""
     from megalith.dialects.megatron.translate import in_flags, translate
 
     if {"-h", "--help"} & set(words):
         print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means here.")
         return 0
-    parser = OwnOptions(program)
+    parser = MegalithOptions(program)
     parser.add_argument("--emit", metavar="FILE")
     parser.add_argument("--ignore-unknown", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--nproc", type=int)
-    own, flags = parser.parse_known_args(words)
-    world_size = own.nproc or int(os.environ.get("WORLD_SIZE", 0)) or None
-    how = dict(ignore_unknown=own.ignore_unknown, trust=own.trust, program=program)
-    result = translate(flags, world_size, **how)
+    options, flags = parser.parse_known_args(words)
+    world_size = options.nproc or int(os.environ.get("WORLD_SIZE", 0)) or None
+    modes = dict(ignore_unknown=options.ignore_unknown, trust=options.trust, program=program)
+    result = translate(flags, world_size, **modes)
     is_first = os.environ.get("RANK", "0") == "0"
-    if os.environ.get(QUEUES) == "1" and not own.emit:
+    if os.environ.get(QUEUES) == "1" and not options.emit:
         del os.environ[QUEUES]
-        result.notes.append(f"{QUEUES}=1 is not needed, and is taken out of the environment")
-    if is_first and not (own.nproc and not own.emit):
+        result.notes.append(f"{QUEUES}=1 is not needed and is removed from the environment")
+    if is_first and not (options.nproc and not options.emit):
         for note in result.notes:
-            print(f"note: {printable(note)}", file=sys.stderr if own.emit else sys.stdout, flush=True)
+            print(f"note: {printable(note)}", file=sys.stderr if options.emit else sys.stdout, flush=True)
     config = result.config()
-    if own.emit:
-        if own.emit == "-":
+    if options.emit:
+        if options.emit == "-":
             print(result.to_yaml(), end="")
         else:
-            Path(own.emit).write_text(result.to_yaml(), encoding="utf-8")
-            print(f"wrote {printable(own.emit)}", file=sys.stderr)
+            Path(options.emit).write_text(result.to_yaml(), encoding="utf-8")
+            print(f"wrote {printable(options.emit)}", file=sys.stderr)
         return 0
-    if own.nproc is not None:
+    if options.nproc is not None:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
 
-        more = ["--ignore-unknown"] * own.ignore_unknown + ["--trust"] * own.trust
+        more = ["--ignore-unknown"] * options.ignore_unknown + ["--trust"] * options.trust
         with in_flags():
             return launch(
-                own.nproc,
+                options.nproc,
                 ["-m", "megalith.dialects.megatron", program, *flags, *more],
-                check=lambda world_sizes: check_job(config, world_sizes, own.nproc, True),
+                check=lambda world_sizes: check_job(config, world_sizes, options.nproc, True),
             )
     from megalith.launch.stops import exit_code
     from megalith.training.trainer import train
@@ -140,20 +139,20 @@ def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
 
 
 def run(words: list[str]) -> int:
-    """Runs a script with our files in Megatron's place."""
-    parser = OwnOptions("megalith megatron run")
+    """Run a script with Megalith's files in place of Megatron's."""
+    parser = MegalithOptions("megalith megatron run")
     parser.add_argument("--override", default="", metavar="'FLAGS'")
-    own, words = parser.parse_known_args(words)
+    options, words = parser.parse_known_args(words)
     if not words:
         raise ConfigError("megalith megatron run needs a script: megalith megatron run SCRIPT.sh [ARGUMENTS]")
-    return run_script(words[0], words[1:], own.override)
+    return run_script(words[0], words[1:], options.override)
 
 
 def install_files(words: list[str]) -> int:
-    """Writes Megatron's programs into a folder, each a few lines that call us."""
+    """Write files with the names of Megatron's programs, which call Megalith, to a folder."""
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(
-            "megalith megatron install needs one folder: the one where scripts look for pretrain_gpt.py"
+            "megalith megatron install needs one folder, in which scripts look for pretrain_gpt.py"
         )
     for path in install(words[0]):
         print(f"wrote {printable(path)}")
@@ -161,7 +160,7 @@ def install_files(words: list[str]) -> int:
 
 
 def flags(words: list[str]) -> int:
-    """Prints every flag of Megatron's with its kind and its meaning."""
+    """Print all flags of Megatron with their kind and meaning."""
     from megalith.dialects.megatron.translate import listing
 
     if words not in ([], ["--json"]):
@@ -177,7 +176,7 @@ def flags(words: list[str]) -> int:
 
 
 def tool(name: str) -> Callable[[list[str]], int]:
-    """A function of megatron_tools.py, imported when it is called."""
+    """Return a command that imports megatron_tools.py when it runs."""
 
     def call(words: list[str]) -> int:
         from megalith.dialects.megatron import megatron_tools
@@ -188,11 +187,13 @@ def tool(name: str) -> Callable[[list[str]], int]:
 
 
 def install(folder: str | Path) -> list[Path]:
-    """Writes FILES below `folder`, and returns their paths. Raises ConfigError where another file would be replaced."""
+    """Write FILES below `folder` and return their paths. Raises ConfigError if it would replace the user's files."""
     paths = {Path(folder) / name: command for name, command in FILES.items()}
     for path in paths:
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-            raise ConfigError(f"{path} is there, and not ours; choose a folder without it, or move it away")
+            raise ConfigError(
+                f"{path} exists and was not written by Megalith; choose another folder, or move it"
+            )
     for path, command in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         home = "cli.main" if command in OURS else "dialects.megatron.door"
@@ -205,15 +206,18 @@ def install(folder: str | Path) -> list[Path]:
 
 
 def run_script(script: str, arguments: list[str], override: str = "") -> int:
-    """Runs a script of Megatron-LM's with bash and `arguments`, our files in the place of Megatron's; its exit code.
+    """Run a script of Megatron-LM with bash, with Megalith's files in place of Megatron's, and return its exit code.
 
-    `override`: flags that are put behind those that the script gives to a `pretrain_….py`, where the last one counts.
+    Args:
+        script: path of the shell script.
+        arguments: its arguments.
+        override: flags to append to those of a `pretrain_….py`; the last one counts.
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}; give the path of a shell script")
     if b"\r\n" in Path(script).read_bytes():
         raise ConfigError(
-            f"{script} has Windows' line ends, which bash takes for a part of each line; remove them: "
+            f"{script} has Windows line endings, which bash reads as part of each line; remove them: "
             f"sed -i 's/\\r$//' {script}"
         )
     with tempfile.TemporaryDirectory(prefix="megalith-megatron-") as folder:
@@ -231,15 +235,15 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
         if code and not (wrappers / REACHED).exists():
             print(
                 f"{printable(script)} ended with exit code {code} before it started any of {', '.join(FILES)}: if it "
-                "looks whether the file is there, put it there with `megalith megatron install DIR`, DIR being the "
-                "folder where the script looks",
+                "checks that the file exists, create it with `megalith megatron install DIR`, where DIR is the folder "
+                "that the script uses",
                 file=sys.stderr,
             )
         return code
 
 
 def _wrapper(folder: str, module: str, override: str) -> str:
-    """A shell script that runs Python with its arguments, but ours for the first file that is one of FILES."""
+    """Return a shell script that runs Python, with Megalith's file in place of the first argument that is in FILES."""
     cases = "\n".join(
         f"      {name} | */{name}) word={shlex.quote(f'{folder}/{name}')}; found={command} ;;"
         for name, command in FILES.items()
@@ -248,7 +252,7 @@ def _wrapper(folder: str, module: str, override: str) -> str:
         more = shlex.join(shlex.split(override))
     except ValueError as error:
         raise ConfigError(
-            f"--override {override!r} is no list of words ({error}); correct its quotes"
+            f"--override {override!r} cannot be split into words ({error}); correct its quotes"
         ) from None
     return f"""#!/bin/bash
 words=() found=
@@ -267,8 +271,8 @@ exec {shlex.quote(sys.executable)} {module} "${{words[@]}}"
 
 
 def _uv_wrapper(wrappers: Path) -> str:
-    """A shell script for `uv run [OPTIONS] COMMAND`: without uv where COMMAND names one of FILES, so that it finds the
-    other wrappers on PATH; uv itself for all else."""
+    """Return a shell script for uv: `uv run [OPTIONS] COMMAND` with one of FILES runs COMMAND without uv, so that it
+    finds the other wrappers in PATH; anything else runs uv."""
     ours = " | ".join(f"{name} | */{name}" for name in FILES)
     return f"""#!/bin/bash
 found= is_run=

@@ -1,8 +1,8 @@
-"""What a flag of Megatron-LM can be here, and what the flags of one command line say of its run.
+"""Kinds of Megatron-LM flags, and the parsed flags of one command line.
 
-`takes` is what stands behind a flag: `switch` (nothing), `int`, `float`, `text` or choices with `|` between, with `*`
-or `+` for a list, `{3}` for three. `default` is Megatron's own. An omitted flag means that default, not ours;
-and a flag that would be refused passes where it is given its default, since it changes nothing.
+`takes` is the kind of value: `switch` (none), `int`, `float`, `text`, or choices separated by `|`; with `*` or `+` for
+a list and `{3}` for three values. `default` is Megatron's default, which an omitted flag has here too. A refused flag
+is accepted with its default, because it has no effect then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Sets:
-    """A setting of ours, through `values` where these are written otherwise."""
+    """A flag that sets one setting; `values` maps the flag's values to the setting's."""
 
     takes: str
     path: str
@@ -24,13 +24,13 @@ class Sets:
 
     @property
     def means(self) -> str:
-        told = self.values and ", ".join(f"{theirs} is {ours}" for theirs, ours in self.values.items())
-        return f"{self.path} ({told})" if told else self.path
+        mapping = self.values and ", ".join(f"{flag} is {ours}" for flag, ours in self.values.items())
+        return f"{self.path} ({mapping})" if mapping else self.path
 
 
 @dataclass(frozen=True)
 class Derives:
-    """Settings that follow from several flags together."""
+    """A flag that, together with others, determines settings."""
 
     takes: str
     derive: Callable[[ParsedFlags], None]
@@ -44,7 +44,7 @@ class Derives:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Nothing of this run depends on it, or it always is so: told in one note."""
+    """A flag without effect here. One note lists all of them."""
 
     takes: str
     means: str
@@ -54,7 +54,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """What is not had. `harmless`: without it the training is the same, so `--ignore-unknown` passes over it."""
+    """An unsupported flag. `harmless`: it does not affect training, so `--ignore-unknown` ignores it."""
 
     takes: str
     means: str
@@ -68,16 +68,16 @@ Flag = Sets | Derives | NoEffect | Refused
 
 @dataclass
 class ParsedFlags:
-    """The flags of a command line, read: `flags["--lr"]` is its value, or Megatron's default where it was omitted."""
+    """Parsed flags of a command line: `flags["--lr"]` is the value, or Megatron's default if the flag was omitted."""
 
     table: Mapping[str, Flag]
     program: str = "pretrain-gpt"
-    """The command that they were given to."""
+    """Command that the flags belong to."""
     values: dict[str, Any] = field(default_factory=dict)
     world_size: int | None = None
-    """Processes of the job, where they are known."""
+    """Number of processes of the job, if known."""
     misread: set[str] = field(default_factory=set)
-    """Flags that were meant, as far as can be seen, but could not be read."""
+    """Flags that the command line probably contains but that could not be parsed."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Every flag of Megatron-LM's command line (core 0.20.0, 877 of them) and what it means here: a literal row a flag.
+"""Table of all 877 flags of Megatron-LM's command line (core 0.20.0) with their meaning here.
 
-A new flag, or a field that we get, is a row changed here; what several flags decide together stands in derive.py. The
-first strings are the reasons that many rows share.
+Flags without effect are in no_effect_flags.py. Settings that depend on several flags are computed in derive.py. The
+first strings are reasons shared by several rows.
 """
 
 from __future__ import annotations
@@ -10,46 +10,41 @@ from megalith.dialects.megatron import derive
 from megalith.dialects.megatron.flag_kinds import Derives, Flag, NoEffect, Refused, Sets
 from megalith.dialects.megatron.no_effect_flags import KERNELS, NO_EFFECT, OVERLAP
 
-# Why a flag is refused, and the way out. Each goes on from "is refused: ".
-FP8_OTHER = "which matmuls are in FP8 follows from --fp8-recipe and --first-last-layers-bf16; leave it out"
-FP4 = "there are no FP4 matmuls; leave it out to train in bf16"
-HYBRID = "there are no state-space layers; train a transformer without it"
-SPEC = (
-    "layers are built from the settings, not from a spec of one's own; leave it out if it names the GPT layer"
-)
-FORMULA = "it changes the model's or the optimizer's formula, and this version does not have it; leave it out"
-INIT = "weights begin as N(0, --init-method-std); leave it out, or load weights with --load and --finetune"
-DECAY = "matrices alone have weight decay; leave it out"
-BATCH_SCHEDULE = "the batch grows by --step-batch-size-schedule alone; use this, or leave it out"
-DATA = "samples are Megatron's GPTDataset's, without this change of them; leave it out"
+# Reasons for refusing a flag, with the way out. They complete "is refused: …".
+FP8_OTHER = "--fp8-recipe and --first-last-layers-bf16 determine which matmuls are in FP8; remove it"
+FP4 = "FP4 matmuls are not supported; remove it to train in bf16"
+HYBRID = "state-space layers are not supported; train a transformer without it"
+SPEC = "layers are built from the settings, not from a custom spec; remove it if it names the GPT layer"
+FORMULA = "it changes the model's or the optimizer's formula, which is not supported; remove it"
+INIT = "weights are initialized as N(0, --init-method-std); remove it, or load weights with --load and --finetune"
+DECAY = "only matrices have weight decay; remove it"
+BATCH_SCHEDULE = "only --step-batch-size-schedule changes the batch size; use it, or remove this flag"
+DATA = "samples are those of Megatron's GPTDataset, without this option; remove it"
 SFT = "it trains on conversations; this command trains on indexed datasets"
-SFT_FILE = "this command trains on indexed datasets; leave it out, and use megalith sft"
-BITS = (
-    "kernels here do not give the same bits for every batch size; leave it out: runs are the same otherwise"
-)
-EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps of a run; leave it out"
-PACKED = "sequences are all cut alike over the context-parallel ranks; leave it out"
+SFT_FILE = "this command trains on indexed datasets; remove it, and use megalith sft"
+BITS = "kernels do not give the same bits for every batch size; remove it, which changes nothing else"
+EVALUATION = "evaluations are --eval-iters global batches every --eval-interval steps; remove it"
+PACKED = "all sequences are split in the same way over the context-parallel ranks; remove it"
 DISTILL = (
-    "a teacher's stored logits are written by `megalith teacher-logits` and learned from by `megalith distill`; leave it "
-    "out"
+    "`megalith teacher-logits` writes a teacher's logits, and `megalith distill` trains on them; remove it"
 )
-FROZEN = "there is no partly frozen training but by adapters (lora.rank in a run file); leave it out"
-RL = "this command pre-trains; leave it out"
-VISION_TRAINING = "there are no vision models; leave it out"
-SPECIAL_TOKENS = "special tokens are the tokenizer's own; leave it out"
-YAML = "this command reads flags; `megalith train run.yaml` reads our run files"
+FROZEN = "freezing is supported only by adapters (lora.rank in a run file); remove it"
+RL = "this command pre-trains; remove it"
+VISION_TRAINING = "vision models are not supported; remove it"
+SPECIAL_TOKENS = "special tokens are the tokenizer's; remove it"
+YAML = "this command reads flags; `megalith train run.yaml` reads run files"
 OLD_MODEL_PARALLEL = "Megatron has removed it; give --tensor-model-parallel-size"
 OLD_BATCH = "Megatron has removed it; give --micro-batch-size"
 OLD_WARMUP = "Megatron has removed it; give --lr-warmup-fraction"
 OLD_CHECKPOINT = "Megatron has removed it; give --recompute-granularity full --recompute-method uniform"
 CKPT_STATE = "a checkpoint is loaded as it was saved; choose the step with --ckpt-step"
-ARTEFACT = "what it would write is not written; leave it out, or pass over it with --ignore-unknown"
+ARTEFACT = "its output is not written; remove it, or ignore it with --ignore-unknown"
 TEMPORARY_SAVES = (
-    "checkpoints are all lasting; lower --save-interval, with --async-save where that costs time"
+    "all checkpoints are persistent; lower --save-interval, and use --async-save if saving takes long"
 )
-IN_PROCESS = "a failed job starts anew from its newest whole checkpoint; give torchrun --max-restarts"
-INJECTION = "faults are not injected; leave it out"
-DRY_RUN = "processes are real; leave it out"
+IN_PROCESS = "a failed job restarts from its newest complete checkpoint; give torchrun --max-restarts"
+INJECTION = "faults are not injected; remove it"
+DRY_RUN = "processes are real; remove it"
 
 NOT = {True: False}
 
@@ -404,8 +399,8 @@ FLAGS: dict[str, Flag] = {
     "--yaml-cfg":                                 Refused("text", YAML),
 }
 
-# Flags of releases before core 0.20, one since, and of guides, which its parser refuses: in scripts that are in use.
-AS_NOW = "Megatron has removed it, and nothing of the run depends on it"
+# Flags that core 0.20 refuses but scripts still use: of earlier releases, of a later one, and of guides.
+AS_NOW = "Megatron has removed it, and the run does not depend on it"
 OLDER: dict[str, Flag] = {
     "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
     "--DDP-impl":                                NoEffect("local|torch", AS_NOW),
@@ -431,19 +426,18 @@ OLDER: dict[str, Flag] = {
     ),
     "--delay-grad-reduce":                       NoEffect("switch", AS_NOW),
     "--overlap-p2p-communication":               NoEffect("switch", AS_NOW),
-    # What guides write as flags of it, where it has --optimizer-cpu-offload, --log-straggler and --ddp-bucket-size.
+    # Guides use these for --optimizer-cpu-offload, --log-straggler and --ddp-bucket-size.
     "--cpu-offload-optimizer":                   Sets("switch", "optim.optimizer_cpu_offload"),
     "--enable-straggler-detection":              Sets("switch", "runtime.enable_straggler_detection"),
     "--dp-comm-overlap-bucket-size":             NoEffect("int", OVERLAP),
 }
 
-# ModelOpt's (megatron/post_training/arguments.py), which Megatron-LM's programs take where it is installed. They are
-# read
-# for a ModelOpt checkpoint or a teacher alone.
+# ModelOpt's flags (megatron/post_training/arguments.py), which Megatron-LM accepts if ModelOpt is installed. It reads
+# them only for a ModelOpt checkpoint or a teacher.
 MODELOPT_ALONE = "Megatron-LM reads it only for a ModelOpt checkpoint"
-MODELOPT_MODEL = "there are no ModelOpt models; leave it out: without one Megatron-LM does not read it either"
-QUANTIZED = "models are quantized by ModelOpt alone; leave it out, and quantize what export-hf writes"
-TEACHER = "this command has no teacher; leave it out, and use megalith distill"
+MODELOPT_MODEL = "ModelOpt models are not supported; remove it: without one Megatron-LM does not read it either"
+QUANTIZED = "only ModelOpt quantizes models; remove it, and quantize the result of export-hf"
+TEACHER = "this command has no teacher; remove it, and use megalith distill"
 MODELOPT: dict[str, Flag] = {
     "--enable-gpt-oss":                NoEffect("switch", f"{MODELOPT_ALONE}; YaRN is --position-embedding-type yarn"),
     "--export-force-local-attention":  NoEffect("switch", KERNELS),
@@ -463,7 +457,7 @@ MODELOPT: dict[str, Flag] = {
     "--finetune-data-files":           Refused("text+", SFT_FILE),
     "--qad-train-target":              Refused("base|mtp|both", MODELOPT_MODEL),
     "--freeze-base-for-mtp":           Refused("switch", MODELOPT_MODEL),
-    "--export-qk-l2-norm":             Refused("switch", "it is of ModelOpt's models; give --qk-l2-norm"),
+    "--export-qk-l2-norm":             Refused("switch", "it belongs to ModelOpt's models; give --qk-l2-norm"),
     "--export-moe-apply-probs-on-input": Refused("switch", FORMULA),
     "--export-offline-model":          Refused("switch", MODELOPT_MODEL),
     "--modelopt-enabled":              Refused("switch", MODELOPT_MODEL),

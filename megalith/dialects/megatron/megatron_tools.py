@@ -1,4 +1,4 @@
-"""Megatron-LM's tools by their own options: preprocess_data.py and checkpoint/convert.py."""
+"""Megatron-LM's tools preprocess_data.py and checkpoint/convert.py, with their options."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import argparse
 from megalith.dialects.megatron.derive import TOKENIZERS
 from megalith.errors import ConfigError, printable
 
-# Options that change nothing that is written: how work is spread, and what is logged.
+# Options that do not affect the output: distribution of the work, and logging.
 SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documents", "--rank", "--dataset-impl",
           "--make-vocab-size-divisible-by", "--tensor-model-parallel-size", "--vocab-extra-ids")  # fmt: skip
-TIKTOKEN = {"--tiktoken-pattern": "v2", "--tiktoken-num-special-tokens": "1000"}  # those that there are
+TIKTOKEN = {"--tiktoken-pattern": "v2", "--tiktoken-num-special-tokens": "1000"}  # the only supported values
 SPREAD_SWITCHES = ("--keep-sequential-samples", "--find-optimal-num-workers", "--trust-remote-code")
 
 
@@ -18,15 +18,17 @@ HF_LOADERS = ("llama_mistral", "mixtral_hf")
 
 
 class ToolOptions(argparse.ArgumentParser):
-    """A mistake is a ConfigError like any other."""
+    """Argument parser that raises ConfigError."""
 
     def error(self, message: str) -> None:
         raise ConfigError(f"{self.prog}: {message}; `megalith --help` lists our own commands")
 
 
 def run_preprocess_data(words: list[str]) -> int:
-    """Writes `PREFIX_KEY_document.bin` and `.idx` (`_sentence` with --split-sentences) as Megatron's tool does, also in
-    the place of files that are there. Raises ConfigError for options that would change what is written."""
+    """Write `PREFIX_KEY_document.bin` and `.idx` (`_sentence` with --split-sentences) as Megatron's tool does.
+
+    Existing files are replaced. Raises ConfigError for unsupported options that affect the output.
+    """
     options = _options().parse_args(words)
     if options.tokenizer_type not in TOKENIZERS:
         raise ConfigError(
@@ -34,17 +36,19 @@ def run_preprocess_data(words: list[str]) -> int:
         )
     if options.split_sentences and (options.keep_newlines or options.lang != "english"):
         raise ConfigError(
-            "--split-sentences is refused with --keep-newlines and other languages than english: leave them out"
+            "--split-sentences is refused with --keep-newlines and languages other than english: remove them"
         )
     for flag, there in TIKTOKEN.items():
         if options.tokenizer_type == "TikTokenizer" and (value := getattr(options, _name(flag))) not in (
             None,
             there,
         ):
-            raise ConfigError(f"{flag} {value} is refused: there is {there}; it would cut the text otherwise")
-    idle = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
-    if idle:
-        print(f"note: these options have no effect here: {' '.join(idle)}")
+            raise ConfigError(
+                f"{flag} {value} is refused: only {there} is supported; others split text differently"
+            )
+    ignored = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
+    if ignored:
+        print(f"note: these options have no effect here: {' '.join(ignored)}")
     from megalith.data.preprocessing.preprocess import preprocess
     from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
@@ -88,7 +92,7 @@ def _options() -> ToolOptions:
 
 
 def run_convert_checkpoint(words: list[str]) -> int:
-    """Megatron's tools/checkpoint/convert.py, of a GPT: `--loader` says what is read, rank files are written."""
+    """Convert a GPT as Megatron's tools/checkpoint/convert.py does: `--loader` names the format; writes rank files."""
     parser = ToolOptions(prog="tools/checkpoint/convert.py", add_help=False)
     for flag in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir"):
         parser.add_argument(flag, required=True)
@@ -97,24 +101,24 @@ def run_convert_checkpoint(words: list[str]) -> int:
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--target-transformer-impl", choices=("transformer_engine", "local"))
     parser.add_argument("--trust", action="store_true")
-    given, more = parser.parse_known_args(words)
-    if given.model_type != "GPT":
-        raise ConfigError(f"--model-type is {given.model_type}; there is GPT")
+    options, more = parser.parse_known_args(words)
+    if options.model_type != "GPT":
+        raise ConfigError(f"--model-type is {options.model_type}; only GPT is supported")
     if more:
-        print(f"note: {' '.join(more)} have no effect: what is read and written says it itself")
+        print(f"note: {' '.join(more)} have no effect: the checkpoint determines them")
     from megalith.bridge.megatron.megatron_exporter import convert
 
     written = convert(
-        given.load_dir,
-        given.save_dir,
+        options.load_dir,
+        options.save_dir,
         "megatron",
-        "hf" if given.loader in HF_LOADERS else "megatron",
-        trust=given.trust,
+        "hf" if options.loader in HF_LOADERS else "megatron",
+        trust=options.trust,
         ckpt_format="torch",
-        tp=given.target_tensor_parallel_size,
-        pp=given.target_pipeline_parallel_size,
-        transformer_impl=given.target_transformer_impl or "transformer_engine",
-        make_vocab_size_divisible_by=given.make_vocab_size_divisible_by,
+        tp=options.target_tensor_parallel_size,
+        pp=options.target_pipeline_parallel_size,
+        transformer_impl=options.target_transformer_impl or "transformer_engine",
+        make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
     )
     print(f"wrote {printable(written)}")
     return 0

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from megalith.dialects.megatron.flag_kinds import NoEffect
 
-KERNELS = "kernels and what is fused are chosen by the device; the formula is the same"
-OVERLAP = (
-    "communication overlaps with compute where it can, without being asked; gradients are summed in fp32"
-)
+KERNELS = "kernels and fusions are chosen for the device; the formula is the same"
+OVERLAP = "communication always overlaps with compute where possible; gradients are summed in fp32"
 
 BY_REASON = {
-    "every step's figures are in metrics.jsonl, on the console and in the trackers as they are": """
+    "every step's metrics are in metrics.jsonl, on the console and in the trackers": """
         --log-timers-to-tensorboard --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --logging-level=int
         --log-progress --straggler-minmax-count=int --tensorboard-log-interval=int --log-energy
         --log-memory-interval=int --profile-ranks=int+ --disable-straggler-on-startup --moe-per-layer-logging
@@ -28,7 +26,7 @@ BY_REASON = {
         --pytorch-profiler-collect-shapes --record-shapes --run-workload-inspector-server --straggler-ctrlr-port=int
         --tensorboard-queue-size=int --use-pytorch-profiler
     """,
-    "there is one checkpoint format, written by all ranks together and loaded in any layout": """
+    "there is one checkpoint format, which all ranks write in parallel and any layout loads": """
         --ckpt-format=torch|torch_dist|torch_dcp|fsdp_dtensor
         --dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all|return_unexpected|return_all|ignore_all
         --use-persistent-ckpt-worker --auto-detect-ckpt-format --no-use-tokenizer-model-from-checkpoint-args
@@ -58,7 +56,7 @@ BY_REASON = {
         --output-logit-dtype=bf16|fp32 --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert
         --use-kitchen-attention --use-te-activation-func --muon-use-syrk
     """,
-    "process groups and their backend follow from the device and the layout: NCCL on GPUs, gloo without": """
+    "process groups and their backend follow from the device and the layout: NCCL on GPUs, gloo on CPUs": """
         --distributed-backend=nccl|gloo|nccl2 --use-tp-pp-dp-mapping --disable-gloo-process-groups
         --high-priority-stream-groups=text+ --create-all-gather-group --disable-flight-recorder-dump-on-timeout
         --disable-flight-recorder-extra-dump-on-exec --disable-flight-recorder-include-only-active
@@ -69,7 +67,7 @@ BY_REASON = {
         --pipeline-model-parallel-comm-backend=nccl|ucc --sharp-enabled-group=dp|dp_replica
         --tp-comm-bootstrap-backend=nccl|mpi|gloo --use-ring-exchange-p2p --use-sharp
     """,
-    "datasets are memory-mapped and samples found without an index; training reads token ids, no text": """
+    "datasets are memory-mapped and need no index of samples; training reads token ids, not text": """
         --data-cache-path=text --tiktoken-pattern=v1|v2 --no-create-attention-mask-in-dataloader --no-mmap-bin-files
         --sft-tokenizer-prompt-format=text --allow-ambiguous-pad-tokens --chat-template=text
         --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --disable-msc
@@ -79,7 +77,7 @@ BY_REASON = {
         --tokenizer-hf-no-use-fast --tokenizer-metadata=text --tokenizer-sentencepiece-legacy --use-gigatoken
         --validation-set-names=text+
     """,
-    "attention's scores and softmax are computed in fp32": """
+    "attention scores and softmax are computed in fp32": """
         --attention-softmax-in-fp32 --apply-query-key-layer-scaling
     """,
     "it concerns inference, not training": """
@@ -130,13 +128,13 @@ BY_REASON = {
         --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --no-tp-comm-split-ag --no-tp-comm-split-rs
         --overlap-dispatch-backward-with-experts-wgrad --tp-comm-overlap-rs-dgrad
     """,
-    "what is around the experts' matmuls is fused without being asked": """
+    "operations around the experts' matmuls are always fused": """
         --moe-permute-fusion
     """,
     "the router computes in fp32": """
         --moe-router-dtype=fp32|fp64
     """,
-    "steps wait for no garbage collection": """
+    "steps do not wait for garbage collection": """
         --manual-gc --manual-gc-interval=int --disable-manual-gc-eval --no-manual-gc-eval --train-sync-interval=int
     """,
     "there are no CUDA graphs: torch.compile is applied to each block": """
@@ -160,10 +158,10 @@ BY_REASON = {
         --rl-rollout-bank-dir=text --rl-rollout-bank-max-bytes=int --rl-sequence-packing-max-sequences-per-bin=int
         --rl-verify-model-weights-swap
     """,
-    "every step is checked: one with NaN or Inf is skipped and counted, and its origin named": """
+    "every step is checked; one with NaN or Inf is skipped and counted, and its origin is reported": """
         --no-check-for-nan-in-loss-and-grad --test-mode --check-for-large-grads --check-for-spiky-loss
     """,
-    "it belongs to vision or retrieval models, which are not here": """
+    "it belongs to vision or retrieval models, which are not supported": """
         --img-h=int --img-w=int --patch-dim=int --bert-embedder-type=megatron|huggingface --bert-load=text
         --biencoder-projection-dim=int --biencoder-shared-query-context-model --block-data-path=text
         --classes-fraction=float --data-per-class-fraction=float --dino-bottleneck-size=int
@@ -176,7 +174,7 @@ BY_REASON = {
         --sample-rate=float --swin-backbone-type=tiny|base|h3 --titles-data-path=text --use-one-sent-docs
         --vision-backbone-type=vit|mit|swin --vision-pretraining-type=classify|inpaint|dino
     """,
-    "weights are gathered in the compute type, scales follow every step, and experts are padded where their matmuls need it": """
+    "weights are gathered in the compute dtype, scales are updated every step, and experts are padded where necessary": """
         --fp8-param-gather --fp8-interval=int --keep-fp8-transpose-cache --moe-router-padding-for-quantization
         --moe-router-padding-for-fp8 --reuse-grad-buf-for-mxfp8-param-ag
     """,
@@ -193,7 +191,7 @@ BY_REASON = {
         --gdp-num-householder=int --mamba-training-ssm-states-dtype=fp32|bf16 --no-dsa-indexer-rotate-activation
         --no-dsa-indexer-scoring-relu
     """,
-    "the launcher, the hang watch and restarts from the newest whole checkpoint are always there": """
+    "the launcher, the hang watch and restarts from the newest complete checkpoint are always on": """
         --rerun-mode=disabled|validate_results|report_stats
         --error-injection-type=correct_result|transient_error|persistent_error --adlr-autoresume
         --adlr-autoresume-interval=int --calc-ft-timeouts --enable-ft-package --fault-injector-delay-start-iteration=int
@@ -208,10 +206,10 @@ BY_REASON = {
         --non-persistent-local-ckpt-algo=fully_parallel|atomic --non-persistent-local-ckpt-dir=text --replication
         --replication-factor=int --replication-jump=int --result-rejected-tracker-filename=text
     """,
-    "no code out of a model's folder is ever run": """
+    "code in a model's folder is never run": """
         --trust-remote-code
     """,
-    "it only saves memory; here parallel.recompute_granularity and parallel.cpu_offloading_num_layers do": """
+    "it only saves memory; use parallel.recompute_granularity or parallel.cpu_offloading_num_layers": """
         --empty-unused-memory-level=int --moe-layer-recompute --fine-grained-activation-offloading
         --offload-modules=text+ --expert-tensor-parallel-num-weight-shards=int --tensor-parallel-num-weight-shards=int
         --activation-offload-fraction=float --cpu-offloading-retain-pinned-cpu-buffers
@@ -220,10 +218,10 @@ BY_REASON = {
         --gtp-remat-reduce-scatter-with-fp32-accumulation --min-offloaded-tensor-size=int --no-pin-cpu-grads
         --no-pin-cpu-params --use-torch-optimizer-for-cpu-offload
     """,
-    "there is no random state: initial weights, dropout and data order follow from the seed": """
+    "there is no random state: initial weights, dropout and data order depend only on the seed": """
         --no-load-rng --no-save-rng
     """,
-    "it tunes dispatchers that are not here": """
+    "it tunes dispatchers that do not exist here": """
         --moe-flex-dispatcher-backend=deepep|hybridep|ncclep --moe-hybridep-num-sms=int
         --moe-flex-dispatcher-num-sms=int --moe-combine-bwd-dtype=bf16|mxfp8 --moe-deepep-num-sms=int
         --moe-dispatch-fwd-dtype=bf16|mxfp8 --moe-enable-deepep --moe-hybridep-num-blocks-permute=int
@@ -232,11 +230,11 @@ BY_REASON = {
         --moe-paged-stash-buffer-size-factor-cpu=float --moe-paged-stash-buffer-size-factor-cuda=float
         --moe-paged-stash-page-size=int --moe-permute-fusion-into-hybridep
     """,
-    "gradients and weights are kept and summed in fp32, which is at least as exact": """
+    "gradients and weights are stored and summed in fp32, which is at least as accurate": """
         --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --main-grads-dtype=fp32|bf16
         --main-params-dtype=fp32|fp16
     """,
-    "it tunes Megatron's FSDP; sharding is PyTorch's FSDP2 here": """
+    "it tunes Megatron's FSDP; here PyTorch's FSDP2 shards": """
         --no-use-layer-wise-param-layout --megatron-fsdp-grad-comm-dtype=fp32|fp16|bf16|auto
         --megatron-fsdp-main-grads-dtype=fp32|bf16|fp16|auto --megatron-fsdp-main-params-dtype=fp32|bf16|fp16|auto
         --outer-dp-sharding-strategy=no_shard|optim --fsdp-double-buffer --init-model-with-meta-device --use-nccl-ub
@@ -249,13 +247,13 @@ BY_REASON = {
     "it is read only with --optimizer lion, which is refused": """
         --lion-beta1=float --lion-beta2=float
     """,
-    "the schedule always is what the flags say; on a resume, what differs from the checkpoint's is logged": """
+    "the flags always determine the schedule; on a resume, differences from the checkpoint are logged": """
         --override-opt_param-scheduler --override-opt-param-scheduler
     """,
     "the list of flags is `megalith megatron flags`": """
         --help
     """,
-    "TP's communication needs no buffers of its own; parallel.tp_comm_overlap is another way, by ping-pong": """
+    "TP's communication needs no extra buffers; parallel.tp_comm_overlap selects ping-pong instead": """
         --tp-comm-overlap
     """,
     "it is read only with --fim-data, which is refused": """
@@ -270,7 +268,7 @@ BY_REASON = {
     "initial weights are the same on every device and in every layout": """
         --use-cpu-initialization --no-initialization
     """,
-    "with --exit-signal-handler SIGTERM, SIGUSR1, SIGINT and SIGHUP all save and end the run": """
+    "with --exit-signal-handler, SIGTERM, SIGUSR1, SIGINT and SIGHUP save and end the run": """
         --exit-signal=text --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
     """,
     "it is read only with --logits-save-dir or --logits-load-dir, which are refused": """

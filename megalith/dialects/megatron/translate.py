@@ -1,4 +1,4 @@
-"""Megatron-LM's flags → a run file of ours: words to values, values to settings, and all that is wrong in one error."""
+"""Translation of Megatron-LM's flags to a run file, with all problems in one error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from megalith.errors import ConfigError, MegalithError
 
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
             "--micro-batch-size", "--lr")  # fmt: skip
-OF_CHECKPOINT = REQUIRED[:5]  # with --use-checkpoint-args
-STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
-OTHER_NAMES = {  # settings whose flag neither has their name nor a row that sets them
+IN_CHECKPOINT = REQUIRED[:5]  # read from the checkpoint with --use-checkpoint-args
+ALTERNATIVES = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
+OTHER_NAMES = {  # settings whose flag has another name and no `Sets` row
     "train.output_dir": "--save",
     "model.init_from": "--finetune --load",
     "checkpoint.keep_every": "--save-retain-interval",
@@ -34,7 +34,7 @@ OTHER_NAMES = {  # settings whose flag neither has their name nor a row that set
     "log.tensorboard": "--tensorboard-dir",
     "log.wandb_name": "--wandb-exp-name",
 }
-DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # what an editor or a page makes of --
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # editors and web pages replace -- by these
 CONTRADICTIONS = (
     ("--train-iters", "--train-samples"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
@@ -50,57 +50,57 @@ CONTRADICTIONS = (
 
 @dataclass(frozen=True)
 class Translation:
-    """What a command line of Megatron's means: sections of a run file, and what its user should know."""
+    """Result of translating a command line: sections of a run file, and notes for the user."""
 
     tree: dict[str, dict[str, Any]]
     notes: list[str]
 
     def config(self) -> RunConfig:
-        """The run. Raises ConfigError, in the words of the flags."""
+        """Return the run's configuration. Raises ConfigError, which names flags."""
         with in_flags():
             return RunConfig.from_tree(self.tree)
 
     def to_yaml(self) -> str:
-        """The run file: what differs from our defaults, or was given."""
+        """Return the run file, with explicit settings and those that differ from Megalith's defaults."""
         return yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
 
 
 @contextmanager
 def in_flags() -> Iterator[None]:
-    """In it an error names flags where it would name the settings that they set."""
+    """Context in which errors name flags instead of settings."""
     try:
         yield
     except MegalithError as error:
-        error.args = (said_in_flags(str(error)),)
+        error.args = (name_flags(str(error)),)
         raise
 
 
 NAME = re.compile(r"(?<![\w./-])[a-z][a-z0-9]*(?:\.[a-z][a-z0-9_]*|(?:_[a-z0-9]+)+)(?![\w/])")
 
 
-def said_in_flags(text: str) -> str:
-    """`text` with flags in the place of the settings that they set, with their section or, of two words, without."""
+def name_flags(text: str) -> str:
+    """Return `text` with setting names replaced by flags: `section.name`, and `name` alone if it has several words."""
     names = _flag_of_settings()
     if "model.init_from" in text:
         text = text.replace(
             "that run set checkpoint.load", "that run leave --finetune out and set checkpoint.load"
         )
-    told = NAME.sub(lambda found: names.get(found[0], found[0]), text)
-    return re.sub(r"(--[\w-]+) or \1\b", r"\1", told)
+    translated = NAME.sub(lambda match: names.get(match[0], match[0]), text)
+    return re.sub(r"(--[\w-]+) or \1\b", r"\1", translated)
 
 
 @functools.cache
 def _flag_of_settings() -> dict[str, str]:
-    """`parallel.context_parallel_size`, and `context_parallel_size` alone, → `--context-parallel-size`."""
+    """Return the flag of each setting, by `section.name` and by `name`."""
     fields = {section: whole.annotation.model_fields for section, whole in RunConfig.model_fields.items()}
     names = {
         f"{section}.{name}": flag
-        for section, found in fields.items()
-        for name in found
+        for section, fields_of_section in fields.items()
+        for name in fields_of_section
         if (flag := f"--{name.replace('_', '-')}") in FLAGS
     }
     for flag, row in reversed(FLAGS.items()):
-        if isinstance(row, Sets):  # a switch that turns a setting off does not have its sense
+        if isinstance(row, Sets):  # a switch that disables a setting is not a synonym of it
             names[row.path] = f"{row.path} ({flag})" if row.values == NOT else flag
     names |= OTHER_NAMES
     return names | {path.partition(".")[2]: flag for path, flag in names.items() if "_" in path}
@@ -114,11 +114,17 @@ def translate(
     trust: bool = False,
     program: str = "pretrain-gpt",
 ) -> Translation:
-    """The run that the flags `words` mean to a `program` of Megatron's, on `world_size` processes where that is known.
+    """Translate a command line of Megatron-LM.
 
-    `ignore_unknown` passes over flags that are not known at all, and over refused ones that leave the training the
-    same. `trust` lets pickles of the checkpoint to load be read. Raises ConfigError with all that is wrong, a sentence
-    each.
+    Args:
+        words: the flags and their values.
+        world_size: number of processes, if known.
+        ignore_unknown: ignore unknown flags, and refused ones that do not affect training.
+        trust: allow pickles in the checkpoint to load.
+        program: Megalith's name of Megatron's program.
+
+    Raises:
+        ConfigError: with one line per problem.
     """
     flags = read_words(words, ignore_unknown)
     flags.world_size, flags.program = world_size, program
@@ -136,15 +142,15 @@ def translate(
     flags.set("log.console", "lines")
     if flags.problems:
         raise ConfigError(*flags.problems, *_out_of_range(flags))
-    idle = _idle(flags)
+    note = _no_effect_note(flags)
     with in_flags():
         tree = _with_defaults(flags)
         notes = _without_unread(tree)
-    return Translation(tree, [*flags.notes, *map(said_in_flags, notes), *([idle] if idle else [])])
+    return Translation(tree, [*flags.notes, *map(name_flags, notes), *([note] if note else [])])
 
 
 def _out_of_range(flags: ParsedFlags) -> list[str]:
-    """What the settings refuse of the values that were given, where the command line has other faults already."""
+    """Return problems with values of settings, to add to other problems of the command line."""
     try:
         with in_flags():
             RunConfig.from_tree(flags.tree)
@@ -154,20 +160,23 @@ def _out_of_range(flags: ParsedFlags) -> list[str]:
 
 
 def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Takes out of the tree what its run does not read, and returns a note on each; what is loaded may read more."""
+    """Remove settings that the run does not read from the tree and return a note for each.
+
+    Without effect if a checkpoint or weights are loaded, because their model may read more.
+    """
     config, notes = RunConfig.from_tree(tree), []
     loads = config.checkpoint.load is not None or config.model.init_from is not None
     for section, values in tree.items() if not loads else ():
         for name, needs in getattr(config, section).unread(config).items():
             if name in values and not needs.strict:
                 value, outer = values.pop(name), "" if "." in needs.path else f"{section}."
-                told = f"{section}.{name}" if isinstance(value, bool) else f"{section}.{name} {value}"
-                notes.append(f"{told} changes nothing: it takes {outer}{needs}".removesuffix(" true"))
+                setting = f"{section}.{name}" if isinstance(value, bool) else f"{section}.{name} {value}"
+                notes.append(f"{setting} changes nothing: it takes {outer}{needs}".removesuffix(" true"))
     return notes
 
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlags:
-    """The flags of a command line with their values; what cannot be read is a problem of the result."""
+    """Parse the flags of a command line; errors are collected in the result's `problems`."""
     flags, index = ParsedFlags(FLAGS | OLDER | MODELOPT), 0
     while index < len(words):
         word = words[index]
@@ -175,13 +184,13 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlag
         name, equals, text = word.partition("=")
         if word[0:1] and word[0] in DASHES:
             flags.problems.append(
-                f"{word!r} begins with another sign than -; write --{word.lstrip(DASHES + '-')}"
+                f"{word!r} begins with another character than -; write --{word.lstrip(DASHES + '-')}"
             )
             while index < len(words) and not _is_flag(words[index]):
                 index += 1
             continue
         if not _is_flag(word):
-            flags.problems.append(f"{word!r} stands where a flag is needed; flags begin with --")
+            flags.problems.append(f"{word!r} is not a flag; flags begin with --")
             continue
         values = [text] if equals else []
         while (
@@ -192,7 +201,7 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> ParsedFlag
         ):
             values.append(words[index])
             index += 1
-        flag = _known(flags, name, ignore_unknown)
+        flag = _resolve(flags, name, ignore_unknown)
         if flag is not None:
             try:
                 flags.values[flag] = _value(flags.table[flag].takes, [value.strip("'\"") for value in values])
@@ -206,13 +215,13 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") and len(word) > 2
 
 
-def _known(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
-    """The flag that is meant by `name`, which may be the beginning of one."""
+def _resolve(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
+    """Return the flag for `name`, which may be an unambiguous prefix, or None."""
     if name in flags.table:
         return name
     longer = [flag for flag in FLAGS if flag.startswith(name)]
     if len(longer) == 1:
-        flags.notes.append(f"{name} is taken for {longer[0]}")
+        flags.notes.append(f"{name} is read as {longer[0]}")
         return longer[0]
     if longer:
         flags.problems.append(f"{name} could be {', '.join(longer[:5])}; write it out")
@@ -220,7 +229,7 @@ def _known(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
         return None
     near = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.85)
     if ignore_unknown and not near:
-        flags.notes.append(f"warning: {name} is no flag of Megatron-LM that is known here; it is ignored")
+        flags.notes.append(f"warning: {name} is not a known flag of Megatron-LM; it is ignored")
         return None
     near = near or difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.7)
     flags.misread.update(near)
@@ -232,7 +241,7 @@ def _known(flags: ParsedFlags, name: str, ignore_unknown: bool) -> str | None:
 
 
 def _value(takes: str, values: list[str]) -> Any:
-    """What the words behind a flag mean. Raises ValueError with what would be right."""
+    """Return the value of the words after a flag. Raises ValueError with what is needed."""
     many = next((suffix for suffix in ("{3}", "*", "+") if takes.endswith(suffix)), "")
     one = takes.removesuffix(many)
     if one == "switch":
@@ -240,9 +249,9 @@ def _value(takes: str, values: list[str]) -> Any:
             raise ValueError("it takes no value")
         return True
     counts = {"{3}": ("three values are", {3}), "": ("one value is", {1})}
-    told, right = counts.get(many, ("a value is", {*range(many == "+", len(values) + 1)}))
-    if len(values) not in right:
-        raise ValueError(f"{told} needed")
+    text, allowed = counts.get(many, ("a value is", {*range(many == "+", len(values) + 1)}))
+    if len(values) not in allowed:
+        raise ValueError(f"{text} needed")
     read = [_one_value(one, value) for value in values]
     return read if many else read[0]
 
@@ -265,9 +274,9 @@ def _check(flags: ParsedFlags) -> None:
     stored = (
         flags["--use-checkpoint-args"] and flags["--load"] is not None and not is_empty(Path(flags["--load"]))
     )
-    known = {*flags.values, *flags.misread}
-    missing = [flag for flag in REQUIRED if not {flag, STAND_INS.get(flag)} & known]
-    if missing := [flag for flag in missing if not (stored and flag in OF_CHECKPOINT)]:
+    named = {*flags.values, *flags.misread}
+    missing = [flag for flag in REQUIRED if not {flag, ALTERNATIVES.get(flag)} & named]
+    if missing := [flag for flag in missing if not (stored and flag in IN_CHECKPOINT)]:
         flags.problems.append(
             f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; give "
             f"{'them' if missing[1:] else 'it'}"
@@ -298,21 +307,21 @@ def _refuse(flags: ParsedFlags, what: str, why: str, passed_over: bool) -> None:
 
 
 def _choices(path: str) -> list[Any]:
-    """The words that a setting of ours takes, where it takes words."""
+    """Return the choices of a setting, if it has any."""
     section, _, name = path.partition(".")
     field = RunConfig.model_fields[section].annotation.model_fields.get(name)
-    found, stack = [], [field.annotation] if field is not None else []
+    choices, stack = [], [field.annotation] if field is not None else []
     while stack:
         annotation = stack.pop()
         if typing.get_origin(annotation) is typing.Literal:
-            found += typing.get_args(annotation)
+            choices += typing.get_args(annotation)
         elif typing.get_origin(annotation) is not list:
             stack += [part for part in typing.get_args(annotation) if part is not type(None)]
-    return found
+    return choices
 
 
 def _with_defaults(flags: ParsedFlags) -> dict[str, dict[str, Any]]:
-    """The tree with Megatron's defaults where ours differ and the run reads them, in the order of our sections."""
+    """Return the tree with Megatron's defaults for settings that the run reads and that have other defaults here."""
     omitted: dict[str, Any] = {}
     for flag, row in FLAGS.items():
         if isinstance(row, Sets) and flag not in flags and row.path not in omitted:
@@ -334,16 +343,16 @@ def _with_defaults(flags: ParsedFlags) -> dict[str, dict[str, Any]]:
     return {section: values for section, values in tree.items() if values}
 
 
-def _idle(flags: ParsedFlags) -> str:
-    """The one note on the flags that have no effect, by reason."""
+def _no_effect_note(flags: ParsedFlags) -> str:
+    """Return a note on the flags without effect, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for flag in flags.values:
         if isinstance(row := flags.table[flag], NoEffect):
             by_reason.setdefault(row.means, []).append(flag)
-    told = [f"{' '.join(idle)} ({reason})" for reason, idle in by_reason.items()]
-    return f"these flags have no effect here: {'; '.join(told)}" if told else ""
+    groups = [f"{' '.join(idle)} ({reason})" for reason, idle in by_reason.items()]
+    return f"these flags have no effect here: {'; '.join(groups)}" if groups else ""
 
 
 def listing() -> dict[str, dict[str, str]]:
-    """Every flag with its kind and its meaning."""
+    """Return all flags with their kind and meaning."""
     return {flag: {"kind": row.kind, "means": row.means} for flag, row in sorted((FLAGS | MODELOPT).items())}
