@@ -253,8 +253,8 @@ def export_hf(
             for offset, shape in group.boxes():
                 tensor = ours.empty(shape, torch.float32)
                 opened.fill("model", {group.name: LocalShard(tensor, offset, group.shape, owned=True)})
-                whole = dtypes | dict.fromkeys(codes, torch.float32)
-                for name, value in to_theirs(group, tensor, whole, scratch, first_expert=offset[0]):
+                value_dtypes = dtypes | dict.fromkeys(codes, torch.float32)
+                for name, value in to_theirs(group, tensor, value_dtypes, scratch, first_expert=offset[0]):
                     parts = {name: value}
                     if name in codes:
                         parts = dict(zip((name, name + SUFFIX[quantize]), quantized(value, quantize)))
@@ -289,13 +289,13 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
     groups = family.groups(model)
     with Progress("merge", 4 * sum(math.prod(group.shape) for group in groups)) as progress:
         for group in groups:
-            whole = torch.empty(group.shape)
+            tensor = torch.empty(group.shape)
             opened.fill(
-                "model", {group.name: LocalShard(whole, (0,) * len(group.shape), group.shape, owned=True)}
+                "model", {group.name: LocalShard(tensor, (0,) * len(group.shape), group.shape, owned=True)}
             )
             dtypes = dict.fromkeys(group.sources, torch.float32)
-            state_dict.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
-            progress.add(whole.nbytes)
+            state_dict.update({name: value.clone() for name, value in to_theirs(group, tensor, dtypes)})
+            progress.add(tensor.nbytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if path.suffix == ".safetensors":

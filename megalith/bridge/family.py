@@ -100,8 +100,8 @@ def _broken_rule(key: str, value: Any) -> str | None:
         return None if isinstance(value, dict) else "an object"
     if key in LISTS:
         fits = {str: lambda one: isinstance(one, str), int: _is_count, float: _is_number}[LISTS[key]]
-        whole = isinstance(value, list) and all(map(fits, value))
-        return None if whole else f"a list of {'names' if LISTS[key] is str else 'numbers'}"
+        is_list = isinstance(value, list) and all(map(fits, value))
+        return None if is_list else f"a list of {'names' if LISTS[key] is str else 'numbers'}"
     return None
 
 
@@ -279,11 +279,11 @@ class Group:
 
     def names(self, expert: int | None = None) -> list[str]:
         """Return the Hugging Face names in the rule's order; with separate experts, those of `expert`."""
-        numbers = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
+        placeholders = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
         if self.layer is not None:
-            numbers["before"] = int(self.layer) - 1
-            numbers["decoder"] = int(self.layer) - self.model.encoder_layers
-        return [name.format(**numbers) for name in self.rule.names]
+            placeholders["before"] = int(self.layer) - 1
+            placeholders["decoder"] = int(self.layer) - self.model.encoder_layers
+        return [name.format(**placeholders) for name in self.rule.names]
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:

@@ -202,7 +202,7 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
     if path is None or tokenizer is None or is_megatron_folder(path):  # Megatron folders have no tokenizer
         return []
     try:
-        theirs = (
+        original = (
             tokenizer_of(resolve_folder(path))
             if is_foreign_weights(path)
             else _checkpoint(path, ()).manifest.tokenizer
@@ -211,13 +211,13 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
         return [
             f"the tokenizer of {path}, which model.init_from names, cannot be compared with the run's: {error}"
         ]
-    if theirs is None or theirs.fingerprint == tokenizer.fingerprint:
+    if original is None or original.fingerprint == tokenizer.fingerprint:
         return []
     return [
         f"the run's tokenizer ({tokenizer.tokenizer_type}, {tokenizer.vocab_size} entries, fingerprint "
         f"{tokenizer.fingerprint[:12]}) is not that of the weights in {path}, which model.init_from names "
-        f"({theirs.vocab_size}, {theirs.fingerprint[:12]}): the weights have to relearn ids that mean other words; to "
-        "keep their tokenizer set data.tokenizer_type and data.tokenizer_model to it"
+        f"({original.vocab_size}, {original.fingerprint[:12]}): the weights have to relearn ids that mean other words; "
+        "to keep their tokenizer set data.tokenizer_type and data.tokenizer_model to it"
     ]
 
 

@@ -130,11 +130,11 @@ def quantization_config(form: Form, tensors: Layout, names: set[str], output: st
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": kept,
         }
-    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**numbers, "strategy": "channel", "dynamic": False},
-        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+        "weights": {**scheme, "strategy": "channel", "dynamic": False},
+        "input_activations": {**scheme, "strategy": "token", "dynamic": True},
     }
     return {
         "quant_method": "compressed-tensors",

@@ -90,9 +90,9 @@ def test_a_folder_without_config_or_weights_and_a_file(folder: Path, tmp_path: P
     (folder / "config.json").unlink()
     assert "config.json is missing" in refused(folder)
     (folder / "weights.safetensors").touch()
-    assert "copy the model's config.json and its tokenizer's files beside" in refused(folder)
+    assert "copy the model's config.json and its tokenizer's files into" in refused(folder)
     (folder / "__0_0.distcp").touch()
-    assert "a checkpoint of torch.distributed.checkpoint: have the program" in refused(folder)
+    assert "a checkpoint of torch.distributed.checkpoint: convert it" in refused(folder)
     (tmp_path / "file").touch()
     assert "is a file; give the folder" in refused(tmp_path / "file")
 

@@ -222,7 +222,7 @@ def test_the_mlp_that_files_name_twice_has_to_be_one_and_follows_a_model_that_wa
     model = family.read_config(theirs)
     assert theirs["dense_act_fn"] == "gelu_new" and model.mlp_activation == "gelu_tanh"
     for name, value in (("dense_act_fn", "relu"), ("is_gated_act", False)):  # transformers takes these
-        with pytest.raises(ConfigError, match=f"{name} {value!r}.*which say another MLP"):
+        with pytest.raises(ConfigError, match=f"{name} {value!r}.*which contradict it"):
             family.read_config(theirs | {name: value})
     silu = model.model_copy(update={"activation": "silu"})
     out = T5Config(**_config_json(family, silu, Origin(theirs), torch.float32, None))

@@ -319,12 +319,10 @@ class FeedForward:
         return {"activation": kind, "gated_linear_unit": gated}
 
     def write(self, model: ModelConfig) -> Tree:
-        wanted = model.mlp_activation, model.gated
-        names = [name for name, meaning in ACTIVATIONS.items() if meaning == wanted]
+        pair = model.mlp_activation, model.gated
+        names = [name for name, value in ACTIVATIONS.items() if value == pair]
         if not names:
-            raise ConfigError(
-                f"activation {wanted[0]}{' with a gate' if wanted[1] else ''} has no equal there"
-            )
+            raise ConfigError(f"activation {pair[0]}{' with a gate' if pair[1] else ''} has no equal there")
         return {"feed_forward_proj": names[0]}
 
 

@@ -130,8 +130,8 @@ def _join_ranks(
             for name, value in shards[0].items():
                 if isinstance(value, Tensor):
                     parts = [shard[name] for shard in shards]
-                    whole = latents.get(name.rpartition(".self_attention.")[2])
-                    kind = tp_split(name, gated, "copies" if value.shape[:1] == (whole,) else "rows")
+                    latent_rows = latents.get(name.rpartition(".self_attention.")[2])
+                    kind = tp_split(name, gated, "copies" if value.shape[:1] == (latent_rows,) else "rows")
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
@@ -197,25 +197,25 @@ class StoredShard:
 class DistributedTensor:
     """A tensor in shards, or one layer or expert of a stack: `at` is its index there."""
 
-    whole: tuple[int, ...]
+    stored_shape: tuple[int, ...]
     dtype: str
     shards: list[StoredShard]
     at: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.whole[len(self.at) :]
+        return self.stored_shape[len(self.at) :]
 
     def read(self) -> Tensor:
         """Return the tensor from the shards that overlap it."""
-        wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
+        box = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
         out: Tensor | None = None
         for shard in self.shards:
-            both = shard.extent.intersection(wanted)
+            both = shard.extent.intersection(box)
             if both is not None:
                 values = shard.read()
-                out = torch.empty(wanted.shape, dtype=values.dtype) if out is None else out
-                out[both.slices(wanted)] = values[both.slices(shard.extent)]
+                out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
+                out[both.slices(box)] = values[both.slices(shard.extent)]
         return torch.empty(self.shape) if out is None else out.view(self.shape)
 
 
@@ -256,9 +256,9 @@ def read_torch_dist(
                 shards.append(_stored(folder, extent, where[name, extent.offset]))
             dtype = entry.properties.state[0]  # (dtype, layout, requires_grad, memory_format, pin_memory)
             code = DTYPE_CODES.get(dtype, str(dtype))
-            whole = DistributedTensor(tuple(entry.size), code, shards)
-            _check_shards(folder, name, whole)
-            tensors |= _split_stacks(name, whole)
+            tensor = DistributedTensor(tuple(entry.size), code, shards)
+            _check_shards(folder, name, tensor)
+            tensors |= _split_stacks(name, tensor)
         return _join_gates(tensors), args
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointError(
@@ -294,7 +294,7 @@ def _check_stored(shard: StoredShard, name: str) -> None:
 def _check_shards(folder: Path, name: str, tensor: DistributedTensor) -> None:
     for shard in tensor.shards:
         _check_stored(shard, name)
-    if not covers_exactly(tensor.whole, [shard.extent for shard in tensor.shards]):
+    if not covers_exactly(tensor.stored_shape, [shard.extent for shard in tensor.shards]):
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 
@@ -312,22 +312,22 @@ def _split_stacks(name: str, tensor: DistributedTensor) -> dict[str, Distributed
         }
     return {
         one.replace(EXPERTS, ".experts.local_experts."): DistributedTensor(
-            tensor.whole, tensor.dtype, tensor.shards, at
+            tensor.stored_shape, tensor.dtype, tensor.shards, at
         )
         for at, one in names.items()
     }
 
 
 def _count(name: str, tensor: DistributedTensor, dimension: int) -> int:
-    if tensor.whole[dimension] > MOST_LAYERS:
-        raise ValueError(f"{name} has {tensor.whole[dimension]:,} layers or experts")
-    return tensor.whole[dimension]
+    if tensor.stored_shape[dimension] > MOST_LAYERS:
+        raise ValueError(f"{name} has {tensor.stored_shape[dimension]:,} layers or experts")
+    return tensor.stored_shape[dimension]
 
 
 def _join_gates(tensors: dict[str, DistributedTensor]) -> dict[str, DistributedTensor | LazyTensor]:
     halves = {name[:-2] for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors}
-    whole = {name: gate_and_up(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
-    return {**tensors, **whole}
+    joined = {name: gate_and_up(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
+    return {**tensors, **joined}
 
 
 LATEST = "latest_checkpointed_iteration.txt"

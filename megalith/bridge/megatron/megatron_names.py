@@ -53,7 +53,7 @@ GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with a gate, each r
 
 def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer, or None."""
-    return int(found[2]) if (found := LAYER.match(name)) else None
+    return int(match[2]) if (match := LAYER.match(name)) else None
 
 
 def plain_name(name: str) -> str:

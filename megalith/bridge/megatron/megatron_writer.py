@@ -175,8 +175,8 @@ def _stack_position(
     return key, stack, at
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+def _dotted(indices: tuple[int, ...]) -> str:
+    return ".".join(map(str, indices))
 
 
 class _Planner(SavePlanner):

@@ -48,8 +48,8 @@ class CorePositions:
             del fields["rotary_percent"]  # Megatron core does not read it then
         if latent:
             fields["add_position_embedding"] = kind == "learned_absolute"
-        if (every := args.get("no_rope_freq")) is not None:
-            fields["no_rope_freq"] = every
+        if (frequency := args.get("no_rope_freq")) is not None:
+            fields["no_rope_freq"] = frequency
         if scaling := _yarn(args, latent) if by_yarn else _scaling(args, latent):
             fields["rope_scaling"] = scaling
         return fields

@@ -164,9 +164,9 @@ class _Windows:
     def read(self, args: Mapping[str, Any]) -> Tree:
         if args.get("window_size") is None:
             return {}
-        every = args.get("window_attn_skip_freq")
+        frequency = args.get("window_attn_skip_freq")
         return {"window_size": list(args["window_size"])} | (
-            {"window_attn_skip_freq": every} if every else {}
+            {"window_attn_skip_freq": frequency} if frequency else {}
         )
 
     def write(self, model: ModelConfig) -> Tree:

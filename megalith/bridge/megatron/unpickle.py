@@ -138,8 +138,8 @@ def load_torch(path: Path, folder: Path, trust: bool, stored: bytes | None = Non
         zipped = zipfile.is_zipfile(source())
         inert = {name for name in _names(source(), zipped) if name not in PLAIN and _is_inert(name)}
         if trust or not inert:
-            known = [(value, name) for name, value in {**PLAIN, **dict.fromkeys(inert, Inert)}.items()]
-            with safe_globals(known):
+            allowed = [(value, name) for name, value in {**PLAIN, **dict.fromkeys(inert, Inert)}.items()]
+            with safe_globals(allowed):
                 mapped = zipped and stored is None
                 return torch.load(source(), map_location="cpu", mmap=mapped or None, weights_only=True)
     except Exception as error:  # damaged files raise any exception

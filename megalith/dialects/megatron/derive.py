@@ -156,8 +156,8 @@ def positions(flags: ParsedFlags) -> None:
         flags.set("model.rotary_percent", flags["--rotary-percent"])
     if flags["--rotary-interleaved"]:
         flags.set("model.rotary_interleaved", True)
-    if (every := flags["--no-rope-freq"]) is not None:
-        flags.set("model.no_rope_freq", _layers(flags, "--no-rope-freq", every))
+    if (frequency := flags["--no-rope-freq"]) is not None:
+        flags.set("model.no_rope_freq", _layers(flags, "--no-rope-freq", frequency))
     if scaling := _rope_scaling(flags, kind, latent):
         flags.set("model.rope_scaling", scaling)
 
@@ -244,7 +244,7 @@ def latent_attention(flags: ParsedFlags) -> None:
 
 def linear_attention(flags: ParsedFlags) -> None:
     """model.experimental_attention_variant and the settings it needs. Megatron ignores its other flags without it."""
-    variant, every = flags["--experimental-attention-variant"], flags["--linear-attention-freq"]
+    variant, frequency = flags["--experimental-attention-variant"], flags["--linear-attention-freq"]
     if variant is None:
         return
     if variant not in ("gdn", "gated_delta_net"):
@@ -253,14 +253,14 @@ def linear_attention(flags: ParsedFlags) -> None:
             "or remove the flag"
         )
         return
-    if every is None:
+    if frequency is None:
         flags.problems.append(
             f"--experimental-attention-variant {variant} is refused without --linear-attention-freq, which selects its "
             "layers; give it, as 4 or ([1]*3+[0]*1)*12"
         )
         return
     flags.set("model.experimental_attention_variant", "gated_delta_net")
-    flags.set("model.linear_attention_freq", _layers(flags, "--linear-attention-freq", every))
+    flags.set("model.linear_attention_freq", _layers(flags, "--linear-attention-freq", frequency))
     for name in ("conv-kernel-dim", "key-head-dim", "value-head-dim", "num-key-heads", "num-value-heads"):
         flags.set(f"model.linear_{name.replace('-', '_')}", flags[f"--linear-{name}"])
 
@@ -276,8 +276,8 @@ def window(flags: ParsedFlags) -> None:
         )
         return
     flags.set("model.window_size", [int(size) for size in sizes])
-    if (every := flags["--window-attn-skip-freq"]) is not None:
-        flags.set("model.window_attn_skip_freq", _layers(flags, "--window-attn-skip-freq", every))
+    if (frequency := flags["--window-attn-skip-freq"]) is not None:
+        flags.set("model.window_attn_skip_freq", _layers(flags, "--window-attn-skip-freq", frequency))
 
 
 def _layers(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | None:

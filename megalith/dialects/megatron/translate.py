@@ -92,7 +92,7 @@ def name_flags(text: str) -> str:
 @functools.cache
 def _flag_of_settings() -> dict[str, str]:
     """Return the flag of each setting, by `section.name` and by `name`."""
-    fields = {section: whole.annotation.model_fields for section, whole in RunConfig.model_fields.items()}
+    fields = {section: field.annotation.model_fields for section, field in RunConfig.model_fields.items()}
     names = {
         f"{section}.{name}": flag
         for section, fields_of_section in fields.items()
