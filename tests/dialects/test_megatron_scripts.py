@@ -283,7 +283,7 @@ def test_a_restarted_script_finds_megatrons_tracker_and_a_finetuning_one_is_told
     for load in ("out", "other"):
         shutil.copytree("out", "other", dirs_exist_ok=True)
         with pytest.raises(ConfigError, match=re.escape(
-            f"and --finetune --load {load} begins a new run at step 0; to go on with that run leave --finetune out and "
+            f"and --finetune --load {load} starts a new run at step 0; to resume that run leave --finetune out and "
             "set --load to out, to start a new one set --save to another folder"
         )):  # fmt: skip
             run_command([*shlex.split(flags), "--finetune", "--load", load])
@@ -330,7 +330,7 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):
         run_command(["run", "nowhere.sh"])
     (tmp_path / "windows.sh").write_bytes(b"ARGUMENTS=(--num-layers 2)\r\npython pretrain_gpt.py\r\n")
-    with pytest.raises(ConfigError, match=r"windows\.sh has Windows' line ends.*: sed -i 's/\\r\$//' "):
+    with pytest.raises(ConfigError, match=r"windows\.sh has Windows line endings.*: sed -i 's/\\r\$//' "):
         run_command(["run", str(tmp_path / "windows.sh")])
 
 
@@ -344,7 +344,7 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
     assert run_command(["preprocess", *words.split(), "--append-eod"]) == 0  # over what is there
     data = IndexedDataset("out_text_document")
     assert [data.get(number).tolist() for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
-    with pytest.raises(ConfigError, match="--tiktoken-pattern v1 is refused: there is v2"):
+    with pytest.raises(ConfigError, match="--tiktoken-pattern v1 is refused: only v2 is supported"):
         run_command(
             [
                 "preprocess",
