@@ -22,7 +22,7 @@ from benchmarks.published_rows import (
     Published,
     sc21_row,
 )
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.planner import passes, step_time
 from megalith.planner.candidates import NO_GEMM, PARALLEL, SHARDS
 from megalith.planner.counts import MetaModel, flops_per_token
@@ -37,7 +37,7 @@ ON_80_GB = {PARALLEL + name: value for name, value in (NO_GEMM | SHARDS).items()
 
 def expected(row: Row) -> tuple[float, step_time.StepTime]:
     """GB of the first stage's devices, and a step of a measured row."""
-    config, _ = with_fastest(row.config(), Machine(row.processes, True, True, ranks=row.processes))
+    config, _ = resolve_auto(row.config(), Machine(row.processes, True, True, ranks=row.processes))
     memory = build_layout(config, row.processes).stages[0].memory.total / 1e9
     meta = MetaModel(config.model, config.lora)
     return memory, step_time.step_time(config, meta, row.processes, rates_of(), 8)

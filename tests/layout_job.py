@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules.fastest import with_fastest
+from megalith.config.rules.auto_settings import resolve_auto
 from megalith.errors import TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
@@ -73,7 +73,7 @@ def printed_by_run(config: RunConfig) -> str:
     """Trains on every rank by the fastest that it has; returns this rank's standard output."""
     Path(config.train.output_dir).mkdir(exist_ok=True)
     device = pick_device(config.runtime.device, dist.get_rank())
-    config, chosen = with_fastest(config, detect_machine(config, device))
+    config, chosen = resolve_auto(config, detect_machine(config, device))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         print("\n".join(chosen), end="")
         Trainer(build(config)).train()
@@ -109,7 +109,7 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
     memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of them are
     asked for on FSDP2's stream."""
     device = prepare_process(config, dist.get_rank())
-    config, _ = with_fastest(config, detect_machine(config, device))
+    config, _ = resolve_auto(config, detect_machine(config, device))
     run, sums, inside, total = build(config), [], 0, 0
 
     def late(collective):

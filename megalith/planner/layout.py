@@ -13,13 +13,13 @@ from itertools import product
 from typing import Any
 
 from megalith.config import ParallelConfig, RunConfig
+from megalith.config.rules.auto_settings import Machine, auto_note, resolve_auto
 from megalith.config.rules.expert_rules import (
     expert_data_parallel_size,
     has_grouped_kernel,
     is_static,
     ranks_of_a_token,
 )
-from megalith.config.rules.fastest import Machine, line_of, with_fastest
 from megalith.config.rules.parallel_rules import (
     check_parallel,
     data_parallel_size,
@@ -159,7 +159,7 @@ def with_auto(
 ) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` that hangs on the machine, and a line of what was chosen, where something was: the
     trainer's choices, and so the planner's. `meta`: the model, where that has been counted."""
-    config, fastest = with_fastest(config, machine)
+    config, choices = resolve_auto(config, machine)
     meta = meta or (MetaModel(config.model, config.lora) if machine.memory else None)
     config, again = with_recomputation(config, world_size, machine.memory, meta)
     config, attention = with_saved_attention(config, world_size, machine.memory, meta)
@@ -167,7 +167,7 @@ def with_auto(
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
     config, experts = with_cached_experts(config, world_size, machine.memory, meta)
-    return config, line_of(fastest + again + attention + dispatch + unsharded + cached + experts)
+    return config, auto_note(choices + again + attention + dispatch + unsharded + cached + experts)
 
 
 MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError

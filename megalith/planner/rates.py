@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError, nearest_of
 from megalith.hardware import DATASHEETS, GIGA, TERA, Datasheet, device_info
 from megalith.planner.topology import NVLINK, PCIE

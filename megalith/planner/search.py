@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from megalith.config import RunConfig, require_run_config
-from megalith.config.rules.fastest import with_fastest
+from megalith.config.rules.auto_settings import resolve_auto
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_fp8, check_training
@@ -215,7 +215,7 @@ class _Search:
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
         """None where the trainer refuses it."""
         try:
-            chosen, _ = with_fastest(self.clean.with_unvalidated(settings), self.machine)
+            chosen, _ = resolve_auto(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1

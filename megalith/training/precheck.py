@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.parent import boot_id

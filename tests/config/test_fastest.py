@@ -7,7 +7,7 @@ import pytest
 from gpt2_runs import run
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, line_of, with_fastest
+from megalith.config.rules.auto_settings import Machine, auto_note, resolve_auto
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
@@ -18,7 +18,7 @@ CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap
 
 
 def chosen(config: RunConfig, machine: Machine) -> list:
-    found, _ = with_fastest(config, machine)
+    found, _ = resolve_auto(config, machine)
     assert found.parallel.tp_comm_overlap != "auto"
     return [getattr(found.parallel, name) for name in CHOSEN]
 
@@ -50,13 +50,13 @@ def test_what_the_machine_has_is_used(config, machine, expected):
 @pytest.mark.parametrize("ranks, precision", [(8, "bf16"), (16, "bf16"), (8, "fp32")])
 def test_gradients_go_in_the_compute_dtype_inside_of_a_host(strategy, ranks, precision):
     config = run({"data_parallel_sharding_strategy": strategy}).with_settings({"train.precision": precision})
-    found, choices = with_fastest(config, Machine(8, True, True, ranks=ranks))
+    found, choices = resolve_auto(config, Machine(8, True, True, ranks=ranks))
     assert found.parallel.uses_fp32_reduce_scatter == (
         strategy != "optim" and ranks == 8 and precision == "bf16"
     )
     assert len(choices) == (strategy != "optim" and precision == "bf16")
     alone = config.with_settings({"parallel.num_distributed_optimizer_instances": ranks})
-    _, choices = with_fastest(alone, Machine(8, True, True, ranks=ranks))
+    _, choices = resolve_auto(alone, Machine(8, True, True, ranks=ranks))
     assert not any("reduce_scatter" in each for each in choices)  # no shards to reduce over
 
 
@@ -78,7 +78,7 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
         config = run(axis, micro).with_settings(
             {"data.seq_length": 1024, "train.global_batch_size": micro, **fp8}
         )
-        found, choices = with_fastest(config, node)
+        found, choices = resolve_auto(config, node)
         assert found.parallel.tp_comm_overlap is halves
         assert halves or "tp_comm_overlap false (a layer's 1.5 TFLOP finish before" in "".join(choices)
 
@@ -86,29 +86,29 @@ def test_halves_are_not_made_of_less_than_the_host_launches_in_time(axis, fp8):
 def test_what_is_set_by_hand_stays():
     by_hand = {"cp_comm_type": "p2p", "tp_comm_overlap": False, "symmetric_memory_groups": []}
     config = run(TP2 | CP2 | by_hand)
-    assert with_fastest(config, NODE) == (config, [])
+    assert resolve_auto(config, NODE) == (config, [])
 
 
 def test_attention_is_saved_where_heads_are_exchanged_and_refused_over_a_ring():
     config = run(
         CP2 | {"recompute_granularity": "full", "recompute_saves_attention": True}, attention_dropout=0.0
     )
-    found, _ = with_fastest(config, NODE)
+    found, _ = resolve_auto(config, NODE)
     assert (found.parallel.cp_comm_type, found.parallel.recompute_saves_attention) == ("a2a", True)
     with pytest.raises(ConfigError, match=r"not used with parallel\.cp_comm_type p2p"):
-        with_fastest(config, Machine(1, True, True, **ANY))
+        resolve_auto(config, Machine(1, True, True, **ANY))
     with pytest.raises(ConfigError, match=r"not used with model\.attention_dropout"):  # whatever it chooses
         check_training(config.with_settings({"model.attention_dropout": 0.1}), 2)
 
 
 def test_a_line_says_what_was_chosen_and_why():
-    _, choices = with_fastest(run(TP2 | CP2, 1), NODE)
-    assert line_of(choices) == [
+    _, choices = resolve_auto(run(TP2 | CP2, 1), NODE)
+    assert auto_note(choices) == [
         "chosen by auto: parallel.cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
         "parallel.tp_comm_overlap false (train.micro_batch_size 1 is odd); "
         "parallel.symmetric_memory_groups [cp] (NVLink)"
     ]
-    assert line_of([]) == []
+    assert auto_note([]) == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_line_says_what_was_chosen_and_why():
     ],
 )  # fmt: skip
 def test_the_reason_that_is_given_is_the_true_one(config, machine, reason):
-    _, choices = with_fastest(config, replace(machine, **ANY))
+    _, choices = resolve_auto(config, replace(machine, **ANY))
     assert any(each.endswith(reason) for each in choices)
 
 
@@ -141,5 +141,5 @@ def test_every_choice_would_be_accepted_from_a_run_file():
             tensor_model_parallel_size=tensor, context_parallel_size=context, pipeline_schedule=schedule
         )
         config = run(sizes | {"pipeline_model_parallel_size": pipeline}, micro, num_experts=experts)
-        found, _ = with_fastest(config, Machine(per_host, True, True, **ANY))
+        found, _ = resolve_auto(config, Machine(per_host, True, True, **ANY))
         check_training(found, world_size=tensor * context * pipeline)

@@ -5,7 +5,7 @@ import re
 import pytest
 from gpt2_runs import run
 
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
@@ -41,9 +41,9 @@ def test_what_it_cannot_do_is_refused(config, sentence):
 def test_an_exchange_that_auto_has_yet_to_choose_is_judged_when_it_is_chosen():
     config = run({"context_parallel_size": 2, "tp_comm_overlap": True})
     check_training(config, world_size=4)
-    assert with_fastest(config, Machine(2))[0].parallel.cp_comm_type == "a2a"
+    assert resolve_auto(config, Machine(2))[0].parallel.cp_comm_type == "a2a"
     with pytest.raises(ConfigError, match=r"context_parallel_size 2 with cp_comm_type p2p has none"):
-        with_fastest(config, Machine(1))
+        resolve_auto(config, Machine(1))
 
 
 def test_copy_engines_for_gradients_are_noted_and_change_nothing():

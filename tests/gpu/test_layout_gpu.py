@@ -7,7 +7,7 @@ import torch
 from layout_job import configuration, gradients_of_late_exchanges, links_between, printed_by_run
 
 import megalith
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.errors import TrainingError
 from megalith.report.metrics import read_records
 
@@ -108,7 +108,7 @@ def test_what_auto_chooses_is_faster_than_without_overlap(gpus, tmp_path, parall
 def test_auto_makes_halves_only_where_the_host_keeps_up(gpus, tmp_path, micro):
     parallel = dict(tensor_model_parallel_size=2, sequence_parallel=True)
     times = step_times(gpus, tmp_path, PLAIN, dict(tp_comm_overlap=True), model=WIDE, micro=micro, **parallel)
-    auto, _ = with_fastest(large(tmp_path, WIDE, micro, **parallel), Machine(2, compiled=True, nvlink=True))
+    auto, _ = resolve_auto(large(tmp_path, WIDE, micro, **parallel), Machine(2, compiled=True, nvlink=True))
     print(
         f"micro-batch {micro}: plain {times[0]:.1f} ms, halves {times[1]:.1f}, by auto {auto.parallel.overlaps}"
     )

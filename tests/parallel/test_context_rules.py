@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.config.rules.parallel_rules import check_context
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
@@ -77,7 +77,7 @@ def test_an_encoder_decoder_exchanges_heads_and_both_of_its_sequences_are_cut(se
             check_training(config, 2)
     else:
         check_training(config, 2)
-        assert with_fastest(config, Machine(ranks_per_host=1))[0].parallel.cp_comm_type == "a2a"
+        assert resolve_auto(config, Machine(ranks_per_host=1))[0].parallel.cp_comm_type == "a2a"
 
 
 @pytest.mark.parametrize("sizes", [None, [2, 2], [8, 2]])

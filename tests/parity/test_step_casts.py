@@ -5,7 +5,7 @@ import torch
 from fp8_job import expert_config
 from parity_cases import run_config, train
 
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.models import moe
 from megalith.models.moe import GroupedLinear
 from megalith.parallel.step_casts import step_cast_tensors

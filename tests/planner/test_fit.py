@@ -10,7 +10,7 @@ import yaml
 import megalith
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
 from megalith.planner.fit import fullest_stage
 from megalith.planner.layout import build_layout

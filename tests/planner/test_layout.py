@@ -4,7 +4,7 @@ import pytest
 from layout_job import configuration, large, printed_by_run, weights_expected_and_held
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine
+from megalith.config.rules.auto_settings import Machine
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
 from megalith.parallel.pipeline.timeline import read_timeline

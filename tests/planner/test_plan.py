@@ -26,7 +26,7 @@ from benchmarks.sizes import MICRO_BATCHES, line, micro_batch_line
 from benchmarks.sizes import ROWS as SIZE_ROWS
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.auto_settings import Machine, resolve_auto
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.planner import search as search_module
@@ -51,7 +51,7 @@ def test_memory_is_within_five_percent_of_every_measured_row(row):
 
 @pytest.mark.parametrize("row", WITH_CASTS, ids=lambda row: row.name)
 def test_memory_of_older_rows_of_experts_is_that_and_the_casts_that_were_saved(row):
-    config, _ = with_fastest(row.config(), Machine(row.processes, True, True, ranks=row.processes))
+    config, _ = resolve_auto(row.config(), Machine(row.processes, True, True, ranks=row.processes))
     memory = build_layout(config, row.processes).stages[0].memory
     meta = MetaModel(config.model).on_rank(config.parallel)
     casts = 2 * meta.in_layers(meta.numbers)["experts"]  # one layer's are in the estimate

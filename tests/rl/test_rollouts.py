@@ -85,7 +85,11 @@ def test_rollouts_of_other_weights_are_refused_where_a_version_is_asked_for(tmp_
 
     write(4, [4, 4])
     assert len(load_rollouts(path, version=4).groups) == 1
-    for version, found in ((5, "of version 5"), ([3, 4], r"of version \[3, 4\]"), (None, "of unknown version")):
+    for version, found in (
+        (5, "of version 5"),
+        ([3, 4], r"of version \[3, 4\]"),
+        (None, "of unknown version"),
+    ):
         write(4, version)
         with pytest.raises(
             DataError, match=rf"r\.jsonl, line 2, sample 1 is {found}.*rl\.rollout_version is 4"

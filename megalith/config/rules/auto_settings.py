@@ -33,7 +33,7 @@ class Machine:
     """Reason for `nvlink` being False."""
 
 
-def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
+def resolve_auto(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
     """Resolve the `auto` settings of `parallel`, except those that depend on GPU memory (planner/layout.py).
 
     Returns:
@@ -76,7 +76,7 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
     return config.with_unvalidated(settings) if settings else config, choices
 
 
-def line_of(choices: list[str]) -> list[str]:
+def auto_note(choices: list[str]) -> list[str]:
     """Return the start line that lists the choices; empty if there are none."""
     return [f"chosen by auto: {'; '.join(choices)}"] if choices else []
 
