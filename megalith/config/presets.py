@@ -1,10 +1,11 @@
 """Published model shapes by name. Each is a set of ModelConfig fields; fields set by the user override them.
 
-Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (13B width 5120 instead of 5140, and 1.3B with 16
-heads instead of 24, as its parameter counts imply); gpt3-345m and gpt3-857m, Megatron-LM's example (they have fewer
-parameters than their names say); gpt3-39b, Narayanan et al. 2021; Llama 2, Touvron et al. 2023; Llama 3, Grattafiori et
-al. 2024; the published configurations of Llama 3.2 and 3.3, Mistral, Mixtral, Qwen2.5, Qwen3, the text models of Gemma 2
-and 3, OLMo 2, OLMoE, BLOOM, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its MTP layer).
+Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (13B width 5120 instead of 5140, and 1.3B
+with 16 heads instead of 24, as its parameter counts imply); gpt3-345m and gpt3-857m, Megatron-LM's example (they have
+fewer parameters than their names say); gpt3-39b, Narayanan et al. 2021; Llama 2, Touvron et al. 2023; Llama 3,
+Grattafiori et al. 2024; the published configurations of Llama 3.2 and 3.3, Mistral, Mixtral, Qwen2.5, Qwen3, the text
+models of Gemma 2 and 3, OLMo 2, OLMoE, BLOOM, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its MTP
+layer).
 """
 
 from __future__ import annotations

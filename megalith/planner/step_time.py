@@ -66,7 +66,7 @@ class StepTime:
 def step_time(
     config: RunConfig, meta: MetaModel, world_size: int, rates: Rates, gpus_per_node: int, exact: bool = True
 ) -> StepTime:
-    """A step of `config`, in which `auto` is chosen (auto_settings.py); `meta`: its model. Not `exact`: the pipeline by the
+    """A step of `config`, with `auto` resolved; `meta`: its model. Not `exact`: the pipeline by the
     formula of its bubble and the slowest stage, for a search."""
     parallel = config.parallel
     assignment = assign_layers(config.model, parallel)
