@@ -1,4 +1,4 @@
-"""`megalith doctor` and `megalith launch`: what a machine has and lacks, and the job files of clusters."""
+"""`megalith doctor`: checks of this machine; `megalith launch`: job files for clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalith.cli.parser import Arguments, group, leaf
+from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, printable
 from megalith.io import atomic_file
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
     from megalith.launch.cluster.cluster_job import ClusterJob
 
 
-def add_cluster_commands(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "doctor", "what this machine has and lacks", doctor)
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks this machine for training: software, GPUs and their links, shared memory, the output's disk, optional "
-        "packages, ports. Exit code 1 where something is bad."
+        "packages, ports. Exits with code 1 if a check is bad."
     )
     parser.add_argument("--output", default=".", help="folder on the disk that runs will write to")
     parser.add_argument("--reach", action="append", default=[], metavar="HOST:PORT",
                         help="also try to connect there, such as to the rendezvous on another machine")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="no measurements: no all-reduce, no disk speed")
-    parser.add_argument("--json", action="store_true", help="print one object")
-    _add_launch(group(commands, "launch", "write the job files of a cluster, or submit them"))
+    parser.add_argument("--quick", action="store_true", help="skip measurements (all-reduce, disk speed)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
-def doctor(args: Arguments) -> int:
+def run_doctor(args: Arguments) -> int:
     import torch
 
     from megalith.doctor import checks
@@ -47,12 +45,12 @@ def doctor(args: Arguments) -> int:
 
     for endpoint in args.reach:
         parse_endpoint(endpoint)  # before anything is measured
-    found: list[Check] = []
+    checks_done: list[Check] = []
     gpus = torch.cuda.device_count()
 
     def take(more) -> None:
         for check in more:
-            found.append(check)
+            checks_done.append(check)
             if not args.json:
                 print(_line(check), flush=True)
 
@@ -63,13 +61,17 @@ def doctor(args: Arguments) -> int:
     take(checks.check_packages(gpus > 0))
     take(check_network(os.environ))
     take(check_reachable(endpoint) for endpoint in args.reach)
-    worst = checks.worst_status(found)
+    worst = checks.worst_status(checks_done)
     if args.json:
         print(
-            json.dumps({"worst": worst, "checks": [check.to_json() for check in found]}, ensure_ascii=False)
+            json.dumps(
+                {"worst": worst, "checks": [check.to_json() for check in checks_done]}, ensure_ascii=False
+            )
         )
     else:
-        counts = {state: sum(check.state == state for check in found) for state in ("good", "warn", "bad")}
+        counts = {
+            state: sum(check.state == state for check in checks_done) for state in ("good", "warn", "bad")
+        }
         print(", ".join(f"{count} {state}" for state, count in counts.items()))
     return int(worst == checks.BAD)
 
@@ -79,67 +81,59 @@ def _line(check: Check) -> str:
     return f"{check.state:<5} {check.name:<19} {printable(check.finding)}{printable(do, keep=chr(10))}"
 
 
-def _add_launch(launch: argparse._SubParsersAction) -> None:
-    for system, text in (("slurm", "a Slurm batch file"), ("kubernetes", "Kubernetes manifests")):
-        parser = leaf(launch, system, f"write {text} for a run, and submit it", launch_job)
-        parser.description = (
-            f"Prints {text} for a run; --submit hands it over. The run is checked by the trainer's own rules first. "
-            "`--section.key value` changes its settings, as to `train`."
-        )
-        parser.set_defaults(system=system, takes_settings=True)
-        parser.add_argument("run_file", help="the run file")
-        parser.add_argument("--nodes", type=int, required=True, help="machines")
-        parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs, and processes, of each")
-        parser.add_argument(
-            "--device", metavar="NAME", help="the GPUs, as `plan` names them: the job has to fit them"
-        )
-        parser.add_argument("--program", choices=("train", "sft", "dpo", "distill", "grpo"), default="train")
-        parser.add_argument("--name", help="the job's name (default: made of the run file's)")
-        parser.add_argument(
-            "--grace", type=int, help="seconds for a last save (default: by the model's size)"
-        )
-        parser.add_argument("--max-restarts", type=int, default=3)
-        parser.add_argument("--cpus", type=int, help="CPU cores of a node")
-        parser.add_argument("--memory", help="of a node, as the system writes it: 900G, 900Gi")
-        parser.add_argument("--image", help="container image")
-        parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
-        parser.add_argument("--volume", action="append", default=[], metavar="SOURCE:/PATH",
-                            help="a claim, or for Slurm's containers a folder, and where the job sees it")  # fmt: skip
-        parser.add_argument("--efa", type=int, default=0, metavar="N", help="N EFA devices a node (AWS)")
-        parser.add_argument("--before", action="append", default=[], metavar="'preprocess …'",
-                            help="a command of megalith to run before, as a job of its own")  # fmt: skip
-        parser.add_argument("--after", action="append", default=[], metavar="'export-hf …'", help="and after")
-        parser.add_argument(
-            "--write", metavar="FOLDER", help="write the files there instead of printing them"
-        )
-        parser.add_argument("--submit", action="store_true", help="hand them to sbatch or kubectl")
-        OPTIONS[system](parser)
-
-
-def _slurm_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--time", help="limit, as 24:00:00; the job saves before it and is queued again")
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_launch_arguments(parser, "slurm", "a Slurm batch file")
+    parser.add_argument("--time", help="time limit, as 24:00:00; the job saves before it and is requeued")
     parser.add_argument("--partition", dest="queue")
     parser.add_argument("--account")
     parser.add_argument(
-        "--switches", dest="topology", help="of the network that the nodes may be spread over"
+        "--switches", dest="topology", help="maximum number of network switches between the nodes"
     )
-    parser.add_argument("--array", metavar="SECTION.KEY=A,B,…", help="a run of its own for each value")
+    parser.add_argument("--array", metavar="SECTION.KEY=A,B,…", help="one run per value")
     parser.set_defaults(namespace=None)
 
 
-def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
+def add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_launch_arguments(parser, "kubernetes", "Kubernetes manifests")
     parser.add_argument("--kind", choices=("trainjob", "pytorchjob", "jobset"), default="trainjob")
     parser.add_argument("--namespace")
-    parser.add_argument("--queue", help="Kueue's")
+    parser.add_argument("--queue", help="Kueue's queue")
     parser.add_argument(
         "--topology",
         metavar="LABEL",
-        help="nodes with the same value of it are near each other: with --queue all have it, else they are preferred",
+        help="node label; nodes with the same value are near each other. Required with --queue, else preferred",
     )
     parser.set_defaults(time=None, account=None, array=None)
 
 
-OPTIONS = {"slurm": _slurm_options, "kubernetes": _kubernetes_options}
+def _add_launch_arguments(parser: argparse.ArgumentParser, system: str, files: str) -> None:
+    parser.description = (
+        f"Prints {files} for a run; --submit submits it. The run is validated as the trainer does. "
+        "`--section.key value` overrides its settings, as for `train`."
+    )
+    parser.set_defaults(system=system, takes_settings=True)
+    add = parser.add_argument
+    add("run_file", help="run file")
+    add("--nodes", type=int, required=True, help="number of nodes")
+    add("--gpus-per-node", type=int, default=8, help="GPUs, and processes, per node")
+    add("--device", metavar="NAME", help="check that the job fits these GPUs, named as in `plan`")
+    add("--program", choices=("train", "sft", "dpo", "distill", "grpo"), default="train")
+    add("--name", help="name of the job (default: derived from the run file's)")
+    add("--grace", type=int, help="seconds for a last save (default: by the model's size)")
+    add("--max-restarts", type=int, default=3)
+    add("--cpus", type=int, help="CPU cores per node")
+    add("--memory", help="memory per node, in the scheduler's notation: 900G, 900Gi")
+    add("--image", help="container image")
+    add("--env", action="append", default=[], metavar="NAME=VALUE")
+    add("--volume", action="append", default=[], metavar="SOURCE:/PATH",
+        help="claim (or folder, for Slurm's containers) and its mount path")  # fmt: skip
+    add("--efa", type=int, default=0, metavar="N", help="EFA devices per node (AWS)")
+    add("--before", action="append", default=[], metavar="'preprocess …'",
+        help="command of megalith to run before, as a separate job")  # fmt: skip
+    add("--after", action="append", default=[], metavar="'export-hf …'",
+        help="command to run after, as a separate job")  # fmt: skip
+    add("--write", metavar="FOLDER", help="write the files there instead of printing them")
+    add("--submit", action="store_true", help="submit the files with sbatch or kubectl")
 
 
 def launch_job(args: Arguments) -> int:
@@ -173,7 +167,7 @@ def launch_job(args: Arguments) -> int:
 
 
 def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | None]:
-    """The job that is asked for, and the array's setting and values. Raises ConfigError where it cannot be trained."""
+    """Return the job, and the array's setting and values. Raises ConfigError if it cannot be trained."""
     from megalith.cli.training import check_source, implied_settings
     from megalith.config import RunConfig
     from megalith.launch.cluster import cluster_job as cluster
@@ -195,13 +189,13 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
         notes = cluster.check_on_volumes(config, volumes, "containers")
     notes += cluster.check_within_nodes(config, args.gpus_per_node)
     changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
-    every = [RunConfig.load(args.run_file, [*settings, *words]) for words in changed]
-    for each in every:
+    configs = [RunConfig.load(args.run_file, [*settings, *words]) for words in changed]
+    for each in configs:
         parameters, more = _check(each, args.nodes * args.gpus_per_node, args.gpus_per_node, args.device)
     grace = args.grace or cluster.grace_seconds(parameters, args.nodes)
     if not (parameters or args.grace):
         more.append(
-            f"the grace to save is {grace} s, whatever the model's size: give --grace, twice what a save takes"
+            f"the grace period is {grace} s because the model's size is unknown: set --grace to twice a save's time"
         )
     for note in [*notes, *more]:
         print(f"note: {printable(note)}", file=sys.stderr)
@@ -235,41 +229,41 @@ def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | N
 def _check_numbers(args: Arguments) -> None:
     if args.nodes < 1 or args.gpus_per_node < 1:
         raise ConfigError(
-            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; both count from 1"
+            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; give 1 or more of each"
         )
     for name, least in (("grace", 1), ("max_restarts", 0), ("cpus", 1), ("efa", 0)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
 
 
-def _step(option: str, given: str) -> tuple[str, ...]:
-    """The words of a job before or after. Raises ConfigError for what megalith would not take when its turn comes."""
+def _step(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of a job before or after the training. Raises ConfigError for an invalid command."""
     from megalith.cli.main import build_parser
 
     try:
-        words = shlex.split(given)
-        with contextlib.redirect_stdout(io.StringIO()):  # of a help
-            parsed, more = build_parser().parse_known_args(words or [""])
-        if more and "run" in parsed and not parsed.takes_settings:  # others read their own options
+        words = shlex.split(text)
+        with contextlib.redirect_stdout(io.StringIO()):  # of --help
+            parsed, more = build_parser(words).parse_known_args(words or [""])
+        if more and "run" in parsed and not parsed.takes_settings:  # other commands parse their own options
             parsed.parser.refuse(more)
     except SystemExit:
         raise ConfigError(
-            f"{option} is {given!r}, which prints a help and does nothing; name what to do"
+            f"{option} is {text!r}, which only prints a help; give a command that does something"
         ) from None
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f"{option} is {given!r}, no command of megalith: {error}") from None
+        raise ConfigError(f"{option} is {text!r}, which is not a command of megalith: {error}") from None
     return tuple(words)
 
 
-def _array(given: str | None) -> tuple[str, list[str]] | None:
-    if given is None:
+def _array(text: str | None) -> tuple[str, list[str]] | None:
+    if text is None:
         return None
-    setting, _, values = given.partition("=")
+    setting, _, values = text.partition("=")
     if not re.fullmatch(r"\w+\.\w+", setting) or not values:
-        raise ConfigError(f"--array is {given!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
+        raise ConfigError(f"--array is {text!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
     if setting in ("train.output_dir", "checkpoint.load"):
         raise ConfigError(
-            f"--array sets {setting}, of which each of its runs has one of its own; name another setting"
+            f"--array sets {setting}, which is set automatically for each of its runs; name another setting"
         )
     return setting, values.split(",")
 
@@ -280,10 +274,13 @@ UNKNOWN_VOCABULARY = 32_000
 def _check(
     config: RunConfig, world_size: int, gpus_per_node: int, device: str | None
 ) -> tuple[int, list[str]]:
-    """The model's parameters, and notes. Raises the MegalithError with which the trainer would refuse the run, and a
-    ConfigError for one that does not fit GPUs like `device`, or, without it, any.
+    """Validate a run; return the model's number of parameters (0 if unknown), and notes.
 
-    What stands on the cluster's disks alone is left out of the check, and said so.
+    A tokenizer or weights that are missing on this machine may be on the cluster; they are skipped, with a note.
+
+    Raises:
+        MegalithError: as the trainer would.
+        ConfigError: the job does not fit `device`, or any GPU without it.
     """
     from megalith.planner.counts import count_parameters
     from megalith.planner.fit import require_fit, warnings_without_device
@@ -295,12 +292,12 @@ def _check(
     tokenizer, weights = config.data.tokenizer_model, config.model.init_from
     if tokenizer is not None and not os.path.exists(tokenizer):
         notes.append(
-            f"data.tokenizer_model {tokenizer} is not on this machine, and its vocabulary not checked"
+            f"data.tokenizer_model {tokenizer} is not on this machine, so its vocabulary is not checked"
         )
         stands_in = {"data.tokenizer_type": None, "data.tokenizer_model": None}
         stands_in["model.vocab_size"] = config.model.vocab_size or UNKNOWN_VOCABULARY
     if weights is not None and not os.path.exists(weights):
-        notes.append(f"model.init_from {weights} is not on this machine, and the model is not checked")
+        notes.append(f"model.init_from {weights} is not on this machine, so the model is not checked")
         return 0, notes
     prepared = prepare(config.with_settings(stands_in | {"checkpoint.load": None}), world_size).config
     if device is not None:

@@ -1,8 +1,4 @@
-"""The command line of preparing data: `corpus`, `tokenizer train` and `preprocess`; and of looking at it, `data show`.
-
-Each is a function that declares its arguments and one that runs them and returns the exit code. Importing
-this file is cheap; what the commands need is imported when they run.
-"""
+"""`megalith corpus`, `tokenizer train`, `preprocess` and `data show`. Importing this file is cheap."""
 
 from __future__ import annotations
 
@@ -10,22 +6,8 @@ import argparse
 import json
 import time
 
-from megalith.cli.parser import Arguments, group, leaf
+from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, printable
-
-
-def add_dataset_commands(commands: argparse._SubParsersAction) -> None:
-    add_corpus_arguments(
-        leaf(commands, "corpus", "write Python's standard library as JSONL, a first corpus", run_corpus)
-    )
-    tokenizer = group(commands, "tokenizer", "make a tokenizer")
-    add_tokenizer_train_arguments(
-        leaf(tokenizer, "train", "train a byte-pair encoding of one's own", run_tokenizer_train)
-    )
-    add_preprocess_arguments(
-        leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", run_preprocess)
-    )
-    _add_data_show(group(commands, "data", "look at data"))
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +65,7 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
     )
     if summary.vocab_size < args.vocab_size:
         print(
-            f"fewer than the {args.vocab_size:,} asked for: no other pair occurs {args.min_frequency} times; "
+            f"fewer than the requested {args.vocab_size:,}: no other pair occurs {args.min_frequency} times; "
             "give more text for a larger vocabulary"
         )
     return 0
@@ -174,7 +156,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     if summary.skipped > len(summary.bad_lines):
         print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
     if summary.skipped or summary.empty:
-        print(f"left out {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
+        print(f"omitted {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
     print(f"{summary.progress_text()} | {summary.seconds:.1f} s")
     for prefix in summary.prefixes:
         print(f"wrote {printable(prefix)}.bin and .idx")
@@ -182,7 +164,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
 
 
 def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = None) -> None:
-    """`or_else`: the option that may stand in the place of --input."""
+    """Add --input and its options; `or_else` is an option that can replace --input."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -207,19 +189,20 @@ def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = 
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
 
 
-def _add_data_show(data: argparse._SubParsersAction) -> None:
-    parser = leaf(data, "show", "print samples as training would read them", data_show)
+def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data_path", nargs="+", help="dataset prefix, or a blend: 0.7 a 0.3 b")
-    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a sample, less one")
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens per sample, minus one")
     parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
     parser.add_argument(
-        "--num-samples", type=int, required=True, help="samples that the run asks of the split"
+        "--num-samples", type=int, required=True, help="samples that the run reads from the split"
     )
     parser.add_argument("--split", default="99,1,0", help="the run's data.split")
-    parser.add_argument("--which", choices=("train", "valid", "test"), default="train", help="the part of it")
+    parser.add_argument(
+        "--which", choices=("train", "valid", "test"), default="train", help="part of the split"
+    )
     parser.add_argument("--index", help="samples of the dataset to print, like 0,5,9 (default: 0)")
     parser.add_argument(
-        "--position", help="samples to print by their position in what the run reads, like 0,1,2"
+        "--position", help="samples to print by position in the run's reading order, like 0,1,2"
     )
     parser.add_argument(
         "--dataloader-type",
@@ -230,13 +213,13 @@ def _add_data_show(data: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help='print [{"index": i, "tokens": [...]}], with "position" by --position',
+        help='print [{"index": i, "tokens": [...]}], and "position" with --position',
     )
     parser.add_argument("--tokenizer-type", help="also print the text")
     parser.add_argument("--tokenizer-model", help="its file or folder")
 
 
-def data_show(args: Arguments) -> int:
+def run_data_show(args: Arguments) -> int:
     from megalith.data.show import render_samples, show_samples
 
     data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
@@ -267,8 +250,8 @@ def data_show(args: Arguments) -> int:
     return 0
 
 
-def _whole_numbers(flag: str, given: str | None) -> list[int]:
+def _whole_numbers(flag: str, text: str | None) -> list[int]:
     try:
-        return [int(i) for i in given.split(",")] if given else []
+        return [int(i) for i in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{flag} is {given!r}; give whole numbers with commas, like 0,5,9") from None
+        raise ConfigError(f"{flag} is {text!r}; give whole numbers with commas, like 0,5,9") from None

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from megalith.cli.parser import Arguments, leaf
+from megalith.cli.parser import Arguments
 from megalith.errors import LINES, ConfigError, DataError, printable
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 RULE = "-" * 80
 
 
-def add_generate_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "generate", "generate text with a trained model", run_generate)
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
     add("--prompt", action="append", help="prompt; repeat it for a batch")
@@ -97,8 +96,10 @@ def run_generate(args: Arguments) -> int:
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     # an encoder's text is not part of the decoder's output
     before = [[] if model.config.encoder_layers else tokenizer.encode(prompt) for prompt in prompts]
-    most = len(ids) * args.num_generations * args.max_new_tokens  # an upper bound: completions may end early
-    with Progress("generate", most, "tokens", show=process.is_first and not args.stream) as progress:
+    max_tokens = (
+        len(ids) * args.num_generations * args.max_new_tokens
+    )  # an upper bound: completions may end early
+    with Progress("generate", max_tokens, "tokens", show=process.is_first and not args.stream) as progress:
         shown = (
             _Stream(tokenizer, before[0], process.is_first) if args.stream else lambda *token: progress.add()
         )
@@ -148,8 +149,8 @@ def _prompt_of(line: str, where: str) -> str:
 def _without_nproc(args: Arguments) -> list[str]:
     """Return the command's arguments without --nproc, for the processes that it starts."""
     words = [args.checkpoint]
-    known = {action.dest: action for action in args.parser._actions if action.option_strings}
-    for name, action in known.items():
+    actions = {action.dest: action for action in args.parser._actions if action.option_strings}
+    for name, action in actions.items():
         value = getattr(args, name, None)
         if name in ("nproc", "help") or value in (None, False, action.default):
             continue

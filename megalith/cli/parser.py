@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megalith.errors import ConfigError, did_you_mean
@@ -38,27 +38,17 @@ class Parser(argparse.ArgumentParser):
             if not args:
                 self.print_help()
                 self.exit()
-            known = self.commands.choices
-            if args[0] not in known and not args[0].startswith("-"):
-                hint = did_you_mean(args[0], known) or f"; `{self.prog} --help` lists them all"
+            choices = self.commands.choices
+            if args[0] not in choices and not args[0].startswith("-"):
+                hint = did_you_mean(args[0], choices) or f"; `{self.prog} --help` lists them all"
                 raise ConfigError(f"there is no command `{self.prog} {args[0]}`{hint}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{self.prog} --help` says what it takes")
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """Raise ConfigError for unknown arguments, suggesting the nearest known one."""
-        known = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
-        hint = did_you_mean(words[0].partition("=")[0], known) or f"; `{self.prog} --help` says what it takes"
+        options = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
+        hint = did_you_mean(words[0].partition("=")[0], options) or f"; see `{self.prog} --help`"
         raise ConfigError(f"`{self.prog}` takes no {' '.join(words)!r}{hint}")
-
-
-def group(commands, name: str, help: str):
-    return commands.add_parser(name, help=help).add_subparsers(required=True, metavar="command")
-
-
-def leaf(commands, name: str, help: str, run: Callable[[Arguments], int]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help)
-    parser.set_defaults(run=run)
-    return parser

@@ -1,5 +1,4 @@
-"""`megalith plan …`: layouts, memory, time and goodput of a job without its devices, and this machine's rates; and
-`megalith pipeline show`. Importing this file is cheap."""
+"""`megalith plan …` and `megalith pipeline show`. Importing this file is cheap."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def run_calibrate(args: Arguments) -> int:
             except OSError as error:
                 print(table)
                 raise ConfigError(
-                    f"{args.output} cannot be written: {error.strerror}; the table stands above"
+                    f"{args.output} cannot be written: {error.strerror}; the table is printed above"
                 ) from None
         print(args.output or table)
     end_distributed()
@@ -45,35 +44,37 @@ def run_calibrate(args: Arguments) -> int:
 
 
 def _calibrate_options(parser: Parser) -> None:
-    parser.description = "Measure this machine's rates, in about three minutes, as a file for --device-json."
+    parser.description = "Measure this machine's rates for --device-json. Takes about three minutes."
     parser.add_argument(
-        "--nproc", type=int, help="start so many processes, one a GPU: collectives are measured too"
+        "--nproc", type=int, help="start N processes, one per GPU, and measure collectives too"
     )
-    parser.add_argument("--output", help="the file; without it the table is printed")
+    parser.add_argument("--output", help="JSON file (default: print the table)")
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="about how long GEMMs and attention may take"
+        "--seconds", type=float, default=120.0, help="approximate time for GEMMs and attention"
     )
 
 
 def _job_options(parser: Parser) -> None:
-    """What a job runs on, and how large it is."""
+    """Add the options for a job's model, size and devices."""
     parser.add_argument("job", help="a run file, or the name of a preset (`megalith config presets`)")
-    parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the job")
     parser.add_argument(
-        "--device", help="as the driver calls it, or H100, A100-40GB, B200, … (default: H200)"
+        "--device", help="GPU name as in the driver, or H100, A100-40GB, B200, … (default: H200)"
     )
     parser.add_argument(
-        "--device-json", help="rates that `megalith plan calibrate` measured, in place of a name"
+        "--device-json", help="rates measured by `megalith plan calibrate`, instead of --device"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="joined by NVLink")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs connected by NVLink")
     parser.add_argument(
-        "--memory-gb", type=float, metavar="GB", help="of a GPU, that the job may take (default: all it has)"
+        "--memory-gb", type=float, metavar="GB", help="memory per GPU that the job may use (default: all)"
     )
-    parser.add_argument("--seq-length", type=int, help="in place of the run file's; of a preset up to 8,192")
-    parser.add_argument("--global-batch-size", type=int, help="in place of the run file's")
-    parser.add_argument("--tokens", type=float, help="to train on: adds the days")
+    parser.add_argument(
+        "--seq-length", type=int, help="override the run file's (default for presets: up to 8,192)"
+    )
+    parser.add_argument("--global-batch-size", type=int, help="override the run file's")
+    parser.add_argument("--tokens", type=float, help="tokens to train on; adds the days")
     parser.add_argument("--price-per-gpu-hour", type=float, help="adds the cost, with --tokens")
-    parser.add_argument("--json", action="store_true", help="print an object in place of the tables")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     parser.add_argument(
         "--png", metavar="FILE", help="draw memory by stage, the pipeline, and the best layouts"
     )
@@ -81,17 +82,19 @@ def _job_options(parser: Parser) -> None:
 
 def _layout_options(parser: Parser) -> None:
     parser.description = (
-        "Every layout of a job that the trainer accepts and that fits, by its time; `plan show|goodput|calibrate "
-        "--help` for one given layout, for failures and saves, and for this machine's rates. Further settings as to "
-        "`train`, --section.key value."
+        "List the layouts of a job that are valid and fit, fastest first. See also `plan show --help` (one layout), "
+        "`plan goodput --help` (failures and saves) and `plan calibrate --help` (this machine's rates). "
+        "`--section.key value` overrides settings, as for `train`."
     )
     _job_options(parser)
-    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument(
-        "--explain", action="store_true", help="why others are slower, do not fit, or are refused"
+        "--explain", action="store_true", help="explain why others are slower, do not fit, or are invalid"
     )
     parser.add_argument("--write", metavar="FILE", help="write the run file with the best layout")
-    parser.add_argument("--longest", action="store_true", help="the longest sequence of which a layout fits")
+    parser.add_argument(
+        "--longest", action="store_true", help="find the longest sequence for which a layout fits"
+    )
 
 
 def run_layouts(args: Arguments) -> int:
@@ -112,7 +115,7 @@ def run_layouts(args: Arguments) -> int:
     else:
         options = dict(rates=rates, gpus_per_node=args.gpus_per_node, memory_gb=args.memory_gb, top=args.top)
         answer = plan(config, args.gpus, show_progress=True, **options)
-    # Before it is printed: who reads only its beginning ends the command.
+    # Draw and write first: a reader of the output that stops early ends the command.
     if answer.best and args.png:
         _draw(answer, args.png)
     if answer.best and args.write:
@@ -127,15 +130,15 @@ def run_layouts(args: Arguments) -> int:
 
 
 def _say_what_is_chosen(args: Arguments) -> None:
-    """Of the command line's settings, those that the search decides."""
+    """Print a note on settings of the command line that the search overrides."""
     from megalith.config.run import parse_overrides
     from megalith.planner.candidates import CLEAN, OFFLOADED
 
-    given = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
-    chosen = [name for name in given if name in (*CLEAN, *OFFLOADED, "train.micro_batch_size")]
+    settings = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
+    chosen = [name for name in settings if name in (*CLEAN, *OFFLOADED, "train.micro_batch_size")]
     if chosen:
         print(
-            f"note: {', '.join(chosen)}: the plan chooses, whatever is given; `megalith plan show` judges one layout",
+            f"note: the plan ignores {', '.join(chosen)} and chooses them; `megalith plan show` evaluates one layout",
             file=sys.stderr,
         )
 
@@ -175,11 +178,9 @@ def run_show(args: Arguments) -> int:
 def _goodput_options(parser: Parser) -> None:
     from megalith.planner.goodput import FAILURES_A_GPU_HOUR, Costs
 
-    parser.description = (
-        "The best save interval of a job, and the share of its time that trains, with failures."
-    )
+    parser.description = "Compute the best save interval of a job, and its goodput with failures."
     parser.add_argument("job", help="a run file, or the name of a preset")
-    parser.add_argument("--gpus", type=int, nargs="+", help="sizes of the job (default: 8 to 100,000)")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 8 to 100,000)")
     parser.add_argument(
         "--failures-per-gpu-hour",
         type=float,
@@ -187,17 +188,24 @@ def _goodput_options(parser: Parser) -> None:
         help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)",
     )
     parser.add_argument(
-        "--stall", type=float, default=Costs.stall, help="seconds that training waits for a save"
+        "--stall", type=float, default=Costs.stall, help="seconds that training waits per save"
     )
     parser.add_argument(
-        "--notice", type=float, default=Costs.notice, help="seconds from a failure to new processes"
+        "--notice",
+        type=float,
+        default=Costs.notice,
+        help="seconds from a failure to the start of new processes",
     )
     parser.add_argument(
-        "--start", type=float, default=Costs.start, help="seconds from there to the first step"
+        "--start", type=float, default=Costs.start, help="seconds from process start to the first step"
     )
-    parser.add_argument("--disk", type=float, default=Costs.disk, help="GB/s that a rank writes and reads")
-    parser.add_argument("--store", type=float, default=Costs.store, help="GB/s of the whole file system")
-    parser.add_argument("--json", action="store_true", help="print a list of objects, seconds and bytes")
+    parser.add_argument("--disk", type=float, default=Costs.disk, help="read and write speed per rank, GB/s")
+    parser.add_argument(
+        "--store", type=float, default=Costs.store, help="total speed of the file system, GB/s"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of JSON objects, in seconds and bytes"
+    )
 
 
 def run_goodput(args: Arguments) -> int:
@@ -210,16 +218,16 @@ def run_goodput(args: Arguments) -> int:
     _refuse_nonsense(args, "stall", "notice", "start", least=0)
     config = _config(args, 8)
     costs = Costs(args.stall, args.notice, args.start, args.disk, args.store)
-    found = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
-    print(json.dumps([asdict(each) for each in found]) if args.json else goodput_table(found))
+    results = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
+    print(json.dumps([asdict(each) for each in results]) if args.json else goodput_table(results))
     return 0
 
 
 def _refuse_nonsense(args: Arguments, *names: str, least: float | None = None) -> None:
-    """Raises ConfigError for a number that is not above 0, or not at `least`."""
+    """Raise ConfigError for an argument that is neither above 0 nor equal to `least`."""
     for name in names:
-        given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given]:
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
             if value is None or (0 < value < float("inf") or value == least):
                 continue
             bound = "above 0" if least is None else f"of {least} or more"
@@ -241,7 +249,7 @@ def _job(args: Arguments):
     )
     if args.price_per_gpu_hour and not args.tokens:
         raise ConfigError(
-            f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, without --tokens there is no cost; give both"
+            f"--price-per-gpu-hour is {args.price_per_gpu_hour:g}, but the cost needs --tokens too; give both"
         )
     rates = rates_of(args.device, args.device_json)
     return _config(args, args.gpus), rates
@@ -264,10 +272,10 @@ def _config(args: Arguments, gpus: int):
         raise ConfigError(f"there is no preset and no run file {args.job}{near}")
     if args.job in PRESETS or not is_file:  # a preset's name may have a dot: qwen2.5-7b
         config = preset_config(args.job, gpus, seq, batch)
-        given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
-        return config.with_settings(given) if given else config
+        settings = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
+        return config.with_settings(settings) if settings else config
     config = RunConfig.load(args.job, args.settings)
-    if config.optim.lr is None:  # a plan is of any
+    if config.optim.lr is None:  # irrelevant for a plan
         config = config.with_settings({"optim.lr": 1e-4})
     if config.train.train_iters is None and config.train.train_samples is None:
         config = config.with_settings({"train.train_iters": 1})
@@ -280,7 +288,7 @@ def _config(args: Arguments, gpus: int):
 
         try:
             tokenizer = build_run_tokenizer(config)
-        except DataError as error:  # it may be on the cluster alone
+        except DataError as error:  # the tokenizer may exist on the cluster only
             if config.model.vocab_size is None:
                 raise DataError(f"{error}, or give --model.vocab_size N to plan without it") from None
             tokenizer = None
@@ -299,7 +307,7 @@ def _draw(answer, path: str) -> None:
 
 
 def _write(answer, args: Arguments) -> None:
-    """The job's run file with what the command line sets, and the best layout's settings in place of its own."""
+    """Write the job's run file with the settings of the command line and the best layout."""
     from pathlib import Path
 
     import yaml
@@ -318,7 +326,7 @@ def _write(answer, args: Arguments) -> None:
         tree = {"model": {"preset": args.job}, "data": {"mock": True}, "optim": {"lr": 1e-4}, "train": train}
     for section, name, value in parse_overrides(args.settings):
         tree.setdefault(section, {})[name] = value
-    # Its other names for settings are of layouts too, as use_distributed_optimizer is.
+    # Drop aliases such as use_distributed_optimizer, which also describe layouts.
     parallel = tree.get("parallel", {}).items()
     tree["parallel"] = {name: value for name, value in parallel if name in ParallelConfig.model_fields}
     for section, _, name in (path.partition(".") for path in (*CLEAN, *OFFLOADED)):
@@ -349,13 +357,13 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Arguments], int]]]
 
 
 def plan(words: list[str]) -> int:
-    """`megalith plan RUN|PRESET …`, and `megalith plan show|goodput|calibrate …`"""
+    """Run `megalith plan RUN|PRESET …` or `megalith plan show|goodput|calibrate …`."""
     args = read_words(words)
     return args.run(args)
 
 
 def read_words(words: list[str]) -> Arguments:
-    """The options of `plan …`, with what runs them. Raises ConfigError for words that it does not take."""
+    """Parse the arguments of `plan …`. Raises ConfigError for unknown ones."""
     name = words[1] if len(words) > 1 and words[1] in COMMANDS else ""
     add_options, run = COMMANDS[name]
     parser = Parser(prog=f"megalith plan {name}".rstrip(), allow_abbrev=False)
@@ -368,37 +376,36 @@ def read_words(words: list[str]) -> Arguments:
 
 
 def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Draw a pipeline schedule's timeline and state its bubble, the share of time in which ranks wait."
-    )
+    parser.description = "Draw the timeline of a pipeline schedule, and print its bubble: the fraction of time in which ranks wait."
     parser.add_argument("--stages", type=int, required=True, metavar="S", help="pipeline ranks")
-    parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches a step")
     parser.add_argument(
-        "--virtual", type=int, default=1, metavar="V", help="chunks of layers on each rank (default: 1)"
+        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--virtual", type=int, default=1, metavar="V", help="chunks of layers per rank (default: 1)"
     )
     parser.add_argument(
         "--group",
         type=int,
         metavar="G",
-        help="micro-batches through a chunk at a time (default: as many as stages)",
+        help="micro-batches that pass a chunk in a row (default: number of stages)",
     )
     parser.add_argument(
         "--schedule",
         metavar="KIND",
-        help="1f1b, interleaved or zero_bubble (default: interleaved where --virtual is above 1, else 1f1b)",
+        help="1f1b, interleaved or zero_bubble (default: interleaved if --virtual is above 1, else 1f1b)",
     )
     parser.add_argument(
         "--durations",
         default="1,1,1",
         metavar="F,I,W",
-        help="what a chunk's forward, input's backward and weights' backward take (default: 1,1,1)",
+        help="durations of a chunk's forward, dgrad and wgrad (default: 1,1,1)",
     )
     parser.add_argument(
-        "--p2p", type=float, default=0.0, metavar="P", help="what a transfer takes (default: 0)"
+        "--p2p", type=float, default=0.0, metavar="P", help="duration of a transfer (default: 0)"
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it as an image")
-    parser.add_argument("--measured", metavar="RUN", help="also draw the step that this run has measured")
-    parser.set_defaults(run=run_pipeline_show)
+    parser.add_argument("--measured", metavar="RUN", help="also draw the step that this run measured")
 
 
 def run_pipeline_show(args: argparse.Namespace) -> int:

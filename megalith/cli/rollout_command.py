@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megalith.cli.parser import Arguments, leaf
+from megalith.cli.parser import Arguments
 from megalith.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from megalith.rl.prompts import Prompt
 
 
-def add_rollout_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "rollout", "sample completions, score them and print pass@k", run_rollout)
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
     parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
     parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
@@ -101,14 +100,14 @@ def run_rollout(args: Arguments) -> int:
         engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
     else:
         engine = engine_for(model, **sizes)
-    asked = [GroupRecord(number, number) for number in range(len(prompts))]
+    requests = [GroupRecord(number, number) for number in range(len(prompts))]
     G = args.num_generations
-    most = len(prompts) * G * longest  # an upper bound: completions may end early
+    max_tokens = len(prompts) * G * longest  # an upper bound: completions may end early
     try:
-        with Progress("rollout", most, "tokens") as progress:
-            told = partial(engine.generate, on_token=lambda *token: progress.add())
-            sampler = SimpleNamespace(generate=told)
-            records = sample_groups(sampler, prompts, rewards, tokenizer, asked, sampling, G)[0]
+        with Progress("rollout", max_tokens, "tokens") as progress:
+            generate = partial(engine.generate, on_token=lambda *token: progress.add())
+            sampler = SimpleNamespace(generate=generate)
+            records = sample_groups(sampler, prompts, rewards, tokenizer, requests, sampling, G)[0]
     finally:
         rewards.close()
     groups = [record.group(prompts) for record in records]
@@ -194,17 +193,17 @@ def dry_run(config: RunConfig, processes: int) -> int:
     if not rl.prompts:
         print("rl.prompts is not set: rollouts come from files, which the run itself checks")
         return 0
-    found = run_prompts(config, tokenizer)
-    lengths = [len(prompt.ids) for prompt in found.prompts]
+    opened_prompts = run_prompts(config, tokenizer)
+    lengths = [len(prompt.ids) for prompt in opened_prompts.prompts]
     print(
-        f"prompts        {len(found):,} of {min(lengths):,} to {max(lengths):,} tokens; {found.dropped:,} dropped"
+        f"prompts        {len(opened_prompts):,} of {min(lengths):,} to {max(lengths):,} tokens; {opened_prompts.dropped:,} dropped"
     )
-    for note in found.notes():
+    for note in opened_prompts.notes():
         print(printable(f"note: {note}"))
-    first = found.prompts[0]
+    first = opened_prompts.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
     text = first.text  # any text works
-    rewards = Rewards(rl.rewards, found.prompts, max_tokens=rl.max_completion_length, workers=rl.reward_workers,
+    rewards = Rewards(rl.rewards, opened_prompts.prompts, max_tokens=rl.max_completion_length, workers=rl.reward_workers,
                       timeout=rl.reward_timeout)  # fmt: skip
     try:
         verdicts = rewards([(0, [text] * 2, [list(map(int, tokenizer.encode(text)))] * 2)])
@@ -222,5 +221,5 @@ def dry_run(config: RunConfig, processes: int) -> int:
             f"evaluations    {len(held_out):,} held-out prompts × {rl.num_eval_generations} completions, every "
             f"{config.train.eval_interval:,} steps and at the end"
         )
-    print(f"engine         {engine_text(config, layout, [*found.prompts, *held_out])}")
+    print(f"engine         {engine_text(config, layout, [*opened_prompts.prompts, *held_out])}")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megalith
-from megalith.cli.parser import Arguments, Parser, leaf
+from megalith.cli.parser import Arguments, Parser
 from megalith.errors import ConfigError, TrainingError
 from megalith.launch.scheduler_env import read_launch_settings
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from megalith.config import RunConfig
     from megalith.parity.check import Result
 
-
-PROGRAMS = {
-    "train": "train a model from a run file; `megalith train --help` lists every setting",
-    "sft": "fine-tune on conversations",
-    "dpo": "train on preference pairs (DPO)",
-    "distill": "train on a teacher's predictions",
-    "teacher-logits": "store a teacher's predictions for `distill`",
-    "grpo": "train with rewards (GRPO), on sampled completions or rollout files",
-}
-"""Commands that take a run file, and their help."""
 
 TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key …]
 
@@ -64,7 +54,7 @@ dry run:
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    """Run `megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`."""
     program, *arguments = arguments
     typed = program
     arguments = [*arguments, *implied_settings(program)]
@@ -86,8 +76,8 @@ def train(arguments: list[str]) -> int:
     from megalith.config.run import begins_override
 
     launcher, arguments = _launcher_options().parse_known_args(arguments)
-    place = read_launch_settings(os.environ, launcher.nproc, launcher.nnodes)
-    os.environ |= place.variables
+    settings = read_launch_settings(os.environ, launcher.nproc, launcher.nnodes)
+    os.environ |= settings.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     _check_dry_run(program, launcher)
@@ -96,31 +86,31 @@ def train(arguments: list[str]) -> int:
         if program == "grpo":
             from megalith.cli.rollout_command import dry_run as rollout_dry_run
 
-            return rollout_dry_run(config, launcher.world_size or place.nproc or 1)
+            return rollout_dry_run(config, launcher.world_size or settings.nproc or 1)
         from megalith.planner.rates import rates_of
         from megalith.training.precheck import dry_run
 
         named = launcher.device is not None or launcher.device_json is not None
         rates = rates_of(launcher.device, launcher.device_json) if named else None
-        print(dry_run(config, launcher.world_size or place.nproc or 1, rates))
+        print(dry_run(config, launcher.world_size or settings.nproc or 1, rates))
         return 0
-    if place.nproc is not None:
+    if settings.nproc is not None:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
 
-        one_machine = place.nnodes == "1"
+        one_machine = settings.nnodes == "1"
         command, check_data = ["-m", "megalith", program, *arguments], None
         check_source(program, config)
         if program == "grpo":
             from megalith.rl.grpo import check_grpo_data as check_data
         return launch(
-            place.nproc,
+            settings.nproc,
             command,
-            nnodes=place.nnodes,
-            max_restarts=launcher.max_restarts or place.max_restarts,
-            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else place.endpoint),
+            nnodes=settings.nnodes,
+            max_restarts=launcher.max_restarts or settings.max_restarts,
+            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else settings.endpoint),
             rdzv_id=launcher.rdzv_id,
-            check=lambda world_sizes: check_job(config, world_sizes, place.nproc, one_machine, check_data),
+            check=lambda world_sizes: check_job(config, world_sizes, settings.nproc, one_machine, check_data),
         )
     from megalith.launch.stops import exit_code
     from megalith.training.trainer import train
@@ -196,8 +186,7 @@ def _launcher_options() -> Parser:
     return parser
 
 
-def add_evaluate_command(commands: argparse._SubParsersAction) -> None:
-    parser = leaf(commands, "evaluate", "evaluate a checkpoint: loss and perplexity, or tasks", run_evaluate)
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print the mean loss and perplexity of a checkpoint on its run's validation and test data, in any layout. "
         "`--section.key value` overrides settings, as in `train`. With --tasks, evaluate a checkpoint or a Hugging "
@@ -224,9 +213,9 @@ def add_evaluate_command(commands: argparse._SubParsersAction) -> None:
 def run_evaluate(args: Arguments) -> int:
     if args.tasks:
         return run_tasks(args)
-    given = [f"--{name.replace('_', '-')}" for name in TASK_OPTIONS if getattr(args, name) is not None]
-    if given := [*given, *["--apply-chat-template"] * args.apply_chat_template]:
-        raise ConfigError(f"{', '.join(given)} requires --tasks")
+    options = [f"--{name.replace('_', '-')}" for name in TASK_OPTIONS if getattr(args, name) is not None]
+    if options := [*options, *["--apply-chat-template"] * args.apply_chat_template]:
+        raise ConfigError(f"{', '.join(options)} requires --tasks")
     from megalith.bridge.load import config_of
     from megalith.checkpoint.open import open_existing
     from megalith.config import RunConfig
@@ -259,9 +248,9 @@ def run_evaluate(args: Arguments) -> int:
     result = train(config)
     if args.json and os.environ.get("RANK", "0") == "0":
         losses = {"validation": result.validation_loss, "test": result.test_loss}
-        known = {name: loss for name, loss in losses.items() if loss is not None}
-        figures = {f"{name}_loss": finite(loss) for name, loss in known.items()}
-        figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in known.items()}
+        losses = {name: loss for name, loss in losses.items() if loss is not None}
+        figures = {f"{name}_loss": finite(loss) for name, loss in losses.items()}
+        figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in losses.items()}
         print(json.dumps({"step": result.step, **figures}))
     return exit_code(result.ended)
 
@@ -285,8 +274,8 @@ def run_tasks(args: Arguments) -> int:
     from megalith.launch.launcher import launch, this_process
 
     if args.nproc is not None:
-        given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in TASK_OPTIONS]
-        options = [f"{option}={value}" for option, value in given if value is not None]
+        values = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in TASK_OPTIONS]
+        options = [f"{option}={value}" for option, value in values if value is not None]
         flags = [
             f"--{name}" for name in ("json", "apply-chat-template") if getattr(args, name.replace("-", "_"))
         ]
@@ -323,15 +312,17 @@ def run_tasks(args: Arguments) -> int:
         raise ConfigError(
             f"--tasks needs lm-evaluation-harness, which is not installed ({error}); run: {install_line('evaluate')}"
         ) from error
-    asked = TaskRequest(
+    request = TaskRequest(
         args.tasks.split(","), args.num_fewshot, args.limit, args.include_path, args.apply_chat_template
     )
-    found = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, asked)
+    result = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, request)
     if process.is_first:
         from lm_eval.utils import make_table
 
-        print(make_table(found))
-        kept = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+        print(make_table(result))
+        kept = {
+            name: result[name] for name in ("results", "versions", "n-shot", "n-samples") if name in result
+        }
         if args.output:
             with atomic_file(Path(args.output)) as file:
                 file.write(json.dumps(kept, indent=1, default=str).encode())
@@ -347,25 +338,25 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a small model with the features of CONFIG in many layouts, in fp32, and compare each with one process: "
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
-        "Exit code 5 when a layout differs. Settings can be given beside CONFIG, as to `train`: --section.key value."
+        "Exits with code 5 if a layout differs. `--section.key value` overrides settings, as for `train`."
     )
-    parser.add_argument("config", help="run file; it is shrunk, with its features")
+    parser.add_argument("config", help="run file; its model is shrunk but keeps its features")
     parser.add_argument(
         "--layouts",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="which (default: all that fit), like tp2-sp cp4-a2a",
+        help="layouts, such as tp2-sp cp4-a2a (default: all that fit)",
     )
-    parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="most processes")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of training")
+    parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="maximum number of processes")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="number of training steps")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: a GPU a process, and no attention dropout",
+        help="cuda: one GPU per process, without attention dropout",
     )
-    parser.set_defaults(run=run_parity, takes_settings=True)
+    parser.set_defaults(takes_settings=True)
 
 
 def run_parity(args: argparse.Namespace) -> int:
@@ -382,9 +373,10 @@ def run_parity(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
         )
-    given = with_init_from(RunConfig.load(args.config, args.settings))
-    check_model(given.model.model_copy(update={"vocab_size": given.model.vocab_size or VOCAB_SIZE}))
-    config = shrink(given, args.steps, args.device)
+    full_config = with_init_from(RunConfig.load(args.config, args.settings))
+    vocab_size = full_config.model.vocab_size or VOCAB_SIZE
+    check_model(full_config.model.model_copy(update={"vocab_size": vocab_size}))
+    config = shrink(full_config, args.steps, args.device)
     layouts, refused = choose(config, args.layouts, _most_processes(args))
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     results: list[Result] = []
@@ -409,12 +401,12 @@ def _most_processes(args: argparse.Namespace) -> int:
 
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        raise ConfigError(f"--device cuda gives each process a GPU, but there are {gpus}; use --device cpu")
+        raise ConfigError(f"--device cuda needs at least 2 GPUs, but there are {gpus}; use --device cpu")
     return min(args.nproc_max, gpus)
 
 
 def table(results: Sequence[Result]):
-    """The errors, a row a layout."""
+    """Return the table of errors, with a row per layout."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -454,8 +446,8 @@ def _conclude(results: Sequence[Result]) -> int:
         print(f"{result.name} {_verdict(result)}: {_why(result)}")
     if unequal:
         raise TrainingError(
-            f"{len(unequal)} of {len(results)} layouts are not one process's run to {BOUND:g}: "
-            f"{', '.join(result.name for result in unequal)}; train in another layout, and report it with this "
+            f"{len(unequal)} of {len(results)} layouts differ from one process by more than {BOUND:g}: "
+            f"{', '.join(result.name for result in unequal)}; train in another layout, and report this with the "
             "configuration"
         )
     print(f"{len(results)} layouts equal one process to {BOUND:g}")

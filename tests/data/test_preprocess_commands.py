@@ -55,7 +55,7 @@ def test_skipped_lines_and_empty_documents_are_reported(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"skipped {source} line 2 (byte 14) is unusable: not JSON" in output
     assert "skipped 5 more unusable lines" in output
-    assert "left out 25 unusable lines and 1 empty documents" in output
+    assert "omitted 25 unusable lines and 1 empty documents" in output
 
 
 def test_a_vocabulary_that_could_not_be_filled_is_reported(tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_a_vocabulary_that_could_not_be_filled_is_reported(tmp_path, capsys):
     source.write_text('{"text": "abcabc"}\n')
     arguments = ["--input", source, "--vocab-size", 1000, "--output", tmp_path / "tok.json"]
     assert run("tokenizer train", *arguments) == 0
-    assert "fewer than the 1,000 asked for" in capsys.readouterr().out
+    assert "fewer than the requested 1,000" in capsys.readouterr().out
 
 
 def test_importing_the_commands_is_cheap():

@@ -156,10 +156,10 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--program", "distill"], "distill.teacher"),
         (["--image", "m:1"], "the run file run.yaml is in no folder of --volume"),
         (["--image", "m:1", "--volume", ".:/mnt"], "train.output_dir is /data/out, which is on no volume of the cont"),
-        (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", no command of megalith: No closing quotation"),
+        (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", which is not a command of megalith: No closing quotation"),
         (["--after", "export-hff a b"], "did you mean 'export-hf'"),
         (["--before", ""], "--before is ''"),
-        (["--before", "export-hf --help"], "prints a help and does nothing"),
+        (["--before", "export-hf --help"], "only prints a help"),
         (["--before", "export-hf a b --form bin"], "takes no '--form bin'"),
         (["--time", "2"], "--time is 2, and Slurm signals the job to save 120 s before"),
         (["--time", "0-0:2"], "--time is 0-0:2, and Slurm signals the job to save 120 s"),
@@ -176,7 +176,7 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--checkpoint.load", "/data/other"], "would start from /data/other again; set model.init_from"),
         (["--array", "lr"], "--array is 'lr'; give a setting and its values"),
         (["--array", "optim.lr=1e-3,fast"], "optim.lr"),
-        (["--gpus-per-node", "0"], "--gpus-per-node 0; both count from 1"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0; give 1 or more of each"),
     ],
 )  # fmt: skip
 def test_what_could_not_run_is_refused_before_a_file_is_printed(capsys, words, said):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megalith.cli.planning import add_pipeline_show
+from megalith.cli.planning import add_pipeline_show, run_pipeline_show
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.pipeline.drawing import draw_png, draw_text
 from megalith.parallel.pipeline.schedules import build_schedule
@@ -19,7 +19,7 @@ def show(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     add_pipeline_show(parser)
     parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    return run_pipeline_show(parsed)
 
 
 def test_a_small_1f1b_is_drawn_unit_by_unit():
@@ -107,8 +107,8 @@ def test_impossible_durations_are_refused(durations):
 
 def test_showing_a_schedule_does_not_load_torch():
     code = (
-        "import sys; from megalith.cli.planning import add_pipeline_show as add; import argparse\n"
+        "import argparse, sys; from megalith.cli.planning import add_pipeline_show as add, run_pipeline_show as run\n"
         "p = argparse.ArgumentParser(); add(p); assert 'megalith.parallel.pipeline.drawing' not in sys.modules\n"
-        "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); a.run(a); assert 'torch' not in sys.modules"
+        "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); run(a); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

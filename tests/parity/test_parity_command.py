@@ -98,4 +98,4 @@ def test_a_layout_that_differs_is_named_and_the_exit_code_is_5(run_file, capsys,
     output = capsys.readouterr()
     assert "tp2 differs: worst gradient layers.0.mlp.linear_fc1.weight; generated tokens" in output.out
     assert "2.0e-05" in output.out
-    assert "1 of 1 layouts are not one process's run to 1e-05: tp2" in output.err
+    assert "1 of 1 layouts differ from one process by more than 1e-05: tp2" in output.err

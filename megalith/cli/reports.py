@@ -1,0 +1,140 @@
+"""`megalith plot`, `watch` and `report`, and `megalith config …`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megalith.cli.parser import Arguments
+from megalith.errors import ConfigError, DataError, printable
+from megalith.remote import is_url
+
+MAX_INTERVAL = 86_400  # seconds between updates of `megalith watch`
+
+
+def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", help="output folders of runs")
+    parser.add_argument("--output", help="PNG file (default: loss.png in the first run's folder)")
+    parser.add_argument("--text", action="store_true", help="draw the loss in the terminal instead")
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", help="output folders of runs, also in a store (s3://…)")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write an HTML report of one or several runs: curves, memory, step times by rank, pipeline, experts, FP8, "
+        "completions, settings and their differences, machine and events. The file needs no network."
+    )
+    parser.add_argument("run_dir", nargs="+", help="output folders of runs, also in a store (s3://…)")
+    parser.add_argument("--output", help="HTML file (default: report.html in the first run's folder)")
+
+
+def run_plot(args: Arguments) -> int:
+    from megalith.report.plot import loss_points, plot_run
+    from megalith.report.text_curve import text_curve
+
+    if args.text:
+        for run in args.run_dir:
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
+        return 0
+    output = args.output or Path(args.run_dir[0]) / "loss.png"
+    return _write(output, lambda: plot_run(args.run_dir, output))
+
+
+def run_report(args: Arguments) -> int:
+    from megalith.report.page import write_report
+
+    first = args.run_dir[0]
+    output = args.output or (Path() if is_url(first) else Path(first)) / "report.html"
+    return _write(output, lambda: write_report(args.run_dir, output))
+
+
+def run_watch(args: Arguments) -> int:
+    from rich.console import Console
+
+    from megalith.report.watch import watch
+
+    if not 0.1 <= args.interval <= MAX_INTERVAL:
+        raise ConfigError(
+            f"--interval {args.interval:g} is not between 0.1 and {MAX_INTERVAL:,} seconds; give one that is"
+        )
+    watch(args.run_dir, Console(), args.interval, args.once or not sys.stdout.isatty())
+    return 0
+
+
+def _write(output: str | Path, write: Callable[[], Path]) -> int:
+    if is_url(output):
+        raise ConfigError(
+            f"--output {output} is in an object store, but reports and images are written to local files only; give a "
+            "local file and copy it there"
+        )
+    try:
+        print(printable(write()))
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    return 0
+
+
+def config_schema(args: Arguments) -> int:
+    from megalith.config.describe import json_schema
+
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def config_reference(args: Arguments) -> int:
+    from megalith.config.describe import reference_page
+
+    print(reference_page(), end="")
+    return 0
+
+
+def config_presets(args: Arguments) -> int:
+    from megalith.config.presets import PRESETS
+
+    rows = [PRESET_COLUMNS, *(_preset_row(name) for name in PRESETS)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
+    return 0
+
+
+PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads", "KV", "MLP", "experts",
+                  "vocabulary", "positions")  # fmt: skip
+
+
+def _preset_row(name: str) -> tuple[str, ...]:
+    from megalith.config import RunConfig
+    from megalith.planner.counts import count_parameters
+    from megalith.tables import format_si
+
+    model = RunConfig.from_tree({"model": {"preset": name}}).model
+    sizes = {
+        "vocab_size": model.vocab_size or 0,
+        "max_position_embeddings": model.max_position_embeddings or 0,
+    }
+    counts = count_parameters(model.model_copy(update=sizes), padded_vocab=False)
+    experts = f"{model.num_experts} × {model.expert_size}, {model.moe_router_topk} per token"
+    dimensions = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.ffn_size,
+    )
+    return (
+        name,
+        format_si(counts.total) + ("" if model.vocab_size else " + vocabulary"),
+        format_si(counts.active) if counts.idle else "",
+        *map(str, dimensions),
+        experts if model.num_experts else "",
+        f"{model.vocab_size:,}" if model.vocab_size else "tokenizer's",
+        f"{model.max_position_embeddings:,}" if model.max_position_embeddings else "seq_length",
+    )
