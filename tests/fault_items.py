@@ -1,9 +1,8 @@
-"""The faults that a run has to survive, and pytest's part in showing that it does.
+"""The faults that a run must survive, and the pytest plugin that checks that tests cover all of them.
 
-A test that shows one carries `@pytest.mark.fault(13)`. When a session is over that ran them all, every item has to have
-such tests, and all of these have to have run and passed: a test that was skipped shows nothing. A session of a part of
-the suite is held to that for the items whose tests it has. The workers of pytest-xdist tell the process that hears how
-all tests ended what they have found.
+Tests are marked with the fault's number, `@pytest.mark.fault(13)`. At the end of a session of the whole suite, every
+fault must have such tests, and all of them must have run and passed; a skipped test covers nothing. A partial session
+checks only the faults of the tests that it selected. Workers of pytest-xdist send their marks to the main process.
 """
 
 from __future__ import annotations
@@ -46,14 +45,20 @@ CRITERIA = {
 }
 
 
-def unmet(marked: Mapping[str, set[int]], outcomes: Mapping[str, str], whole: bool) -> list[str]:
-    """The items that are not shown, each with why. `marked`: their items by test, `outcomes`: how each ended."""
+def unmet(marked: Mapping[str, set[int]], outcomes: Mapping[str, str], is_complete: bool) -> list[str]:
+    """Return a line per fault that no passed test covers.
+
+    Args:
+        marked: numbers of the faults by test.
+        outcomes: outcome by test.
+        is_complete: the session ran the whole suite, so that every fault must be covered.
+    """
     tests = defaultdict(list)
     for test, items in marked.items():
         for item in items:
             tests[item].append(test)
     problems = []
-    for item in CRITERIA.keys() | tests.keys() if whole else tests:
+    for item in CRITERIA.keys() | tests.keys() if is_complete else tests:
         if item not in CRITERIA or not tests[item]:
             problems.append(f"fault {item}: {CRITERIA.get(item, 'is none of the list')}: no test shows it")
         for test in tests[item]:
@@ -63,23 +68,23 @@ def unmet(marked: Mapping[str, set[int]], outcomes: Mapping[str, str], whole: bo
 
 
 class FaultItems:
-    """The plugin: fails a session, all of whose tests went well, for faults that none of them has shown."""
+    """Plugin that fails a session if its tests passed but left a fault uncovered."""
 
     def __init__(self, config: pytest.Config, tests: Path = TESTS):
         self._config, self._tests = config, tests
         self._marked: dict[str, set[int]] = {}
         self._outcomes: dict[str, str] = {}
-        self._left_out = False
+        self._deselected = False
         self._problems: list[str] = []
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self._left_out |= any(item.get_closest_marker("fault") for item in items)
+        self._deselected |= any(item.get_closest_marker("fault") for item in items)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if found := {number for mark in item.iter_markers("fault") for number in mark.args}:
-                self._marked[item.nodeid] = found
+            if numbers := {number for mark in item.iter_markers("fault") for number in mark.args}:
+                self._marked[item.nodeid] = numbers
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -89,23 +94,26 @@ class FaultItems:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
-        marked, left_out = node.workeroutput["fault_items"]
+        if (output := getattr(node, "workeroutput", None)) is None:  # the worker has crashed
+            self._deselected = True
+            return
+        marked, deselected = output["fault_items"]
         self._marked |= {test: set(items) for test, items in marked.items()}
-        self._left_out |= left_out
+        self._deselected |= deselected
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if (told := getattr(self._config, "workeroutput", None)) is not None:
+        if (output := getattr(self._config, "workeroutput", None)) is not None:
             marked = {test: sorted(items) for test, items in self._marked.items()}
-            told["fault_items"] = (marked, self._left_out)
+            output["fault_items"] = (marked, self._deselected)
             return
         if exitstatus != pytest.ExitCode.OK or self._config.option.collectonly:
             return
-        asked = [
+        paths = [
             Path(self._config.invocation_params.dir, arg.partition("::")[0]).resolve()
             for arg in self._config.args
         ]
-        whole = not self._left_out and any(self._tests.is_relative_to(path) for path in asked)
-        self._problems = unmet(self._marked, self._outcomes, whole)
+        is_complete = not self._deselected and any(self._tests.is_relative_to(path) for path in paths)
+        self._problems = unmet(self._marked, self._outcomes, is_complete)
         if self._problems:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -196,7 +196,8 @@ def dry_run(config: RunConfig, processes: int) -> int:
     opened_prompts = run_prompts(config, tokenizer)
     lengths = [len(prompt.ids) for prompt in opened_prompts.prompts]
     print(
-        f"prompts        {len(opened_prompts):,} of {min(lengths):,} to {max(lengths):,} tokens; {opened_prompts.dropped:,} dropped"
+        f"prompts        {len(opened_prompts):,} of {min(lengths):,} to {max(lengths):,} tokens; "
+        f"{opened_prompts.dropped:,} dropped"
     )
     for note in opened_prompts.notes():
         print(printable(f"note: {note}"))

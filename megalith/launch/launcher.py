@@ -28,7 +28,7 @@ from megalith.launch.network import is_loopback, use_loopback_interface, use_net
 from megalith.launch.parent import JOB, LAUNCHER, exit_with_launcher
 from megalith.launch.peer_watch import CONNECTED_FILE
 from megalith.launch.stops import STOP_CODE_FILE
-from megalith.launch.store import connect_store, serve_store
+from megalith.launch.tcp_store import connect_store, serve_store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TIMEOUT = timedelta(minutes=10)  # default timeout of collectives

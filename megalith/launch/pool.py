@@ -136,7 +136,7 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        from megalith.launch.store import serve_store
+        from megalith.launch.tcp_store import serve_store
 
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megalith.errors import ConfigError
 from megalith.launch.network import LOOPBACK, address_towards, await_name, is_this_host
-from megalith.launch.store import ANSWER_TIMEOUT, connect_store, not_a_rendezvous, serve_store
+from megalith.launch.tcp_store import ANSWER_TIMEOUT, connect_store, not_a_rendezvous, serve_store
 
 DEFAULT_PORT = 29400  # torch elastic's
 LAST_CALL = 10  # seconds to wait for more machines once the minimum is reached

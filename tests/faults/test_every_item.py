@@ -49,14 +49,14 @@ def test_no_test_shows_an_item_that_is_not_on_the_list():
 def test_an_item_is_met_by_tests_that_all_ran_and_passed():
     everything = {f"test_{item}": {item} for item in CRITERIA}
     passed = dict.fromkeys(everything, "passed")
-    assert unmet(everything, passed, whole=True) == []
-    assert unmet({"test_3": {3}}, passed, whole=False) == []
-    assert len(unmet({"test_3": {3}}, passed, whole=True)) == 25
-    (problem,) = unmet(everything, {**passed, "test_7": "skipped"}, whole=True)
+    assert unmet(everything, passed, is_complete=True) == []
+    assert unmet({"test_3": {3}}, passed, is_complete=False) == []
+    assert len(unmet({"test_3": {3}}, passed, is_complete=True)) == 25
+    (problem,) = unmet(everything, {**passed, "test_7": "skipped"}, is_complete=True)
     assert problem == "fault 7: test_7 was skipped, which shows nothing"
-    (problem,) = unmet({**everything, "test_more": {7}}, passed, whole=True)
+    (problem,) = unmet({**everything, "test_more": {7}}, passed, is_complete=True)
     assert "test_more was not run" in problem
-    (problem,) = unmet({"test_27": {27}}, {"test_27": "passed"}, whole=False)
+    (problem,) = unmet({"test_27": {27}}, {"test_27": "passed"}, is_complete=False)
     assert "none of the list" in problem
 
 

@@ -156,7 +156,7 @@ def test_names_run_as_they_are_whatever_is_in_them(tmp_path, capsys):
         (["--program", "distill"], "distill.teacher"),
         (["--image", "m:1"], "the run file run.yaml is in no folder of --volume"),
         (["--image", "m:1", "--volume", ".:/mnt"], "train.output_dir is /data/out, which is on no volume of the cont"),
-        (["--before", "preprocess 'x"], "--before is \"preprocess 'x\", which is not a command of megalith: No closing quotation"),
+        (["--before", "preprocess 'x"], "preprocess 'x\", which is not a command of megalith: No closing quotation"),
         (["--after", "export-hff a b"], "did you mean 'export-hf'"),
         (["--before", ""], "--before is ''"),
         (["--before", "export-hf --help"], "only prints a help"),

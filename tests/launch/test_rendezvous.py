@@ -15,12 +15,12 @@ from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.errors import ConfigError
 from megalith.launch import network, peer_watch
-from megalith.launch import store as stores
+from megalith.launch import tcp_store as stores
 from megalith.launch.launcher import init_distributed
 from megalith.launch.network import is_this_host
 from megalith.launch.peer_watch import PeerWatch
 from megalith.launch.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous, default_run_id
-from megalith.launch.store import connect_store, serve_store
+from megalith.launch.tcp_store import connect_store, serve_store
 
 MINUTE = timedelta(minutes=1)
 

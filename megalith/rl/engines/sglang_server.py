@@ -14,7 +14,7 @@ from typing import Any
 
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
-from megalith.launch.store import serve_store
+from megalith.launch.tcp_store import serve_store
 from megalith.rl.engines.deadline import Deadline
 from megalith.rl.engines.json_http import RequestRefused
 from megalith.rl.engines.rollout_engine import Answer
