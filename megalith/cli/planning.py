@@ -376,7 +376,10 @@ def read_words(words: list[str]) -> Arguments:
 
 
 def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Draw the timeline of a pipeline schedule, and print its bubble: the fraction of time in which ranks wait."
+    parser.description = (
+        "Draw the timeline of a pipeline schedule, and print its bubble: "
+        "the fraction of time in which ranks wait."
+    )
     parser.add_argument("--stages", type=int, required=True, metavar="S", help="pipeline ranks")
     parser.add_argument(
         "--micro-batches", type=int, required=True, metavar="M", help="micro-batches per step"

@@ -204,8 +204,13 @@ def dry_run(config: RunConfig, processes: int) -> int:
     first = opened_prompts.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
     text = first.text  # any text works
-    rewards = Rewards(rl.rewards, opened_prompts.prompts, max_tokens=rl.max_completion_length, workers=rl.reward_workers,
-                      timeout=rl.reward_timeout)  # fmt: skip
+    rewards = Rewards(
+        rl.rewards,
+        opened_prompts.prompts,
+        max_tokens=rl.max_completion_length,
+        workers=rl.reward_workers,
+        timeout=rl.reward_timeout,
+    )
     try:
         verdicts = rewards([(0, [text] * 2, [list(map(int, tokenizer.encode(text)))] * 2)])
     finally:

@@ -13,7 +13,7 @@ from megalith.config import ParallelConfig
 from megalith.launch import hang_watch
 from megalith.launch.hang_watch import LISTENING_CHECKS, HangWatch
 from megalith.launch.heartbeat import Heartbeat, collective_timeout
-from megalith.parallel.context.context_parallel import _levels
+from megalith.parallel.context.context_parallel import _inner_and_outer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.links import Links
 
@@ -87,7 +87,7 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
     )
     mesh = build_mesh(hybrid, 4, "cpu")
     assert mesh.fsdp.ndim == 2
-    _levels(build_mesh(ParallelConfig(context_parallel_size=4), 4, "cpu").cp, "a2a+p2p", [2, 2])
+    _inner_and_outer(build_mesh(ParallelConfig(context_parallel_size=4), 4, "cpu").cp, "a2a+p2p", [2, 2])
     Links(build_mesh(ParallelConfig(pipeline_model_parallel_size=4), 4, "cpu").pp, 1)
     background = Saver("unused", mesh.world, background=True)._world.group
     Heartbeat(mesh, timedelta(minutes=3)).end_long("training")
