@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,16 +19,13 @@ from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import DatasetFactory, build_datasets, indexed_datasets
+from megalith.data.blend import build_datasets, indexed_datasets
 from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import read_template
-from megalith.data.dataset import SampleDataset, parse_split, split_ranges
-from megalith.data.indexed import IndexedDataset
+from megalith.data.dataset import SampleDataset, parse_split
+from megalith.data.dataset_kinds import load_dataset_kind
 from megalith.data.loader import Collate, Loader
-from megalith.data.masked_lm import MaskedLMDataset, Masking, WordPieces, make_bert_batch
-from megalith.data.mock_datasets import MockDataset, MockMaskedDataset, MockPairDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
-from megalith.data.pairs import SPANS, SpanDataset, SpanTokens, make_t5_batch
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -41,11 +37,9 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
-from megalith.progress import Progress
 from megalith.report.report import TokenCounts
 
 RunConfig.model_rebuild()  # builds the validators here, so that forked processes save 0.2 s
-COLLATES: dict[str, Collate | None] = {"gpt": None, "bert": make_bert_batch, "t5": make_t5_batch}
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -168,8 +162,9 @@ def resolve_config(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     model, settings = config.model, {}
     if tokenizer is not None and model.vocab_size is None:
         settings["model.vocab_size"] = tokenizer.model_vocab_size
-        if model.encoder_layers and not config.data.mock:
-            settings["model.vocab_size"] = _span_tokens(config, tokenizer).words.vocab_size
+        if not config.data.mock:
+            kind = load_dataset_kind(config.data, model, tokenizer, config.train.seed)
+            settings["model.vocab_size"] = kind.default_vocab_size()
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
@@ -225,27 +220,10 @@ def open_datasets(
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} requires `megalith grpo`; use that, or omit the setting to pre-train")
-    masking = build_masking(config)
-    if data.mock and model.encoder_layers:
-        lengths = data.seq_length, data.decoder_length
-        train, valid, test = (
-            MockPairDataset(model.vocab_size, *lengths, count, seed + part) if count else None
-            for part, count in enumerate(samples)
-        )
-        return train, valid, test
-    if data.mock and masking is not None:
-        train, valid, test = (
-            MockMaskedDataset(model.vocab_size, data.seq_length, count, seed + part, masking)
-            if count
-            else None
-            for part, count in enumerate(samples)
-        )
-        return train, valid, test
+    kind = load_dataset_kind(data, model, tokenizer, seed)
     if data.mock:
-        eod = tokenizer and tokenizer.eod
         train, valid, test = (
-            MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
-            for part, count in enumerate(samples)
+            kind.mock(count, seed + part) if count else None for part, count in enumerate(samples)
         )
         return train, valid, test
     if data.data_path is not None:
@@ -263,64 +241,9 @@ def open_datasets(
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        make=_sentence_samples(config, tokenizer, masking or build_masking(config))
-        if not model.causal
-        else None,
+        make=kind.factory(),
         show_progress=show_progress,
     )
-
-
-def build_masking(config: RunConfig) -> Masking | None:
-    """Return the masking settings of an encoder's samples. None for decoders."""
-    data, model = config.data, config.model
-    if model.causal:
-        return None
-    if model.bert_binary_head and model.tokentypes == 1:
-        raise ConfigError(
-            "model.num_tokentypes is 1, but with model.bert_binary_head a sample has two segments; set it to 2 or "
-            "more, or to 0"
-        )
-    settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
-    for name, value in (SPANS if model.encoder_layers else {}).items():
-        settings[name] = value if settings[name] is None else settings[name]
-    settings = {name: value for name, value in settings.items() if value is not None}
-    return Masking(**settings, classification_head=model.bert_binary_head)
-
-
-def _sentence_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> DatasetFactory:
-    """Return a dataset factory for `build_datasets`, for documents whose sequences are sentences."""
-    data, model, seed = config.data, config.model, config.train.seed
-    if tokenizer is None:
-        raise ConfigError(
-            f"model.model_type {model.model_type} masks words, which needs a tokenizer, but data.tokenizer_type is not "
-            "set; name the tokenizer that data.data_path was preprocessed with"
-        )
-    if model.encoder_layers:
-        tokens, lengths = _span_tokens(config, tokenizer), (data.seq_length, data.decoder_length)
-        kind = partial(SpanDataset, tokens=tokens, masking=masking)
-    else:
-        lengths = data.seq_length
-        kind = partial(
-            MaskedLMDataset, words=WordPieces.from_tokenizer(tokenizer, model.vocab_size), masking=masking
-        )
-
-    def make(
-        indexed: IndexedDataset, split: str, number: int, samples: int, progress: Progress
-    ) -> MaskedLMDataset | SpanDataset:
-        first, last = split_ranges(split, indexed.num_documents)[number]
-        return kind(indexed, first, last, lengths, samples, seed, progress=progress)
-
-    return make
-
-
-def _span_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpanTokens:
-    tokens, size = SpanTokens.from_tokenizer(tokenizer, config.data.vocab_extra_ids), config.model.vocab_size
-    if size is not None and size < tokens.words.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokens.words.vocab_size} entries with {len(tokens.sentinels)} sentinels "
-            f"(data.vocab_extra_ids), but model.vocab_size is {size}; raise it, or lower vocab_extra_ids"
-        )
-    return tokens
 
 
 class Data:
@@ -343,6 +266,7 @@ class Data:
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
         self._rules = _boundary_rules(config, tokenizer)
+        self._kind = load_dataset_kind(config.data, config.model, tokenizer, config.train.seed)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
         self.notes: list[str] = []
@@ -435,4 +359,4 @@ class Data:
     def _collate(self, dataset: SampleDataset) -> Collate | None:
         if isinstance(dataset, ChatDataset):
             return self.make_chat_batch
-        return COLLATES[self._config.model.model_type]
+        return self._kind.collate

@@ -11,13 +11,13 @@ from sentences import CASES, PIECES, SEED, SEQ, SPANS, ours, spans, words, write
 
 from megalith.config import RunConfig
 from megalith.data.indexed import IndexedDataset
+from megalith.data.kinds.bert import masking_settings
 from megalith.data.masked_lm import Masking, WordPieces, make_bert_batch
 from megalith.data.mock_datasets import MockMaskedDataset
 from megalith.data.sentence_index import mersenne_twister_64
 from megalith.data.tokenizers.huggingface import BertWordPieceLowerCase
 from megalith.data.tokenizers.plain import ByteTokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.training.build import build_masking
 
 GOLDEN = json.loads((Path(__file__).parent / "masked_lm_golden.json").read_text())
 
@@ -65,7 +65,8 @@ def test_two_segments_need_two_types_of_tokens_or_none() -> None:
             contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="num_tokentypes is 1, but")
         )
         with how:
-            assert build_masking(RunConfig.from_tree({"model": model})).classification_head == order
+            config = RunConfig.from_tree({"model": model})
+            assert masking_settings(config.data, config.model).classification_head == order
 
 
 def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(

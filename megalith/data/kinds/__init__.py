@@ -1,0 +1,1 @@
+"""Dataset kinds, one file each, listed in dataset_kinds.py."""
