@@ -124,4 +124,4 @@ def test_replicas_of_a_frozen_base_are_compared_as_they_are_stored(pool, tree: d
         }
     )
     for message in pool.run(flipped_in_the_base, config, size=2):
-        assert "hold different weights" in message
+        assert "differ, without a majority that agrees" in message
