@@ -19,7 +19,7 @@ class MegatronCore(passes.Passes):
 
     def _tensor(self, number: int) -> tuple[float, float]:
         forward, backward = super()._tensor(number)
-        exposed = 1.0 if self.expert_layers else 1 / self.tensor + passes.BESIDE["copy engine"]
+        exposed = 1.0 if self.expert_layers else 1 / self.tensor + passes.GEMM_SLOWDOWN["copy engine"]
         return exposed * forward, exposed * backward
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:

@@ -132,10 +132,10 @@ def run_layouts(args: Arguments) -> int:
 def _say_what_is_chosen(args: Arguments) -> None:
     """Print a note on settings of the command line that the search overrides."""
     from megalith.config.run import parse_overrides
-    from megalith.planner.candidates import CLEAN, OFFLOADED
+    from megalith.planner.candidates import OFFLOADED, SEARCHED_DEFAULTS
 
-    settings = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
-    chosen = [name for name in settings if name in (*CLEAN, *OFFLOADED, "train.micro_batch_size")]
+    given = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
+    chosen = [name for name in given if name in (*SEARCHED_DEFAULTS, *OFFLOADED, "train.micro_batch_size")]
     if chosen:
         print(
             f"note: the plan ignores {', '.join(chosen)} and chooses them; `megalith plan show` evaluates one layout",
@@ -176,7 +176,7 @@ def run_show(args: Arguments) -> int:
 
 
 def _goodput_options(parser: Parser) -> None:
-    from megalith.planner.goodput import FAILURES_A_GPU_HOUR, Costs
+    from megalith.planner.goodput import FAILURES_PER_GPU_HOUR, Costs
 
     parser.description = "Compute the best save interval of a job, and its goodput with failures."
     parser.add_argument("job", help="a run file, or the name of a preset")
@@ -184,7 +184,7 @@ def _goodput_options(parser: Parser) -> None:
     parser.add_argument(
         "--failures-per-gpu-hour",
         type=float,
-        default=FAILURES_A_GPU_HOUR,
+        default=FAILURES_PER_GPU_HOUR,
         help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)",
     )
     parser.add_argument(
@@ -315,7 +315,7 @@ def _write(answer, args: Arguments) -> None:
     from megalith.config import ParallelConfig, RunConfig
     from megalith.config.run import parse_overrides, read_yaml
     from megalith.io import write_file
-    from megalith.planner.candidates import CLEAN, OFFLOADED
+    from megalith.planner.candidates import OFFLOADED, SEARCHED_DEFAULTS
     from megalith.planner.plan_result import changed
 
     best = answer.best[0]
@@ -329,7 +329,7 @@ def _write(answer, args: Arguments) -> None:
     # Drop aliases such as use_distributed_optimizer, which also describe layouts.
     parallel = tree.get("parallel", {}).items()
     tree["parallel"] = {name: value for name, value in parallel if name in ParallelConfig.model_fields}
-    for section, _, name in (path.partition(".") for path in (*CLEAN, *OFFLOADED)):
+    for section, _, name in (path.partition(".") for path in (*SEARCHED_DEFAULTS, *OFFLOADED)):
         tree.get(section, {}).pop(name, None)
     for section, values in changed(best).items():
         tree.setdefault(section, {}).update(values)

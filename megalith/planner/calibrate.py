@@ -1,8 +1,8 @@
-"""`megalith plan calibrate`: the table of rates of this machine's device, in about three minutes.
+"""`megalith plan calibrate`: measures the rates of this machine's device in about three minutes.
 
-Each point is run until it has taken much longer than its launch, on random data (a GEMM on zeros is faster than it is
-in training), and its median kept. With several processes, collectives are measured over all ranks and over the first
-two; without a GPU the same is done with small shapes, which says nothing of a GPU but that it runs.
+Each point is repeated until its time is much longer than its launch, and the median is taken. The data are random: a
+GEMM on zeros is faster than in training. With several processes, collectives are measured over all ranks and over the
+first two. Without a GPU, small shapes are measured, which only tests that the command works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalith.progress import Progress
 
 Bench = Callable[[], object]
 
-# [m, k, n]: a layer's GEMMs of several widths, forward, dgrad and wgrad, with few and many tokens.
+# [m, k, n]: GEMMs of layers of several widths (forward, dgrad and wgrad), with few and many tokens.
 GEMMS = [
     (8192, 8192, 8192), (32768, 1280, 3840), (32768, 1280, 5120), (32768, 5120, 1280), (32768, 1280, 50304),
     (5120, 32768, 1280), (3840, 32768, 1280), (8192, 4096, 28672), (8192, 14336, 4096), (8192, 4096, 6144),
@@ -39,18 +39,23 @@ ATTENTION = [
     (32, 16, 1024, 80), (32, 20, 1024, 64), (16, 16, 1024, 128), (4, 32, 2048, 128), (2, 32, 4096, 128),
     (1, 32, 8192, 128), (1, 8, 8192, 128), (1, 8, 32768, 128), (4, 32, 4096, 64),
 ]  # fmt: skip
-MEGABYTES = (0.25, 2, 16, 84, 256)  # that a rank sends
+MEGABYTES = (0.25, 2, 16, 84, 256)  # sent per rank
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-SMALLER = 32  # times, on a CPU, in each dimension
+CPU_SHRINK = 32  # factor by which each dimension is smaller on a CPU
 
 
 def calibrate(device: torch.device, seconds: float = 120.0, show_progress: bool = False) -> Rates:
-    """Every process of the job calls it; the figures are rank 0's. `seconds`: about how long it may take."""
+    """Measure this device. Every process of the job calls it; rank 0's rates count.
+
+    Args:
+        device: this process's device.
+        seconds: about how long the measurement may take.
+    """
     with Progress("calibrate", None, "points", show=show_progress) as progress:
         return _measured(_Bench(device, seconds / (4 * len(GEMMS) + 4 * len(ATTENTION) + 50), progress))
 
@@ -79,8 +84,8 @@ def _measured(bench: _Bench) -> Rates:
 def _wiring(name: str, memory: int | None, device: torch.device) -> Wiring:
     memory_gb = (memory or 16 * GIGA) / GIGA
     if name in WIRING:
-        known = WIRING[name]
-        return Wiring(memory_gb, known.inside, known.outside, known.link, known.processors)
+        wiring = WIRING[name]
+        return Wiring(memory_gb, wiring.inside, wiring.outside, wiring.link, wiring.processors)
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     )
@@ -88,7 +93,7 @@ def _wiring(name: str, memory: int | None, device: torch.device) -> Wiring:
 
 
 class _Bench:
-    """Runs each point for about so many seconds, and gives its rate."""
+    """Measures the rate of each point in about `seconds` seconds."""
 
     def __init__(self, device: torch.device, seconds: float, progress: Progress):
         self.device, self.seconds, self.progress = device, seconds, progress
@@ -98,10 +103,10 @@ class _Bench:
     def small(self, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         if self.cuda:
             return shapes
-        return [tuple(max(size // SMALLER, 8) for size in shape) for shape in shapes[:4]]
+        return [tuple(max(size // CPU_SHRINK, 8) for size in shape) for shape in shapes[:4]]
 
     def time(self, run: Bench) -> float:
-        """The median time of one run, in seconds."""
+        """Return the median time of one run, in seconds."""
         run()
         self._wait()
         first = self._once(run, 1)
@@ -132,7 +137,7 @@ class _Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def gemm(self, m: int, k: int, n: int) -> float:
-        """TFLOP/s of [m, k] with a weight [n, k]."""
+        """Return TFLOP/s of an [m, k] input with an [n, k] weight."""
         x, weight = self.random(m, k), self.random(n, k)
         return 2 * m * k * n / self.time(lambda: F.linear(x, weight)) / TERA
 
@@ -146,7 +151,7 @@ class _Bench:
         return 2 * m * k * n / self.time(run) / TERA
 
     def attention(self, sequences: int, heads: int, seq: int, head_dim: int) -> tuple[float, float]:
-        """TFLOP/s forward and backward."""
+        """Return causal TFLOP/s, forward and backward."""
         shape = (sequences, seq, heads, head_dim)
         q, k, v = (self.random(*shape).transpose(1, 2).requires_grad_() for _ in range(3))
         flops = 2 * sequences * heads * seq**2 * head_dim  # causal
@@ -159,13 +164,13 @@ class _Bench:
         return flops / forward / TERA, 2.5 * flops / backward / TERA
 
     def copy(self) -> float:
-        """GB/s, read plus written."""
+        """Return GB/s of a copy, read plus written."""
         x = self.random(2**28 if self.cuda else 2**20)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.time(lambda: y.copy_(x)) / GIGA
 
     def launch(self) -> float:
-        """Microseconds of the host for an operator of few elements."""
+        """Return the host's microseconds per small operator."""
         x, count = self.random(8), 1000
         self.time(lambda: x.add_(1))
         began = time.perf_counter()
@@ -183,7 +188,7 @@ class _Bench:
         return x.nbytes / self.time(lambda: y.copy_(x, non_blocking=True)) / GIGA
 
     def host_adam(self) -> float:
-        """10^9 parameters a second of the fused kernel, on this process's threads."""
+        """Return 10^9 parameters per second of the fused CPU optimizer, with this process's threads."""
         parameter = torch.zeros(2**24 if self.cuda else 2**18, requires_grad=True)
         parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -194,7 +199,7 @@ class _Bench:
         return 3 * parameter.numel() / (time.perf_counter() - began) / GIGA
 
     def collectives(self) -> Iterator[list[Any]]:
-        """[kind, link, ranks, MB sent, ms]. Every rank calls it; ranks that are not in a group wait for the others."""
+        """Yield [kind, link, ranks, MB sent, ms]. Every rank calls it; ranks outside of a group wait."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = sorted({2, world} - ({1} if world > 1 else {1, 2}))
         link = (
@@ -207,7 +212,7 @@ class _Bench:
             if dist.get_rank() < size:
                 for megabytes in MEGABYTES if self.cuda else MEGABYTES[:1]:
                     for kind, run in self._runs(group, size, int(megabytes * 1e6)):
-                        # A count of its own: every rank has to make as many calls.
+                        # Not `time`: every rank has to make the same number of calls.
                         run()
                         self._wait()
                         dist.barrier(group)
@@ -221,23 +226,23 @@ class _Bench:
             dist.barrier()
 
     def _runs(self, group: dist.ProcessGroup, size: int, sent: int) -> Iterator[tuple[str, Bench]]:
-        """The collectives of which each rank sends about so many bytes."""
+        """Yield collectives in which each rank sends about `sent` bytes."""
         part = max(sent // 2 // (size - 1), 1)  # bf16
-        one, whole = self.random(part), self.random(size * part)
+        shard, full = self.random(part), self.random(size * part)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13's name
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        yield "all_gather", lambda: gather(whole, one, group=group)
-        yield "all_to_all", lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        yield "all_gather", lambda: gather(full, shard, group=group)
+        yield "all_to_all", lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group)
         if self.cuda:
-            yield "reduce_scatter", lambda: scatter(one, whole, group=group)
+            yield "reduce_scatter", lambda: scatter(shard, full, group=group)
 
     def _copies(self, link: str) -> Iterator[list[Any]]:
-        """By the copy engine, from the next GPU; only rank 0 makes them."""
+        """Yield copies from the next GPU by the copy engine, on rank 0 only."""
         if dist.get_rank():
             return
         other = torch.device("cuda", (self.device.index + 1) % torch.cuda.device_count())
         for megabytes in MEGABYTES:
-            there = torch.randn(int(megabytes * 5e5), device=other, dtype=torch.float32).to(torch.bfloat16)
-            here = torch.empty_like(there, device=self.device)
-            taken = self.time(lambda h=here, t=there: h.copy_(t))
+            remote = torch.randn(int(megabytes * 5e5), device=other, dtype=torch.float32).to(torch.bfloat16)
+            local = torch.empty_like(remote, device=self.device)
+            taken = self.time(lambda target=local, source=remote: target.copy_(source))
             yield ["copy", link, 2, megabytes, 1e3 * taken]

@@ -1,4 +1,4 @@
-"""What a search for layouts tries: sizes of the mesh, micro-batches, splits of a pipeline, and ways to recompute."""
+"""Candidates of the layout search: mesh sizes, micro-batches, pipeline splits, sharding and recomputation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.parallel.pipeline.stage_layout import suggested_layout
 
-LARGEST_MICRO_BATCH = 2**16  # tokens
-SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least
+MAX_MICRO_BATCH = 2**16  # tokens
+MIN_CONTEXT_SHARD = 2048  # tokens of a sequence per context-parallel rank
 PARALLEL = "parallel."
-CLEAN = {  # what a search decides
+SEARCHED_DEFAULTS = {  # defaults of the settings that the search chooses
     PARALLEL + name: value
     for name, value in {
         "tensor_model_parallel_size": 1, "sequence_parallel": False, "save_gathered_inputs": True,
@@ -28,17 +28,17 @@ CLEAN = {  # what a search decides
         "tp_comm_overlap": "auto", "fsdp_unsharded_layers": "auto", "symmetric_memory_groups": "auto",
     }.items()
 }  # fmt: skip
-# What an `auto` chooses by a device's memory (planner/layout.py), together where it is one choice.
+# Settings whose `auto` depends on the device's memory (planner/layout.py), grouped by choice.
 BY_MEMORY = (
     (PARALLEL + "recompute_granularity", PARALLEL + "recompute_modules", PARALLEL + "save_gathered_inputs"),
     (PARALLEL + "recompute_saves_attention",), (PARALLEL + "moe_static_dispatch",),
     (PARALLEL + "fsdp_unsharded_layers",), ("train.fp8_cache_weights",), ("train.moe_cache_weights",),
 )  # fmt: skip
-# From the cheapest on.
+# In order of cost.
 ACTIVATIONS = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
 NO_GEMM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]}
 SHARDS = {"save_gathered_inputs": False}  # under SP
-CHEAP = [ACTIVATIONS, NO_GEMM]  # costs less than layers that are gathered again
+CHEAP = [ACTIVATIONS, NO_GEMM]  # cheaper than gathering FSDP layers again
 RECOMPUTED: list[dict[str, Any]] = [
     {},
     ACTIVATIONS,
@@ -49,31 +49,31 @@ RECOMPUTED: list[dict[str, Any]] = [
     {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"], **SHARDS},
     {"recompute_granularity": "full", "recompute_method": "uniform"},
 ]
-# What is tried where nothing fits otherwise, in this order.
+# Tried in this order if nothing fits otherwise.
 OFFLOADED = {"optim.optimizer_cpu_offload": True, "optim.optimizer_offload_fraction": 1.0}
 REDUCED = [{"optim.exp_avg_dtype": dtype, "optim.exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp8")]
 
 
 def candidates(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """The settings of each layout to try, "section.field" → value, without what is recomputed."""
+    """Yield the settings ("section.field" → value) of each layout to try, without recomputation."""
     for sizes in _sizes(config, world_size, gpus_per_node):
-        for further in _further(config, world_size, sizes):
-            yield sizes | further
+        for rest in _batching_and_sharding(config, world_size, sizes):
+            yield sizes | rest
 
 
 def least_batch(config: RunConfig, world_size: int, gpus_per_node: int) -> int:
-    """The global batch below which no layout is tried: a pipeline has a micro-batch a stage, data parallelism a
-    sequence a replica."""
-    every = (list(sizes.values()) for sizes in _sizes(config, world_size, gpus_per_node))
+    """Return the smallest global batch size that some layout accepts: a sequence per replica and, in a pipeline, a
+    micro-batch per stage."""
+    sizes = (list(sizes.values()) for sizes in _sizes(config, world_size, gpus_per_node))
     heads = config.model.num_attention_heads
-    return min(world_size // (tensor * context) for tensor, _, context, *_ in every if heads % tensor == 0)
+    return min(world_size // (tensor * context) for tensor, _, context, *_ in sizes if heads % tensor == 0)
 
 
 def _sizes(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
-    """Tensor, context, pipeline and expert parallelism whose product divides the job."""
+    """Yield sizes of tensor, context, pipeline and expert parallelism whose product divides the world size."""
     model, seq, experts = config.model, config.data.seq_length, config.model.num_experts
     for tensor in _divisors(world_size, most=gpus_per_node):
-        for context in _divisors(world_size // tensor, most=max(seq // SHORTEST_SHARD, 1)):
+        for context in _divisors(world_size // tensor, most=max(seq // MIN_CONTEXT_SHARD, 1)):
             if context & (context - 1) or seq % (tensor * (2 * context if context > 1 else 1)):
                 continue
             for pipeline in _divisors(world_size // tensor // context, most=model.num_layers + 2):
@@ -90,14 +90,16 @@ def _sizes(config: RunConfig, world_size: int, gpus_per_node: int) -> Iterator[d
                     }
 
 
-def _further(config: RunConfig, world_size: int, sizes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Micro-batches, chunks of layers, and what is sharded."""
+def _batching_and_sharding(
+    config: RunConfig, world_size: int, sizes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield micro-batch sizes, pipeline splits and sharding strategies."""
     tensor, _, context, pipeline, _ = sizes.values()
     ranks = world_size // (tensor * pipeline)
     dp, batch = ranks // context, config.train.global_batch_size
     if batch % dp:
         return
-    longest = max(LARGEST_MICRO_BATCH * context // config.data.seq_length, 1)
+    longest = max(MAX_MICRO_BATCH * context // config.data.seq_length, 1)
     micros = [2**power for power in range(7) if 2**power <= longest and batch // dp % 2**power == 0]
     strategies = ["no_shard"] if ranks == 1 else ["optim", "no_shard"]
     if ranks > 1 and pipeline == 1:
@@ -113,27 +115,27 @@ def _further(config: RunConfig, world_size: int, sizes: dict[str, Any]) -> Itera
 
 
 def _splits(layers: int, pipeline: int, micro_batches: int) -> Iterator[dict[str, Any]]:
-    """How the layers are assigned, and the schedule."""
+    """Yield assignments of layers to stages, and schedules."""
     if pipeline == 1:
         yield {}
         return
     if micro_batches < pipeline:
         return
-    found = False
+    is_even = False
     ends = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     for counted, accounts in ((0, {}), (2, ends)):
         if (layers + counted) % pipeline:
             continue
-        each, found = (layers + counted) // pipeline, True
+        each, is_even = (layers + counted) // pipeline, True
         for virtual in _divisors(each, most=10):
             if virtual == 1:
-                if not counted or pipeline > 2:  # of two stages either way is the even split
+                if not counted or pipeline > 2:  # with two stages both accounts give the even split
                     yield accounts
                 if not counted:
                     yield {"pipeline_schedule": "zero_bubble"}
             elif micro_batches % pipeline == 0:
                 yield accounts | {"virtual_pipeline_model_parallel_size": virtual}
-    if not found:
+    if not is_even:
         yield {"pipeline_model_parallel_layout": suggested_layout(layers, pipeline)}
 
 

@@ -1,20 +1,15 @@
-"""Parameters, FLOPs and throughput of a model, counted on the model itself: on the meta device, one layer of each kind.
+"""Parameters, FLOPs and throughput, counted on a model on the meta device with one layer of each kind.
 
-Every parameter has a part by its place in the model, and a size on a rank by the tables that cut it: ROLES over the
-tensor axis, EXPERT_SHARDING for experts. A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward
-and twice that backward (dgrad and wgrad), so a token costs 6 FLOPs for each weight it meets; of the experts it meets
-those that it is sent to. Attention meets no weight: a query against S keys and the sum over S values cost
-2·2·S·(heads·head_dim) forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12
-% apart):
+A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (dgrad and wgrad):
+6 FLOPs per weight and token. A token uses only the experts that it is routed to. Attention scores and values cost
+2·2·S·(heads·head_dim) forward for S keys, three times that with the backward pass. A sliding window counts its visible
+keys only. The delta rule of linear attention costs 2·3·(heads·key_dim·value_dim) forward. There are two conventions:
 
-- **causal** (Megatron-LM): attention counted at half, for the mask hides half of the matrix;
-- **full** (PaLM, torchtitan): counted whole.
+- **causal** (Megatron-LM): half of the attention matrix, because the mask hides the other half;
+- **full** (PaLM, torchtitan): the full matrix. For Llama-3-8B at 8,192 tokens they differ by 12 %.
 
-A sliding window counts with the keys that it leaves, in either. The delta rule of a layer of linear attention is three
-products of a token with a head's state: 2·3·(heads·key_dim·value_dim) forward, whatever the sequence's length.
-
-Norms, activations, rotations, the softmax, the loss and the embedding lookup are left out, as everyone does.
-Recomputed activations are not counted either: these are the model's FLOPs, not the hardware's.
+Norms, activation functions, RoPE, softmax, loss and embedding lookup are not counted, as is usual, and neither is
+recomputation: these are model FLOPs, not hardware FLOPs.
 """
 
 from __future__ import annotations
@@ -47,27 +42,30 @@ MULTIPLY_ADD = 2  # FLOPs
 
 
 class Matmul(NamedTuple):
-    """A weight [out, in] that tokens are multiplied with, as a rank has it."""
+    """A weight [out, in] that tokens are multiplied by, with its size on one rank."""
 
     rows: int
     """out."""
     columns: int
     """in."""
     experts: int
-    """So many of them, each for its own tokens; 0: one, for all tokens."""
+    """Number of expert matrices; 0 for a matrix that all tokens use."""
     style: str | None
-    """`column` or `row` of tensor parallelism; None: not sharded by it."""
-    of_encoded: bool = False
-    """Whether it takes the encoder's tokens: keys and values of cross-attention."""
+    """`column` or `row` parallel; None: not sharded by tensor parallelism."""
+    reads_encoder: bool = False
+    """True for keys and values of cross-attention, whose input is the encoder's output."""
 
 
 class MetaModel:
-    """A model on the meta device with one layer of each kind, and its parameters by part: embedding, attention, mlp,
-    experts, norms, head, adapters. Biases count with their part."""
+    """A model on the meta device with one layer of each kind.
+
+    Parameters are counted by part: embedding, attention, mlp, experts, norms, head, adapters. Biases count with their
+    part. Sizes on a rank follow the sharding tables: ROLES for tensor parallelism, EXPERT_SHARDING for experts.
+    """
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
         self.config, self.parallel = model, ParallelConfig()
-        self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
+        self._counted: dict[tuple, Any] = {}  # by subject and sharding
         self._kinds: dict[tuple[int, ...], Counter[int]] = {}
         self.numbers = [*range(model.num_layers), *model.mtp_layers]
         special = set(model.expert_layers), set(model.mtp_layers), set(model.linear_attention_layers)
@@ -80,7 +78,9 @@ class MetaModel:
             "encoder_num_layers": None,
         }
         self._model = make_model(model.model_copy(update=no_layers), device="meta")
-        if encoders := model.encoder_layers:  # its last layer, which the encoder's norm goes with
+        if (
+            encoders := model.encoder_layers
+        ):  # the last encoder layer, whose stage also has the encoder's norm
             self._first |= dict.fromkeys(range(encoders), encoders - 1)
             self._model.encoder.layers[str(encoders - 1)] = TransformerLayer(model, encoders - 1, "meta")
             first = {"decoder": encoders}
@@ -96,62 +96,63 @@ class MetaModel:
             add_adapters(self._model, lora)
 
     def on_rank(self, parallel: ParallelConfig) -> MetaModel:
-        """The same, of which one rank's part is counted: where a cut does not come out even, the most."""
+        """Return a copy that counts the shards of one rank; the largest, if a size is not divisible."""
         other = copy(self)
         other.parallel = parallel
         return other
 
     def layer(self, number: int) -> TransformerLayer:
-        """The layer of this number, or one like it."""
+        """Return a layer of the same kind as layer `number`."""
         return self._layers[self._first[number]]
 
     def in_layers(self, numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
-        """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
+        """Return the parameters of these layers by part. `matrices`: only weights that tokens are multiplied by."""
         key = tuple(numbers)
-        return self.once(("layers", key, matrices), partial(self._in_layers, key, matrices))
+        return self.cached(("layers", key, matrices), partial(self._in_layers, key, matrices))
 
     def _in_layers(self, numbers: tuple[int, ...], matrices: bool) -> Counter[str]:
         total: Counter[str] = Counter()
         for number, times in self.kinds(numbers).items():
-            one = self.once(("layer", number, matrices), partial(self._count, self.layer(number), matrices))
-            total.update({part: times * size for part, size in one.items()})
+            counts = self.cached(
+                ("layer", number, matrices), partial(self._count, self.layer(number), matrices)
+            )
+            total.update({part: times * size for part, size in counts.items()})
         return total
 
     def kinds(self, numbers: Iterable[int]) -> Counter[int]:
-        """The number of the first layer of each kind, and how many of these layers are like it."""
+        """Return how many of these layers are of each kind, by the number of the first layer of the kind."""
         key = tuple(numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))
         return self._kinds[key]
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
-        """The parameters outside of layers: of the model, or of those of a pipeline rank that has these chunks."""
+        """Return the parameters outside of layers by part: of the model, or of a pipeline rank with these chunks."""
         if chunks is None:
             return self._count(self._model)
-        last = (
-            self.config.encoder_layers - 1
-        )  # behind it stands a norm, and each stage has relative positions
+        # The encoder's norm follows this layer. Each stage of an encoder-decoder has relative positions.
+        last = self.config.encoder_layers - 1
         ends = tuple(chunk for chunk in chunks if chunk.embedding or chunk.head or last >= 0)
         if not ends:
             return Counter()
-        held = tuple((chunk.embedding, chunk.head, last in chunk.layers) for chunk in ends)
-        return self.once(held, partial(self._outside, ends))
+        key = tuple((chunk.embedding, chunk.head, last in chunk.layers) for chunk in ends)
+        return self.cached(key, partial(self._outside, ends))
 
     def _outside(self, ends: tuple[Stage, ...]) -> Counter[str]:
-        kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
-        return sum(map(self._count, kept), Counter())
+        stages = split_stages(self._model, [ends, []], rank=0)  # the second rank is empty
+        return sum(map(self._count, stages), Counter())
 
     @property
     def output_matrix(self) -> int:
-        """Elements of the output matrix, whole."""
+        """Elements of the unsharded output matrix."""
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
-        """The matrices of a layer that tokens are multiplied with, as a rank has them."""
-        return self.once(("matmuls", self._first[number]), lambda: self._matmuls(number))
+        """Return the matrices of a layer that tokens are multiplied by, with their sizes on a rank."""
+        return self.cached(("matmuls", self._first[number]), lambda: self._matmuls(number))
 
     def _matmuls(self, number: int) -> list[Matmul]:
-        found = []
+        matmuls = []
         for name, module in self.layer(number).named_modules():
             weight = getattr(module, "weight", None)
             if isinstance(module, Linear | GroupedLinear | Router) and _part(name, module) != "embedding":
@@ -159,12 +160,12 @@ class MetaModel:
                 style = (
                     None if experts else role_of(name, module, False).style if ADAPTER not in name else None
                 )
-                of_encoded = name.startswith("cross_attention.linear_kv")
-                found.append(Matmul(rows, columns, experts[0] if experts else 0, style, of_encoded))
-        return found
+                reads_encoder = name.startswith("cross_attention.linear_kv")
+                matmuls.append(Matmul(rows, columns, experts[0] if experts else 0, style, reads_encoder))
+        return matmuls
 
-    def once(self, key: tuple, count: Callable[[], Any]) -> Any:
-        """What `count` gives, which is asked once for each cut of the model."""
+    def cached(self, key: tuple, count: Callable[[], Any]) -> Any:
+        """Return `count()`, cached by key and sharding."""
         parallel = self.parallel
         cut = (
             parallel.tensor_model_parallel_size,
@@ -176,7 +177,7 @@ class MetaModel:
         return self._counted[*key, cut]
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
-        """Of a layer, or of a model without its layers."""
+        """Return the parameters of a layer by part, or of a model without its layers."""
         total: Counter[str] = Counter()
         for name, owner in module.named_modules():
             for kind, parameter in owner.named_parameters(recurse=False):
@@ -184,12 +185,8 @@ class MetaModel:
                 is_matrix = kind == "weight" and part not in ("embedding", "norms")
                 in_layer = name.removeprefix(ENCODER).startswith("layers.")
                 if not in_layer and (is_matrix or not matrices):
-                    total[part] += self._here(name, owner, kind, parameter.shape)
+                    total[part] += math.prod(self._shape(name, owner, kind, parameter.shape))
         return total
-
-    def _here(self, name: str, module: nn.Module, kind: str, shape: Sequence[int]) -> int:
-        """What a rank has of a parameter."""
-        return math.prod(self._shape(name, module, kind, shape))
 
     def _shape(self, name: str, module: nn.Module, kind: str, shape: Sequence[int]) -> list[int]:
         parallel, shape = self.parallel, list(shape)
@@ -209,13 +206,13 @@ class MetaModel:
 
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
-    """The numbers of the layers of these chunks, with those of multi-token prediction beside the head."""
-    found: list[int] = []
+    """Return the numbers of the layers of these chunks. MTP layers belong to the chunk with the head."""
+    numbers: list[int] = []
     for chunk in chunks:
-        found += chunk.layers
+        numbers += chunk.layers
         if chunk.head:
-            found += model.mtp_layers
-    return found
+            numbers += model.mtp_layers
+    return numbers
 
 
 def _part(name: str, module: nn.Module) -> str:
@@ -231,7 +228,7 @@ def _part(name: str, module: nn.Module) -> str:
     return OUTSIDE.get(first, "mlp")
 
 
-ENCODER = "encoder."  # what the names of an encoder's parts begin with beside a decoder
+ENCODER = "encoder."  # prefix of the encoder's names in an encoder-decoder
 OUTSIDE = {
     "embedding": "embedding",
     "relative_attention_bias": "embedding",
@@ -248,151 +245,160 @@ class ParameterCounts:
     """Parameters by part, over all layers. Biases are counted with their part."""
 
     embedding: int
-    """Token embedding, and positions where they are learned, relative ones too."""
+    """Token embedding and learned positions, absolute or relative."""
     attention: int
     mlp: int
-    """With experts, and the matrices that stand before the layers of multi-token prediction."""
+    """Including experts and the input projections of MTP layers."""
     norms: int
     head: int
-    """The output matrix, unless the embedding serves as it, and an encoder's heads."""
+    """The output matrix unless it is tied to the embedding, and BERT's heads."""
     adapters: int
-    """They alone are trained where there are any."""
+    """If there are adapters, only they are trained."""
     idle: int
-    """Of the mlp's, those that a token does not meet: the experts that it is not sent to."""
+    """Parameters of the experts that a token is not routed to; part of `mlp`."""
 
     @property
     def non_embedding(self) -> int:
-        """Everything but the embedding and the head (the N of Kaplan et al., 2020)."""
+        """Parameters without embedding and head (N in Kaplan et al., 2020)."""
         return self.attention + self.mlp + self.norms
 
     @property
     def active(self) -> int:
-        """Those that a token meets."""
+        """Parameters that a token uses."""
         return self.total - self.idle
 
     @property
     def total(self) -> int:
-        """The model's, without adapters."""
+        """Parameters of the model, without adapters."""
         return self.embedding + self.non_embedding + self.head
 
 
 def count_parameters(
     model: ModelConfig, padded_vocab: bool = True, lora: LoraConfig | None = None
 ) -> ParameterCounts:
-    """The parameters of `model` by part.
+    """Count the parameters of `model` by part.
 
-    `padded_vocab=False` counts the rows of the vocabulary as published (and as checkpoints store them):
-    124,439,808 for GPT-2, 8,030,261,248 for Llama-3-8B.
+    Args:
+        model: the model.
+        padded_vocab: count the padded vocabulary. False counts it as published and as stored in checkpoints:
+            124,439,808 parameters for GPT-2, 8,030,261,248 for Llama-3-8B.
+        lora: adapters to count.
     """
     if not padded_vocab:
         model = model.model_copy(update={"make_vocab_size_divisible_by": 1})
     meta = MetaModel(model, lora)
-    found = meta.outside() + meta.in_layers(meta.numbers)
+    counts = meta.outside() + meta.in_layers(meta.numbers)
     return ParameterCounts(
-        **{part: found[part] for part in ("embedding", "attention", "norms", "head", "adapters")},
-        mlp=found["mlp"] + found["experts"],
-        idle=found["experts"] - _met(model, found["experts"]),
+        **{part: counts[part] for part in ("embedding", "attention", "norms", "head", "adapters")},
+        mlp=counts["mlp"] + counts["experts"],
+        idle=counts["experts"] - _active_experts(model, counts["experts"]),
     )
 
 
-def _met(model: ModelConfig, experts: int) -> int:
-    """Of the experts' parameters those that a token meets."""
+def _active_experts(model: ModelConfig, experts: int) -> int:
+    """Return how many of the experts' parameters a token uses."""
     return experts * model.moe_router_topk // model.num_experts if experts else 0
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs that one token costs forward and backward, by part."""
+    """FLOPs per token by part, forward and backward."""
 
     attention_projections: int
-    """With the delta rule of linear attention."""
+    """Including the delta rule of linear attention."""
     attention_matrix: int
-    """Counted whole."""
+    """The full matrix."""
     mlp: int
     head: int
     adapters: int = 0
     is_causal: bool = True
-    """Whether a mask hides half of the attention matrix."""
+    """True if a mask hides half of the attention matrix."""
 
     @property
     def causal(self) -> int:
-        """Megatron-LM's convention: the attention matrix at half, where half of it is hidden."""
+        """FLOPs in Megatron-LM's convention: half of the attention matrix if it is causal."""
         return self.full - (self.attention_matrix // 2 if self.is_causal else 0)
 
     @property
     def full(self) -> int:
-        """PaLM's and torchtitan's convention: the attention matrix whole."""
+        """FLOPs in PaLM's and torchtitan's convention: the full attention matrix."""
         return self.attention_projections + self.attention_matrix + self.mlp + self.head + self.adapters
 
 
 def flops_per_token(
     model: ModelConfig, seq_length: int, lora: LoraConfig | None = None, decoder_length: float | None = None
 ) -> TokenFlops:
-    """FLOPs of one token, forward and backward, in unbroken sequences of `seq_length` tokens.
+    """Return the FLOPs per token, forward and backward. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
 
-    Of an encoder-decoder they are those of a sample over its `seq_length` tokens in the encoder; beside these it has
-    `decoder_length` in the decoder (None: as many), whose attention is counted whole too, in both conventions.
+    The output matrix has the padded vocabulary. Frozen weights have no wgrad: 4 FLOPs per weight instead of 6.
 
-    The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
-    Weights that adapters freeze have no wgrad: they cost two matmuls a token and not three.
+    Args:
+        seq_length: tokens of a sequence without document boundaries. For an encoder-decoder, the encoder's tokens:
+            the FLOPs of a sample are divided by them.
+        lora: adapters, which freeze all other weights.
+        decoder_length: mean tokens of the decoder; None: `seq_length`. An encoder-decoder's attention is counted in
+            full in both conventions.
     """
     meta = MetaModel(model, lora)
     if model.encoder_layers:
-        return _of_two_stacks(meta, seq_length, seq_length if decoder_length is None else decoder_length)
-    met = meta.in_layers(meta.numbers, matrices=True)
-    per_weight = (FORWARD_AND_BACKWARD - (met["adapters"] > 0)) * MULTIPLY_ADD
-    per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of what is no weight, or a trained one
+        return _encoder_decoder_flops(
+            meta, seq_length, seq_length if decoder_length is None else decoder_length
+        )
+    weights = meta.in_layers(meta.numbers, matrices=True)
+    per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
+    per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of a product of activations, or of a trained weight
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
-    widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ, and of probabilities·v
+    widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ and of probabilities·v
     linear = model.linear_attention_layers
     pairs = sum(_keys(model, number, seq_length) for number in meta.numbers if number not in linear)
     return TokenFlops(
-        attention_projections=per_weight * met["attention"] + per_pair * len(linear) * delta_rule(model),
+        attention_projections=per_weight * weights["attention"]
+        + per_pair * len(linear) * delta_rule_macs(model),
         attention_matrix=per_pair * widths * pairs,
-        mlp=per_weight * (met["mlp"] + _met(model, met["experts"])),
+        mlp=per_weight * (weights["mlp"] + _active_experts(model, weights["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.mtp_layers)),
-        adapters=per_pair * met["adapters"],
+        adapters=per_pair * weights["adapters"],
         is_causal=model.causal,
     )
 
 
-def _of_two_stacks(meta: MetaModel, encoder_length: int, decoder_length: float) -> TokenFlops:
-    """Keys and values of cross-attention are of the encoder's tokens, all other matrices of the stack's own."""
+def _encoder_decoder_flops(meta: MetaModel, encoder_length: int, decoder_length: float) -> TokenFlops:
+    """Return the FLOPs per encoder token. Cross-attention computes keys and values from the encoder's tokens."""
     model, share = meta.config, decoder_length / encoder_length
     encoders, decoders = range(model.encoder_layers), range(model.encoder_layers, model.num_layers)
     encoder, decoder = (meta.in_layers(numbers, matrices=True) for numbers in (encoders, decoders))
-    met = Counter({part: encoder[part] + share * decoder[part] for part in encoder | decoder})
+    weights = Counter({part: encoder[part] + share * decoder[part] for part in encoder | decoder})
     keys_values = 2 * model.query_groups * model.head_dim * model.hidden_size
-    met["attention"] += (1 - share) * len(decoders) * keys_values
-    per_weight = (FORWARD_AND_BACKWARD - (met["adapters"] > 0)) * MULTIPLY_ADD
+    weights["attention"] += (1 - share) * len(decoders) * keys_values
+    per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD
     widths = 2 * model.num_attention_heads * model.head_dim
     pairs = len(encoders) * encoder_length + len(decoders) * share * (decoder_length + encoder_length)
     return TokenFlops(
-        attention_projections=round(per_weight * met["attention"]),
+        attention_projections=round(per_weight * weights["attention"]),
         attention_matrix=round(per_pair * widths * pairs),
-        mlp=round(per_weight * met["mlp"]),
+        mlp=round(per_weight * weights["mlp"]),
         head=round(per_weight * meta.output_matrix * share),
-        adapters=round(per_pair * met["adapters"]),
+        adapters=round(per_pair * weights["adapters"]),
         is_causal=False,
     )
 
 
-def share_of_tokens(config: RunConfig, number: int) -> float:
-    """Of data.seq_length the tokens of a sample that layer `number` reads: 1, but in the decoder behind an encoder."""
+def token_fraction(config: RunConfig, number: int) -> float:
+    """Return the tokens that layer `number` processes, divided by data.seq_length: 1 except in a T5 decoder."""
     first = config.model.encoder_layers
     return config.data.decoder_length / config.data.seq_length if 0 < first <= number else 1.0
 
 
-def delta_rule(model: ModelConfig) -> int:
-    """Multiplications of a token with the states of a layer of linear attention, forward."""
+def delta_rule_macs(model: ModelConfig) -> int:
+    """Return the multiply-adds per token of the delta rule in a linear attention layer, forward."""
     return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:
-    """Keys that a query meets in a layer, before the causal mask hides half of them.
+    """Return the keys per query of a layer, before the causal mask hides half of them.
 
-    A window of w < S keys leaves w·S − w²/2 of the S²/2 that a causal mask does: twice that over S counts here.
+    With a causal mask, a window of w < S keys leaves w·S − w²/2 pairs of S²/2. Twice that divided by S is returned.
     """
     seen = min(model.window(layer) or seq_length, seq_length)
     return 2 * seen - seen**2 // seq_length
@@ -405,13 +411,18 @@ class Throughput:
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
-    """Fraction of the device's datasheet peak, 0 to 1; None when the peak is not known."""
+    """Fraction of the device's datasheet peak, 0 to 1; None if the peak is unknown."""
 
 
 def throughput(tokens: int, seconds: float, devices: int, flops: int, peak: float | None) -> Throughput:
-    """The speed of a step of `tokens` tokens in `seconds` on `devices` devices.
+    """Return the speed of a step.
 
-    `flops` is a token's cost (`flops_per_token(...).causal`), `peak` the device's dense FLOP/s or None.
+    Args:
+        tokens: tokens of the step over all devices.
+        seconds: duration of the step.
+        devices: number of devices.
+        flops: FLOPs per token, `flops_per_token(...).causal`.
+        peak: dense peak FLOP/s of a device; None if unknown.
     """
     rate = tokens / seconds / devices
     achieved = rate * flops

@@ -1,8 +1,8 @@
-"""Whether a job fits its devices' memory, and what is done where it does not.
+"""Checks that compare a job's expected memory with the memory of its devices.
 
-`plan show` prints the sentence, `train --dry-run --device` and `launch --device` fail with it. A run itself is refused
-only where the estimate cannot be wrong: the weights and the optimizer's state alone exceed a device's memory. Where the
-whole estimate does not fit, the run prints a warning and starts.
+`plan show` prints the result; `train --dry-run --device` and `launch --device` fail if the job does not fit. A training
+run fails only if the weights and the optimizer state alone, which are exact, exceed a device's memory. If only the full
+estimate exceeds it, the run prints a warning and starts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from megalith.planner.rates import Rates, rates_of
 from megalith.planner.search import usable_bytes
 
 GB = 1e9
-MOST_MEMORY = int(310 * GB)  # no GPU has more; the largest have 288 GiB
+MAX_GPU_MEMORY = int(310 * GB)  # the largest GPUs have 288 GiB
 
 
 def fit_sentence(gpus: int, device: str, expected: float, usable: float) -> str:
-    """How `gpus` devices compare with the bytes that are expected on the fullest one."""
+    """Return a sentence that compares the expected bytes on the fullest device with the usable bytes."""
     fits = "fits" if expected <= usable else "does NOT fit"
     return f"{gpus} {device}: {fits}, {expected / GB:.1f} GB of {usable / GB:.1f} on the fullest GPU"
 
 
 def fullest_stage(layout: Layout) -> MemoryEstimate:
-    """The memory of a device of the stage that takes most."""
+    """Return the memory per device of the stage that needs the most."""
     return max((stage.memory for stage in layout.stages), key=lambda memory: memory.total)
 
 
 def require_fit(layout: Layout, rates: Rates) -> None:
-    """Raises ConfigError where a layout is not expected to fit `rates`' devices."""
+    """Raise ConfigError if a layout is not expected to fit the devices of `rates`."""
     expected, usable = fullest_stage(layout).total, usable_bytes(rates)
     if expected > usable:
         raise ConfigError(
@@ -39,31 +39,36 @@ def require_fit(layout: Layout, rates: Rates) -> None:
 
 
 def memory_warnings(layout: Layout, memory: int, device: str = "a GPU here") -> list[str]:
-    """A warning where a layout is not expected to fit `device`, which has `memory` bytes.
+    """Return a warning if a layout is not expected to fit `device`, which has `memory` bytes.
 
-    Raises ConfigError where it cannot: its weights and optimizer state alone take more.
+    Raises:
+        ConfigError: the weights and optimizer state alone exceed the memory.
     """
-    most = fullest_stage(layout)
-    state = most.weights + most.optimizer
+    estimate = fullest_stage(layout)
+    state = estimate.weights + estimate.optimizer
     if state > memory:
         raise ConfigError(
             f"weights and optimizer state alone take {state / GB:.1f} GB on the fullest of {layout.world_size} "
             f"processes, and {device} has {memory / GB:.1f} GB; {_way_out(layout)}"
         )
-    if most.total <= memory:
+    if estimate.total <= memory:
         return []
     return [
-        f"warning: {most.total / GB:.1f} GB are expected on the fullest of {layout.world_size} processes, and {device} "
-        f"has {memory / GB:.1f} GB; {_way_out(layout)}"
+        f"warning: {estimate.total / GB:.1f} GB are expected on the fullest of {layout.world_size} processes, and "
+        f"{device} has {memory / GB:.1f} GB; {_way_out(layout)}"
     ]
 
 
 def warnings_without_device(config: RunConfig, world_size: int, gpus_per_node: int) -> list[str]:
-    """`memory_warnings` of a job on GPUs that nobody has named: of those that an H100 has not enough memory for."""
+    """Return a warning if a job without a named device is not expected to fit an H100.
+
+    Raises:
+        ConfigError: the weights and optimizer state alone exceed the largest GPU.
+    """
     machine = rates_of("H100").machine(world_size, gpus_per_node)
     layout = build_layout(with_auto(config, world_size, machine)[0], world_size)
     expected = fullest_stage(layout).total
-    memory_warnings(layout, MOST_MEMORY, "the largest GPU")
+    memory_warnings(layout, MAX_GPU_MEMORY, "the largest GPU")
     if expected <= machine.memory:
         return []
     return [

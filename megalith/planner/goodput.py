@@ -1,11 +1,10 @@
-"""Goodput: the share of time in which a job trains, with failures, saves and restarts.
+"""Goodput: the fraction of time in which a job trains, given failures, saves and restarts.
 
-Failures come at random (exponentially) at a rate a GPU, so the mean time between those of a job of N GPUs is M = 1 /
-(N · rate). A save stalls training for δ seconds each interval τ, and a failure costs R seconds (it is noticed, the
-job starts again, the checkpoint is loaded) and what was trained since the last save. Then (Daly, 2006) τ seconds of
-work take M · e^(R/M) · (e^((τ+δ)/M) − 1) on average, and the best interval is about √(2δM) (Young, 1974), with Daly's
-correction √(2δM)·(1 + √(δ/2M)/3 + δ/18M) − δ. A save in the background cannot begin before the last is on the disk: τ
-is no shorter.
+Failures are exponentially distributed with a rate per GPU, so a job of N GPUs fails every M = 1 / (N · rate) seconds on
+average. A save stalls training for δ seconds after every τ seconds of work. A failure costs R seconds (detection,
+restart, loading) and the work since the last save. On average τ seconds of work then take M · e^(R/M) · (e^((τ+δ)/M) −
+1) (Daly, 2006). The best interval is about √(2δM) (Young, 1974), with Daly's correction √(2δM)·(1 + √(δ/2M)/3 + δ/18M)
+− δ, but not shorter than an asynchronous save takes.
 """
 
 from __future__ import annotations
@@ -18,38 +17,37 @@ from megalith.planner.counts import count_parameters
 from megalith.planner.memory import MASTER_BYTES
 
 HOURS_OF_LLAMA3 = 54 * 24
-FAILURES_A_GPU_HOUR = (
-    419 / 16384 / HOURS_OF_LLAMA3
-)  # The Llama 3 Herd of Models: 419 unexpected stops in 54 days
+# The Llama 3 Herd of Models: 419 unexpected interruptions in 54 days on 16,384 GPUs.
+FAILURES_PER_GPU_HOUR = 419 / 16384 / HOURS_OF_LLAMA3
 SIZES = (8, 64, 512, 1024, 4096, 16384, 32768, 100_000)
-MANIFEST_BYTES = 83  # of JSON a shard: docs/checkpoints.md
-MANIFEST_SECONDS = 1.66e-5  # of rank 0's CPU a shard
-TENSORS_A_LAYER = 8  # and as many of each moment
+MANIFEST_BYTES = 83  # of JSON per shard (docs/checkpoints.md)
+MANIFEST_SECONDS = 1.66e-5  # of rank 0's CPU per shard
+TENSORS_PER_LAYER = 8  # and the same number for each moment
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, of what was measured (docs/checkpoints.md, docs/reliability.md) or is given."""
+    """Costs in seconds, as measured (docs/checkpoints.md, docs/reliability.md) or given."""
 
     stall: float = 0.8
-    """Training waits while a save copies its state: of `async_save`."""
+    """Stall of training while an asynchronous save copies the state."""
     notice: float = 10.0
-    """From a failure to the start of the new processes."""
+    """From the failure to the start of new processes."""
     start: float = 30.0
-    """From there to the first step, compilation from its cache included, without the load."""
+    """From there to the first step, with compilation from the cache, without loading the checkpoint."""
     disk: float = 0.7
-    """GB/s that a rank writes and reads, with checksums."""
+    """GB/s per rank for writing and reading, with checksums."""
     store: float = 1000.0
-    """GB/s of the whole file system."""
+    """GB/s of the file system."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """A job of so many GPUs."""
+    """Estimate for a job of `gpus` GPUs."""
 
     gpus: int
     between_failures: float
-    """Seconds, on average."""
+    """Mean seconds between failures."""
     checkpoint_bytes: int
     files: int
     save: float
@@ -57,30 +55,30 @@ class Goodput:
     restart: float
     """Seconds from a failure to the next step."""
     interval: float
-    """The best, in seconds of work between two saves."""
+    """Best interval: seconds of work between two saves."""
     share: float
-    """Of the time, that trains."""
+    """Fraction of time in which the job trains, 0 to 1."""
     manifest_bytes: int
     manifest_seconds: float
     connections: int
-    """That the rendezvous and its store hold: a rank each."""
+    """Connections of the rendezvous store, one per rank."""
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights in fp32 and the optimizer's moments, which a checkpoint has in fp32."""
+    """Return the size of a checkpoint: weights and moments, both in fp32."""
     counts = count_parameters(config.model, lora=config.lora)
     trained = counts.adapters or counts.total
     return MASTER_BYTES * counts.total + {"sgd": 4, "muon": 4}.get(config.optim.optimizer, 8) * trained
 
 
 def goodput(
-    config: RunConfig, gpus: int, costs: Costs = Costs(), failures_a_gpu_hour: float = FAILURES_A_GPU_HOUR
+    config: RunConfig, gpus: int, costs: Costs = Costs(), failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR
 ) -> Goodput:
-    """With the best save interval. The figures of a checkpoint are of one file a rank."""
-    between = 3600 / (gpus * failures_a_gpu_hour)
+    """Estimate the goodput with the best save interval and one checkpoint file per rank."""
+    between = 3600 / (gpus * failures_per_gpu_hour)
     size = checkpoint_bytes(config)
     bandwidth = min(gpus * costs.disk, costs.store) * 1e9
-    shards = 3 * TENSORS_A_LAYER * config.model.num_layers * min(gpus, 1024)
+    shards = 3 * TENSORS_PER_LAYER * config.model.num_layers * min(gpus, 1024)
     manifest = MANIFEST_SECONDS * shards
     save = size / bandwidth + manifest
     restart = costs.notice + costs.start + size / bandwidth
@@ -101,7 +99,8 @@ def goodput(
 
 
 def best_interval(stall: float, between: float) -> float:
-    """Daly's, seconds of work between saves; with a stall of 2 M or more it is M."""
+    """Return Daly's interval in seconds of work between saves; the mean time between failures M if the stall is 2 M or
+    more."""
     if stall >= 2 * between:
         return between
     ratio = stall / (2 * between)
@@ -109,7 +108,7 @@ def best_interval(stall: float, between: float) -> float:
 
 
 def training_share(interval: float, stall: float, restart: float, between: float) -> float:
-    """Of all time, 0 to 1."""
+    """Return the fraction of time in which the job trains, 0 to 1."""
     try:
         return interval / (between * math.exp(restart / between) * math.expm1((interval + stall) / between))
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A note where larger micro-batches fit, so that a step has fewer passes."""
+"""Notes that suggest larger micro-batches if they fit, because a step then has fewer passes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from megalith.errors import ConfigError
 from megalith.planner.counts import MetaModel
 from megalith.planner.layout import USABLE, fullest, with_auto
 
-ENOUGH = 32_768  # tokens of a micro-batch on a GPU, as many as the benchmarks of GPT-2-large have
+MAX_TOKENS = 32_768  # per micro-batch and GPU, as in the GPT-2-large benchmarks
 
 PASS_BY_PASS = {
     "optim_grads": "casts weights, reduces gradients and adds them up",
     "optim_grads_params": "gathers and casts weights, reduces gradients and adds them up",
 }
-"""Strategy → what each micro-batch does of it, where there are shards."""
+"""Sharding strategy → work that every micro-batch repeats."""
 
 
 def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> list[str]:
-    """One where a step of several micro-batches could be of fewer that are expected to fit. `config` as it is given,
-    before `auto` is chosen, for larger ones may choose otherwise. None where the number of micro-batches does more
-    than add up gradients: under a pipeline, and where experts drop tokens of each."""
+    """Return a note if a step could have fewer, larger micro-batches that are expected to fit.
+
+    There is none with a pipeline or with an expert capacity, because the number of micro-batches then matters.
+
+    Args:
+        config: the run before `auto` is resolved, because larger micro-batches may resolve it differently.
+        machine: the devices of the run.
+    """
     train, parallel, model = config.train, config.parallel, config.model
     micro, dp = train.micro_batch_size, data_parallel_size(parallel, world_size)
     passes = BatchSizeSchedule.from_config(train, dp).global_batch_size // (micro * dp)
@@ -33,7 +38,7 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
     tokens = micro * config.data.seq_length // parallel.context_parallel_size
     sharded, strategy = shard_size(parallel, world_size) > 1, parallel.data_parallel_sharding_strategy
     meta = None
-    for times in range(min(passes, ENOUGH // tokens), 1, -1):
+    for times in range(min(passes, MAX_TOKENS // tokens), 1, -1):
         if passes % times:
             continue
         meta = meta or MetaModel(model, config.lora)
@@ -42,16 +47,16 @@ def micro_batch_notes(config: RunConfig, world_size: int, machine: Machine) -> l
                 config.with_settings({"train.micro_batch_size": times * micro}), world_size, machine, meta
             )
             expected = fullest(larger, world_size, meta)
-        except ConfigError:  # of a batch size that grows, by less than these
+        except ConfigError:  # batch size ramp-up with a smaller increment
             continue
-        given, again = parallel.recompute_granularity, larger.parallel.recompute_granularity
-        cheap = again == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
-        # Gradients over replicas cannot take the place of activations (ReduceScatter): a memory so full is in pieces.
+        before, after = parallel.recompute_granularity, larger.parallel.recompute_granularity
+        cheap = after == "selective" and set(larger.parallel.recompute_modules) <= {"layernorm", "mlp_act"}
+        # With replicas, gradients cannot reuse the memory of activations (ReduceScatter): full memory fragments.
         cheap = cheap and (not sharded or parallel.num_distributed_optimizer_instances == 1)
         gathers_again = larger.parallel.save_gathered_inputs != parallel.save_gathered_inputs
-        if expected <= USABLE * machine.memory and (cheap or again == given) and not gathers_again:
+        if expected <= USABLE * machine.memory and (cheap or after == before) and not gathers_again:
             modules = " and ".join(larger.parallel.recompute_modules)
-            lowered = f" with {modules} recomputed" if again != given else ""
+            lowered = f" with {modules} recomputed" if after != before else ""
             each = "casts weights and adds gradients up"
             if sharded:
                 each = PASS_BY_PASS.get(strategy, each)

@@ -1,11 +1,11 @@
-"""How long a rank's forward and backward passes over a micro-batch take, in seconds by part.
+"""Time of a rank's forward and backward passes over one micro-batch, in seconds by part.
 
-A layer's passes are its GEMMs at their shapes, its attention, and the bytes that everything between them reads and
-writes; the sizes come from the model on the meta device. Collectives come on top as far as nothing hides them: those of
-tensor and context parallelism by the bytes of traffic.py, and of what runs beside GEMMs the share that it slows them
-down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the pace. What is recomputed is the
-forward pass again without what the backward pass has anyway: gathered weights, saved attention, and of a layer that
-recomputes itself within its graph the last matmul, whose result no gradient needs.
+A layer takes the time of its GEMMs at their shapes, its attention, and the bytes that all other operators read and
+write; the sizes come from the model on the meta device. Exposed collectives are added, those of tensor and context
+parallelism by the bytes of traffic.py. Collectives that overlap GEMMs add the time by which they slow the GEMMs
+(GEMM_SLOWDOWN). If the host launches kernels more slowly than the GPU runs them, the host sets the pace. Recomputation
+repeats the forward pass without gathering weights, without saved attention, and, in a layer compiled with its
+recomputation, without the last matmul, whose result no gradient needs.
 """
 
 from __future__ import annotations
@@ -21,36 +21,46 @@ from megalith.ops.delta_rule import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import can_recompute_in_graph, skips_last_layer
 from megalith.parallel.pipeline.stages import Stage, virtual_size
-from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
-from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, left_out, makes_mask, saved_activations
+from megalith.planner.counts import MetaModel, layers_of, token_fraction
+from megalith.planner.memory import (
+    COMPUTE_BYTES,
+    GRADIENT_BYTES,
+    budget_savings,
+    makes_mask,
+    saved_activations,
+)
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes
 
-# Fitted on the rows of benchmarks/RESULTS.md that benchmarks/measured_rows.py marks so.
-OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
-STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
-BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
-PING_PONG = 0.8  # of the collectives' time, that is left with two halves
-MASKED = 8.6  # times as long as causal attention, where documents or a window need a mask
-WINDOW = (
-    0.3,
-    1.7,
-)  # of causal attention's time, the kernel that takes windows: at once, and by the share of pairs left
-FLASH_DIMS = (64, 128)  # head dims of which flash's kernel, which takes documents and windows, was measured
-DROPPED = 1.5  # the same with attention dropout
-BIASED = 4  # the same with learned relative positions, whose kernel takes a bias (docs/performance.md)
-RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
-GATHERED = 5  # times as long, attention of `all_gather`
-EXPERTS = 0.62  # of a dense GEMM's rate, the grouped GEMM
-EVEN = 0.85  # the same of experts that are all known to have as many rows, a batched matmul
-OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # of a layer on the host, both passes
-GATHERING, REDUCING = 12, 13  # bytes a parameter of FSDP2: casts and copies of an all-gather, of a reduction
-SUMMING = 10  # bytes a parameter that a micro-batch's gradients are added by
-ACTION = 6e-4  # seconds between two passes of a pipeline's rank: transfers begun and awaited
+# Fitted to the rows of benchmarks/RESULTS.md that benchmarks/measured_rows.py marks for it.
+OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # relative to bf16 GEMMs; to tensorwise FP8
+STREAMS = 0.87  # bandwidth of elementwise kernels relative to a copy
+GEMM_SLOWDOWN = {
+    "NCCL": 0.6,
+    "copy engine": 0.1,
+}  # added to GEMMs, relative to the overlapped collective's time
+PING_PONG = 0.8  # exposed fraction of collectives with ping-pong micro-batches
+MASKED = 8.6  # time of attention with a mask tensor, relative to causal attention
+# Time of the sliding-window kernel relative to causal attention: constant, and times the fraction of visible pairs.
+WINDOW = (0.3, 1.7)
+FLASH_DIMS = (64, 128)  # head dims for which flash attention with documents and windows was measured
+DROPPED = 1.5  # time with attention dropout, relative to causal attention
+BIASED = 4  # time with relative position biases, relative to causal attention (docs/performance.md)
+RING_BYTES = 95  # per query element and ring step, to merge partial results in fp32
+GATHERED = 5  # time of attention with cp_comm_type all_gather, relative to causal attention
+EXPERTS = 0.62  # rate of a grouped GEMM relative to a dense one
+EVEN = 0.85  # the same for experts of equal size, a batched matmul
+OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # launched per layer in both passes
+GATHERING, REDUCING = (
+    12,
+    13,
+)  # bytes per parameter that FSDP2 casts and copies in an all-gather and a reduction
+SUMMING = 10  # bytes per parameter to accumulate a micro-batch's gradients
+ACTION = 6e-4  # seconds between two passes of a pipeline rank, to start transfers and wait for them
 
 
 class Passes:
-    """The passes of one micro-batch on a rank."""
+    """Estimates the time of one micro-batch's passes on a rank."""
 
     def __init__(
         self,
@@ -61,7 +71,7 @@ class Passes:
         gpus_per_node: int,
         micro_batches: int,
     ):
-        """`micro_batches`: of a step."""
+        """`micro_batches`: number of micro-batches per step."""
         self.config, self.meta, self.rates, self.world = config, meta, rates, world_size
         self.micro_batches = micro_batches
         self.model, self.parallel, train = config.model, config.parallel, config.train
@@ -78,7 +88,7 @@ class Passes:
         chunk = self.model.num_layers / parallel.pipeline_model_parallel_size / virtual_size(parallel)
         frees = parallel.data_parallel_sharding_strategy == "optim_grads_params"
         self.freed = max(1 - parallel.unsharded_layers / chunk, 0.0) if frees else 0.0
-        """The share of the layers that FSDP2 gathers for each pass."""
+        """Fraction of the layers that FSDP2 gathers in each pass."""
         self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self.masked = makes_mask(config)
@@ -87,11 +97,11 @@ class Passes:
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
 
     def link(self, size: int, stride: int) -> tuple[str, float]:
-        """Of a group of `size` ranks, `stride` apart: the slowest link on its ring, and the bytes/s a rank sends."""
+        """Return the slowest link and the bytes/s per rank of a ring of `size` ranks that are `stride` apart."""
         inside = bytes_per_second(self.rates, self.rates.wiring.link)
         if size * stride <= self.node or size == 1:
             return self.rates.wiring.link, inside
-        near = max(self.node // stride, 1)  # of the group on one node, each with a network card
+        near = max(self.node // stride, 1)  # ranks of the group per node, each with a network card
         return NETWORK, min(near * bytes_per_second(self.rates, NETWORK), inside)
 
     def moves(self, kind: str, size: int, stride: int, sent: float) -> float:
@@ -100,10 +110,8 @@ class Passes:
             kind = "all_gather"
         return self.rates.moves(kind, link, size, sent, bandwidth)
 
-    # One micro-batch through some layers.
-
     def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
-        """Forward and backward, seconds by part."""
+        """Return the seconds of the forward and the backward pass by part."""
         numbers = layers_of(self.model, [chunk])
         kinds = self.meta.kinds(numbers)
         key = (*kinds.items(), chunk.embedding, chunk.head)
@@ -118,7 +126,7 @@ class Passes:
         recomputed = self._recomputed(len(numbers), chunk.head)
         for number, times in kinds.items():
             there, back, again = self._layer(number)
-            times = times * share_of_tokens(self.config, number)
+            times = times * token_fraction(self.config, number)
             for name in there | back:
                 forward[name] += times * there[name]
                 backward[name] += times * (back[name] + recomputed * again[name])
@@ -141,7 +149,7 @@ class Passes:
         return forward, backward
 
     def _recomputed(self, layers: int, head: bool) -> float:
-        """The share of the forward passes that is made again."""
+        """Return the fraction of the layers that recompute their forward pass."""
         parallel = self.parallel
         if parallel.recompute_granularity != "full" or not layers:
             return 0.0
@@ -150,7 +158,7 @@ class Passes:
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
     def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
-        """With what the host is late by."""
+        """Add the time by which the host is slower than the device."""
         launch = self.rates.launch * 1e-6
         experts = len(self.expert_layers.intersection(numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
@@ -162,13 +170,13 @@ class Passes:
         late["host"] = max(host - work.total(), 0.0)
         if self.parallel.pipeline_model_parallel_size > 1:
             late["host"] += ACTION
-        # Experts' rows are counted on the device, and the host waits for the counts in each layer.
+        # The host waits in each MoE layer for the number of rows per expert.
         if waits:
             late["host"] += 2 * share * 0.5 * launch * OPERATORS["experts"] * experts
         return late
 
     def _layer(self, number: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
-        """Forward, backward, and what recomputing it adds."""
+        """Return the seconds of forward pass, backward pass and recomputation of a layer."""
         if number not in self._layers:
             there, back = Counter(), Counter()
             self._matmuls(number, there, back)
@@ -181,7 +189,7 @@ class Passes:
         return self._layers[number]
 
     def _again(self, number: int, there: Counter[str]) -> Counter[str]:
-        """Of a layer's forward pass what its recomputation repeats."""
+        """Return the part of a layer's forward pass that its recomputation repeats."""
         again, model = Counter(there), self.model
         if self.parallel.saves_attention:
             again["attention"] = 0.0
@@ -191,12 +199,12 @@ class Passes:
             for last in rows if model.parallel_attn_mlp else rows[-1:]:
                 dtype, factor = self._dtype(number)
                 again["GEMMs"] -= self.rates.matmul(self.tokens, last.columns, last.rows, dtype, factor)
-            # Nor is it added to the stream: the first norm takes the saved input.
+            # The residual addition is not repeated either: the first norm reads the saved input.
             again["elementwise"] -= 2 * model.hidden_size * self.width * self.tokens / self.streams
         return again
 
     def _dtype(self, number: int) -> tuple[str, float]:
-        """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
+        """Return the dtype of a layer's matmuls in the table of rates, and their rate relative to the table."""
         train = self.config.train
         if self.fp8 and uses_fp8(number, self.config):
             return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
@@ -209,10 +217,10 @@ class Passes:
         dtype, factor = self._dtype(number)
         selective = self.parallel.recompute_granularity == "selective"
         again = selective and "mlp" in self.parallel.recompute_modules
-        for rows, columns, experts, style, of_encoded in self.meta.matmuls(number):
+        for rows, columns, experts, style, reads_encoder in self.meta.matmuls(number):
             tokens, rate = self.tokens if style else self.tokens // self.sequence, factor
-            if of_encoded:
-                tokens = int(tokens / share_of_tokens(self.config, number))
+            if reads_encoder:
+                tokens = int(tokens / token_fraction(self.config, number))
             if experts:
                 etp = self.parallel.expert_tensor_parallel_size
                 tokens = self.tokens * self.model.moe_router_topk * etp // self.tensor
@@ -249,10 +257,13 @@ class Passes:
         there: Counter[str],
         back: Counter[str],
     ) -> None:
-        """To FP8: bf16 is read, and once more for its maximum where scales are current; codes are written, and their
-        transpose for the backward pass. Under SP a rank casts its shard of what it gathers, and transposes it later;
-        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose. What is
-        cast once a step is in `_weights`."""
+        """Add the casts of a matmul to FP8.
+
+        A cast reads bf16 (twice with current scaling, for the maximum) and writes codes and their transpose for the
+        backward pass. With sequence parallelism a rank casts its shard before gathering and transposes it later. A
+        weight whose codes are not saved is cast again. Experts have a scale per row and no transpose. Weights that are
+        cast once per step are counted in `_weights`.
+        """
         both, one = (5, 5) if experts else self._cast_bytes()
         gathered, taken = self.sequence > 1 and style == "column", tokens * columns
         weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
@@ -263,19 +274,19 @@ class Passes:
         ) / self.streams
 
     def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
-        """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
+        """Return the bytes that casts of `weight` elements move per micro-batch, forward and backward."""
         if experts:
             return weight * one, weight * one
         weight *= 1 - self._cast_once()
         return (weight * both, 0) if saves_weight_codes(self.config) else (weight * one, weight * one)
 
     def _cast_bytes(self) -> tuple[int, int]:
-        """That an element's cast to FP8 moves, with the transpose and without."""
+        """Return the bytes that an element's cast to FP8 moves, with and without the transpose."""
         scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
         return 4 + scan, 3 + scan
 
     def _cast_once(self) -> float:
-        """The share of the weights of layers in FP8, but for the experts', that are cast once a step."""
+        """Return the fraction of the dense FP8 weights that are cast once per step."""
         return 1 - self.freed if casts_weights_once(self.config) else 0.0
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
@@ -286,9 +297,9 @@ class Passes:
         window = min(model.window(number) or seq, seq)
         heads = model.num_attention_heads / self.tensor
         values = model.v_head_dim if model.multi_latent_attention else model.head_dim
-        keys = (2 * window - window**2 / seq) / 2 if model.causal else seq  # of a query
+        keys = (2 * window - window**2 / seq) / 2 if model.causal else seq  # per query
         biased = BIASED if model.position_embedding_type == "relative" else 1
-        if 0 < model.encoder_layers <= number:  # its own tokens before it, and all of the encoder's
+        if 0 < model.encoder_layers <= number:  # the preceding decoder tokens and all encoder tokens
             keys = biased * self.config.data.decoder_length / 2 + seq
         else:
             keys *= biased
@@ -297,7 +308,7 @@ class Passes:
         slower = DROPPED if model.attention_dropout else 1.0
         if self.masked and (window < seq or self.config.separates_documents):
             slower *= MASKED
-        elif window < seq:  # documents alone take as long as none: fewer pairs, in a slower kernel
+        elif window < seq:  # documents alone cost nothing: fewer pairs in a slower kernel
             share = 2 * window / seq - (window / seq) ** 2
             slower *= WINDOW[0] / share + WINDOW[1]
         exchange = parallel.resolved_cp_comm_type if self.context > 1 else ""
@@ -316,7 +327,7 @@ class Passes:
             back["attention"] += 2 * merged
 
     def _delta_rule(self, there: Counter[str], back: Counter[str]) -> None:
-        """By its bytes: the matmuls are small beside the chunks' matrices, in fp32 and made again for the backward."""
+        """Add the delta rule by its bytes: fp32 matrices per chunk, recomputed in the backward pass."""
         model = self.model
         of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
         moved = 4 * of_head * model.linear_num_value_heads / self.tensor * self.tokens / self.streams
@@ -324,7 +335,7 @@ class Passes:
         back["attention"] += 3 * moved
 
     def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
-        """Bytes of what stands between matmuls: norms with the residual, the activation, heads, rotations, casts."""
+        """Add the operators between matmuls by their bytes: norms, residuals, activations, heads, RoPE, casts."""
         model, width, parallel = self.model, self.width, self.parallel
         modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
         norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
@@ -335,7 +346,7 @@ class Passes:
         forward, backward = norms + rotated, norms + rotated + 2 * qkv + 6 * heads
         for out, taken, experts, style, _ in self.meta.matmuls(number):
             fc1 = style == "column" and out * self.tensor in (model.ffn_size, 2 * model.ffn_size)
-            if fc1 or (experts and taken == model.hidden_size):  # experts' matrices have no style
+            if fc1 or (experts and taken == model.hidden_size):  # expert matrices have no style
                 times = model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
                 again = into if "mlp_act" in modules and not experts else 0.0
@@ -349,30 +360,34 @@ class Passes:
         back["elementwise"] += width * self.tokens * backward / self.streams
 
     def _rows_moved(self) -> float:
-        """Of a token, how often a pass reads or writes its hidden state on its way to the experts and back."""
+        """Return how often a pass reads or writes a token's hidden state in dispatch and combine."""
         model, size = self.model, self.parallel.expert_model_parallel_size
-        moved = 3 * model.moe_router_topk + 1  # rows taken, and read for their sum
+        moved = 3 * model.moe_router_topk + 1  # rows gathered, and read to sum them
         if size > 1 and self.parallel.moe_token_dispatcher_type == "alltoall":
-            # The same of what each rank gets.
+            # The same for the rows that each rank receives.
             moved += 3 * (size if is_static(model, self.parallel) else ranks_of_a_token(model, size)) + 1
         return moved
 
     def _within_budget(self, number: int) -> float:
-        """Elements of a token that are read and written to make again what a budget of activations leaves out."""
-        left = self.config.runtime.activation_share
+        """Return the elements per token read and written by recomputation under an activation memory budget."""
+        budget = self.config.runtime.activation_share
         if (
-            left == 1
+            budget == 1
             or self.eager
             or self.model.num_experts
             or self.parallel.recompute_granularity is not None
         ):
             return 0.0
         saved = [saved_activations(self.meta, number, recomputed=modules) for modules in ((), ("mlp_act",))]
-        return 2 * left_out(left, saved[0], saved[0] - saved[1], self.model.hidden_size // self.sequence)
+        return 2 * budget_savings(
+            budget, saved[0], saved[0] - saved[1], self.model.hidden_size // self.sequence
+        )
 
     def _weights(self, number: int, there: Counter[str], back: Counter[str], again: Counter[str]) -> None:
-        """Casts of a layer's weights, or FSDP2's copies of them, and its gradients' addition; of casts to FP8 those of
-        once a step, which recomputation does not repeat."""
+        """Add the casts of a layer's weights or FSDP2's copies of them, and gradient accumulation.
+
+        FP8 casts that happen once per step are divided over its micro-batches; recomputation does not repeat them.
+        """
         here = self.meta.in_layers([number])
         if self._dtype(number)[0] == "fp8" and (share := self._cast_once()):
             matrices = sum(
@@ -400,24 +415,24 @@ class Passes:
         return expert_data_parallel_size(self.parallel, self.world) == 1
 
     def _sharded(self, own: float, there: Counter[str], back: Counter[str]) -> None:
-        """What FSDP2 copies of a layer for each micro-batch; what it does once a step is in `once`."""
+        """Add FSDP2's copies and collectives per micro-batch. step_time.py adds those per step."""
         strategy = self.parallel.data_parallel_sharding_strategy
         if freed := self.freed * own:
             for work in (there, back):
                 work["elementwise"] += GATHERING * freed / self.streams
-                work["data"] += self._beside("all_gather", 2 * freed)
+                work["data"] += self._slowdown("all_gather", 2 * freed)
         if strategy == "optim":
             back["elementwise"] += SUMMING * own / self.streams
         else:
             back["elementwise"] += REDUCING * own / self.streams
             exchanged = self.parallel.uses_fp32_reduce_scatter
             kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
-            back["data"] += self._beside(kind, width * own)
+            back["data"] += self._slowdown(kind, width * own)
 
-    def _beside(self, kind: str, size: float) -> float:
-        """What a collective over the shards of so many bytes takes of the GEMMs beside it."""
+    def _slowdown(self, kind: str, size: float) -> float:
+        """Return by how much a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
         shards = shard_size(self.parallel, self.world)
-        return BESIDE["NCCL"] * self.moves(kind, shards, self.tensor, size * (shards - 1) / shards)
+        return GEMM_SLOWDOWN["NCCL"] * self.moves(kind, shards, self.tensor, size * (shards - 1) / shards)
 
     def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         parallel = self.parallel
@@ -426,13 +441,13 @@ class Passes:
             there["tensor"] += forward
             back["tensor"] += backward
         if self.context > 1:
-            sent = context_bytes(self.config, number) / share_of_tokens(self.config, number)
+            sent = context_bytes(self.config, number) / token_fraction(self.config, number)
             kind = "copy" if "cp" in parallel.copy_engine_axes else "all_to_all"
             kind = kind if "a2a" in parallel.resolved_cp_comm_type else "all_gather"
             whole = self.moves(kind, self.context, self.tensor, sent)
             hidden = PING_PONG if parallel.overlaps else 1.0
             if parallel.resolved_cp_comm_type == "p2p":
-                hidden = BESIDE["NCCL"]
+                hidden = GEMM_SLOWDOWN["NCCL"]
             there["context"] += hidden * whole / 3
             back["context"] += hidden * whole * 2 / 3
         ep = parallel.expert_model_parallel_size
@@ -444,23 +459,23 @@ class Passes:
             back["expert"] += whole / 2
 
     def _tensor(self, number: int) -> tuple[float, float]:
-        """What is waited for of a layer's collectives of tensor parallelism, forward and backward."""
+        """Return the exposed time of a layer's tensor-parallel collectives, forward and backward."""
         parallel = self.parallel
         part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
         kind = "copy" if "tp" in parallel.copy_engine_axes else "all_gather"
         one = self.moves(kind, self.tensor, 1, part)
-        if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
+        if self.sequence > 1:  # all-gathers before linears (of FP8 codes), reduce-scatters after them
             gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
             again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
-            forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
+            forward, exposed, overlapped = gathers + 2, 2, 2 + again  # in units of `one`
         else:
-            forward, exposed, beside = 4, 0, 4
+            forward, exposed, overlapped = 4, 0, 4
         if parallel.overlaps:
-            return PING_PONG * forward * one, PING_PONG * (exposed + beside) * one
-        return forward * one, (exposed + BESIDE["NCCL"] * beside) * one
+            return PING_PONG * forward * one, PING_PONG * (exposed + overlapped) * one
+        return forward * one, (exposed + GEMM_SLOWDOWN["NCCL"] * overlapped) * one
 
     def _head(self) -> Counter[str]:
-        """The output matrix with the loss, which makes its gradients in the forward pass, and the last norm."""
+        """Return the time of final norm, output matrix and loss, which computes its gradients in the forward pass."""
         model, rows = self.model, -(-self.model.padded_vocab_size // self.tensor)
         dtype, rate = ("bf16", OTHER_RATES.get(self.config.train.precision, 1.0))
         if self.config.train.precision == "fp32":
@@ -472,5 +487,5 @@ class Passes:
             work["GEMMs"] += self.rates.matmul(rows, self.tokens, hidden, dtype, rate)
         sizes = 2.5 * self.tokens * rows * self.width + 8 * self.tokens * hidden * self.width / self.sequence
         work["elementwise"] = (sizes + 8 * rows * hidden) / self.streams
-        more = 1 + len(model.mtp_layers)
-        return Counter({name: more * seconds for name, seconds in work.items()})
+        heads = 1 + len(model.mtp_layers)
+        return Counter({name: heads * seconds for name, seconds in work.items()})

@@ -30,11 +30,11 @@ from megalith.planner.candidates import (
     ACTIVATIONS,
     BY_MEMORY,
     CHEAP,
-    CLEAN,
     OFFLOADED,
     PARALLEL,
     RECOMPUTED,
     REDUCED,
+    SEARCHED_DEFAULTS,
     candidates,
     least_batch,
 )
@@ -181,7 +181,7 @@ class _Search:
         self.without_state: list[tuple[float, _Candidate]] = []
         """Those of which nothing has fitted, with the bytes that they take at least beside the optimizer's state."""
         self.tight = False
-        self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
+        self.clean = self.config.with_settings(SEARCHED_DEFAULTS | {"optim.optimizer_cpu_offload": False})
         on_rank = self.meta.on_rank(self.clean.parallel)
         every = range(self.config.model.num_layers)
         saves = any(

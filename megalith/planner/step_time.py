@@ -1,8 +1,8 @@
-"""How long a step takes, from the configuration and a chip's table of rates (rates.py), without devices.
+"""Estimate of the step time, from the configuration and a chip's table of rates (rates.py), without devices.
 
-Micro-batches pass the stages as passes.py says. A pipeline's step is the simulated one of its schedule, with the stages
-as unequal as they are. What is added once a step: the gradient reduction as far as the last backward pass does not hide
-it, the optimizer, and waits of ranks for each other.
+passes.py gives the time of a micro-batch. For a pipeline, the schedule is simulated with the times of its stages. Added
+once per step: the gradient reduction that the last backward pass does not hide, the optimizer, and waits for the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kin
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.memory import moment_bytes
-from megalith.planner.passes import BESIDE, FLASH_DIMS, GATHERING, REDUCING, Passes
+from megalith.planner.passes import FLASH_DIMS, GATHERING, GEMM_SLOWDOWN, REDUCING, Passes
 from megalith.planner.rates import Rates
 from megalith.planner.traffic import hidden_bytes
 
-UPDATE = 4 + 2 * 12  # bytes a parameter: norm; gradient, weight and moments read, weight and moments written
-WAITS = 1.012  # ranks for the slowest
+UPDATE = 4 + 2 * 12  # bytes per parameter: norm; read gradient, weight and moments, write weight and moments
+WAITS = 1.012  # factor for waiting for the slowest rank
 
 PARTS = (
     "GEMMs",
@@ -44,30 +44,36 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, in seconds."""
+    """The time of a step, in seconds."""
 
     seconds: float
     parts: dict[str, float]
-    """By PARTS, on the rank that works longest; tensor, context, expert and data are exposed communication."""
+    """Seconds by PARTS on the busiest rank. tensor, context, expert and data are exposed communication."""
     timeline: Timeline | None
-    """Of the pipeline, of as many micro-batches as show its form; None without one."""
+    """The simulated pipeline with enough micro-batches to show its pattern; None without a pipeline."""
 
     @property
     def bubble(self) -> float:
-        """The share of the step."""
+        """Bubble as a fraction of the step."""
         return self.parts["bubble"] / self.seconds
 
     @property
     def exposed(self) -> float:
-        """The share of the step in which communication is waited for."""
+        """Exposed communication as a fraction of the step."""
         return sum(self.parts[name] for name in ("tensor", "context", "expert", "data")) / self.seconds
 
 
 def step_time(
     config: RunConfig, meta: MetaModel, world_size: int, rates: Rates, gpus_per_node: int, exact: bool = True
 ) -> StepTime:
-    """A step of `config`, with `auto` resolved; `meta`: its model. Not `exact`: the pipeline by the
-    formula of its bubble and the slowest stage, for a search."""
+    """Estimate the time of a step.
+
+    Args:
+        config: the run, with every `auto` resolved.
+        meta: its model.
+        rates: the chip's rates.
+        exact: simulate the pipeline. Otherwise use the bubble's formula and the slowest stage, which is faster.
+    """
     parallel = config.parallel
     assignment = assign_layers(config.model, parallel)
     dp = data_parallel_size(parallel, world_size)
@@ -98,12 +104,10 @@ def step_time(
 
 
 def caution(config: RunConfig) -> str:
-    """What the time of a step rests on that was not measured, a sentence; empty where it was."""
+    """Return a sentence about parts of the estimate that are not based on measurements; empty if there are none."""
     model, seq = config.model, config.data.seq_length
     if model.linear_attention_layers:
-        return (
-            "the delta rule of linear attention was not measured: its time is that of the bytes that it moves"
-        )
+        return "the delta rule of linear attention was not measured: its time is estimated from the bytes that it moves"
     apart = config.separates_documents or any((window or seq) < seq for window in model.windows)
     if not apart or model.head_dim in FLASH_DIMS:
         return ""
@@ -115,7 +119,7 @@ def caution(config: RunConfig) -> str:
 
 
 def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:
-    """Beside the work, by the formula of simulate.py."""
+    """Return the bubble relative to the work, by the formula of simulate.py."""
     ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     third = 3 if schedule_kind(parallel) == "zero_bubble" else 1
     return (ranks - 1) / (virtual * micro_batches) / third
@@ -124,7 +128,7 @@ def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:
 def _durations(
     passes: Passes, work: Sequence[Sequence[tuple[Counter, Counter]]], zero: bool
 ) -> list[Durations]:
-    """Of the stages in the model's order."""
+    """Return the durations of the stages, in the order of the model."""
     parallel = passes.parallel
     between = passes.world // parallel.pipeline_model_parallel_size
     link, bandwidth = passes.link(2, between)
@@ -135,8 +139,8 @@ def _durations(
 
 
 def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[str]:
-    """After the micro-batches: gradients reduced as far as the last backward pass does not hide it, the update."""
-    parallel, config, found = passes.parallel, passes.config, Counter()
+    """Return the time after the micro-batches: the exposed part of the gradient reduction, and the update."""
+    parallel, config, times = passes.parallel, passes.config, Counter()
     here, ends = passes.meta.in_layers(layers_of(passes.model, chunks)), passes.meta.outside(chunks).total()
     adapters, experts = here["adapters"], here["experts"]
     dense = here.total() - adapters - experts
@@ -151,7 +155,7 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
             "all_gather", shards, passes.tensor, (gathered + 4 * ends) * (shards - 1) / shards
         )
         seconds += passes.moves("reduce_scatter", shards, passes.tensor, 4 * reduced * (shards - 1) / shards)
-        found["elementwise"] += (
+        times["elementwise"] += (
             GATHERING * (gathered / 2) + REDUCING * (0 if each else dense)
         ) / passes.streams
     else:
@@ -168,17 +172,17 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
     if replicas > 1:
         stride = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
         seconds += 2 * passes.moves("all_gather", replicas, stride, 4 * experts * (replicas - 1) / replicas)
-    # Behind the last backward pass (and the first forward pass, where parameters are gathered).
-    found["data"] += max(BESIDE["NCCL"] * seconds, seconds - backward)
+    # Overlaps the last backward pass (and the first forward pass if parameters are gathered).
+    times["data"] += max(GEMM_SLOWDOWN["NCCL"] * seconds, seconds - backward)
     state = (adapters or dense + ends) / shards + (
         0 if adapters else experts / (shards and replicas if passes.fsdp else 1)
     )
     offloaded = config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0
     moments, _ = moment_bytes(config.optim)
-    found["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / passes.streams
+    times["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / passes.streams
     if offloaded:
-        found["optimizer"] += max(
+        times["optimizer"] += max(
             offloaded * state / (passes.rates.host_adam * GIGA),
             8 * offloaded * state / (passes.rates.host_link * GIGA),
         )
-    return found
+    return times

@@ -1,8 +1,8 @@
-"""How the devices of a run are linked, and what a layout should know of it.
+"""Links between the devices of a run, and warnings about layouts that do not suit them.
 
-Tensor parallelism communicates several times a layer, exposed, so its ranks belong on one machine with
-NVLink between them. Whether two GPUs have it the driver says, through NVML (the optional package nvidia-ml-py), else
-through nvidia-smi; where neither is there, nothing is said.
+Tensor parallelism has exposed communication several times per layer, so its ranks should be on one machine with NVLink.
+The driver reports links through NVML (the optional package nvidia-ml-py) or nvidia-smi. Without both there are no
+warnings about links.
 """
 
 from __future__ import annotations
@@ -24,35 +24,40 @@ NVLINK, PCIE = "NVLink", "PCIe"
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs."""
+    """The machine and GPU of a rank."""
 
     host: str
     gpu: str | None = None
     """The GPU's UUID; None for a CPU."""
     links: dict[int, str] = field(default_factory=dict)
-    """What links it to other tensor-parallel ranks of its machine, by rank, as far as the driver says."""
+    """Rank → link, for the other tensor-parallel ranks on its machine; unknown links are missing."""
 
 
 def gather_rank_locations(mesh: Mesh, device: torch.device) -> list[RankLocation]:
-    """The place of every rank, on every rank. A collective call."""
+    """Return the locations of all ranks, on every rank. A collective call."""
     if mesh.world.size == 1:
         return [RankLocation(socket.gethostname())]
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
-    places = [RankLocation(*told) for told in gather_json([socket.gethostname(), gpu], mesh.world)]
-    own = places[mesh.world.rank]
-    first = mesh.world.rank - mesh.tp.rank  # tensor-parallel ranks stand next to each other
+    gathered = gather_json([socket.gethostname(), gpu], mesh.world)
+    locations = [RankLocation(*each) for each in gathered]
+    local = locations[mesh.world.rank]
+    first = mesh.world.rank - mesh.tp.rank  # tensor-parallel ranks are consecutive
     peers = [rank for rank in range(first, first + mesh.tp.size) if rank != mesh.world.rank]
-    near = {rank: places[rank].gpu for rank in peers if places[rank].host == own.host and places[rank].gpu}
-    links = read_links(own.gpu, near) if own.gpu and near else {}
-    every = gather_json(list(links.items()), mesh.world)
-    return [replace(place, links=dict(told)) for place, told in zip(places, every)]
+    on_host = {
+        rank: locations[rank].gpu
+        for rank in peers
+        if locations[rank].host == local.host and locations[rank].gpu
+    }
+    links = read_links(local.gpu, on_host) if local.gpu and on_host else {}
+    all_links = gather_json(list(links.items()), mesh.world)
+    return [replace(location, links=dict(pairs)) for location, pairs in zip(locations, all_links)]
 
 
 def read_links(gpu: str, peers: dict[int, str]) -> dict[int, str]:
-    """What links `gpu` to each of `peers` (rank → UUID); empty where the driver does not say."""
+    """Return rank → link from `gpu` to each of `peers` (rank → UUID); empty if the driver does not report links."""
     try:
         return _links_by_nvml(gpu, peers)
-    except Exception:  # no package, or a driver, container or MIG slice that does not answer
+    except Exception:  # no package, or no answer from the driver (container, MIG)
         pass
     try:
         return _links_by_nvidia_smi(gpu, peers)
@@ -65,39 +70,39 @@ def _links_by_nvml(gpu: str, peers: dict[int, str]) -> dict[int, str]:
 
     pynvml.nvmlInit()
     try:
-        own = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
         status = {
             rank: pynvml.nvmlDeviceGetP2PStatus(
-                own, pynvml.nvmlDeviceGetHandleByUUID(peer), pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+                handle, pynvml.nvmlDeviceGetHandleByUUID(peer), pynvml.NVML_P2P_CAPS_INDEX_NVLINK
             )
             for rank, peer in peers.items()
         }
     finally:
         pynvml.nvmlShutdown()
     return {
-        rank: NVLINK if found == pynvml.NVML_P2P_STATUS_OK else PCIE
-        for rank, found in status.items()
-        if found != pynvml.NVML_P2P_STATUS_UNKNOWN
+        rank: NVLINK if state == pynvml.NVML_P2P_STATUS_OK else PCIE
+        for rank, state in status.items()
+        if state != pynvml.NVML_P2P_STATUS_UNKNOWN
     }
 
 
 def _links_by_nvidia_smi(gpu: str, peers: dict[int, str]) -> dict[int, str]:
-    def ask(*arguments: str) -> str:
+    def query(*arguments: str) -> str:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
-    numbers = dict(
+    indices = dict(
         reversed(line.split(", "))
-        for line in ask("--query-gpu=index,uuid", "--format=csv,noheader").splitlines()
+        for line in query("--query-gpu=index,uuid", "--format=csv,noheader").splitlines()
     )
-    matrix = parse_topology(ask("topo", "-m"))
-    return {rank: matrix[numbers[gpu], numbers[peer]] for rank, peer in peers.items()}
+    matrix = parse_topology(query("topo", "-m"))
+    return {rank: matrix[indices[gpu], indices[peer]] for rank, peer in peers.items()}
 
 
 def parse_topology(text: str) -> dict[tuple[str, str], str]:
-    """(GPU number, GPU number) → link, from what `nvidia-smi topo -m` prints.
+    """Parse the output of `nvidia-smi topo -m` into (GPU number, GPU number) → link.
 
-    NV and a number is NVLink; PIX, PXB, PHB, NODE and SYS are ways over PCIe.
+    NV with a number is NVLink. PIX, PXB, PHB, NODE and SYS are connections over PCIe.
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
     heading = next(number for number, line in enumerate(lines) if line and line[0] == "GPU0")
@@ -110,23 +115,23 @@ def parse_topology(text: str) -> dict[tuple[str, str], str]:
     return links
 
 
-def topology_notes(layout: Layout, places: Sequence[RankLocation]) -> list[str]:
-    """Warnings about tensor-parallel ranks that are far from each other, and a hint where TP runs without SP."""
+def topology_notes(layout: Layout, locations: Sequence[RankLocation]) -> list[str]:
+    """Return warnings about slow links between tensor-parallel ranks, and a hint if TP is used without SP."""
     size = layout.size.tp
     if size == 1:
         return []
-    notes = [*_across_machines(size, places), *_over_pcie(size, places)]
+    notes = [*_across_machines(size, locations), *_over_pcie(size, locations)]
     with_sp = alternative(layout, {"parallel.sequence_parallel": True})
     if not layout.config.parallel.sequence_parallel and with_sp is not None:
         notes.append(_sequence_parallel_hint(layout, with_sp))
     return notes
 
 
-def _across_machines(size: int, places: Sequence[RankLocation]) -> Iterable[str]:
-    for first in range(0, len(places), size):
-        hosts = list(dict.fromkeys(place.host for place in places[first : first + size]))
+def _across_machines(size: int, locations: Sequence[RankLocation]) -> Iterable[str]:
+    for first in range(0, len(locations), size):
+        hosts = list(dict.fromkeys(location.host for location in locations[first : first + size]))
         if len(hosts) > 1:
-            each = min(sum(place.host == host for place in places) for host in hosts)
+            each = min(sum(location.host == host for location in locations) for host in hosts)
             yield (
                 f"warning: tensor-parallel ranks {first} to {first + size - 1} are on {len(hosts)} machines "
                 f"({', '.join(hosts)}), and every layer waits for what they exchange; lower "
@@ -136,15 +141,15 @@ def _across_machines(size: int, places: Sequence[RankLocation]) -> Iterable[str]
             return
 
 
-def _over_pcie(size: int, places: Sequence[RankLocation]) -> Iterable[str]:
-    for rank, place in enumerate(places):
-        for other, link in sorted(place.links.items()):
+def _over_pcie(size: int, locations: Sequence[RankLocation]) -> Iterable[str]:
+    for rank, location in enumerate(locations):
+        for other, link in sorted(location.links.items()):
             if link == PCIE:
                 yield (
-                    f"warning: tensor-parallel ranks {rank} and {other} on {place.host} have no NVLink between them: "
-                    f"they communicate over PCIe, and every layer waits; lower parallel.tensor_model_parallel_size "
-                    f"from {size}, or use pipeline_model_parallel_size or a data_parallel_sharding_strategy, which "
-                    "move less"
+                    f"warning: tensor-parallel ranks {rank} and {other} on {location.host} have no NVLink between "
+                    "them: they communicate over PCIe, and every layer waits; lower "
+                    f"parallel.tensor_model_parallel_size from {size}, or use pipeline_model_parallel_size or "
+                    "a data_parallel_sharding_strategy, which move less"
                 )
                 return
 

@@ -1,8 +1,8 @@
-"""What each axis of the mesh moves in a step, by the formulas of docs/parallelism: bytes that one device sends.
+"""Bytes that a device sends per step over each axis of the mesh, by the formulas of docs/parallelism.
 
-The figures are those of the device that sends most. A ring's all-gather or reduce-scatter over n ranks sends
-(n − 1)/n of the whole tensor, an all-reduce twice that. The few numbers a token of the loss, and the gradients that
-are summed once a step over tensor and tied ranks, are left out: they are small.
+Bytes are those of the device that sends the most. A ring all-gather or reduce-scatter over n ranks sends (n − 1)/n of
+the full tensor, an all-reduce twice that. Small transfers are not counted: the loss, and gradients summed over tensor-
+parallel ranks and tied embeddings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import is_static
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
-from megalith.planner.counts import MetaModel, layers_of, share_of_tokens
+from megalith.planner.counts import MetaModel, layers_of, token_fraction
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 
 FP32 = 4
@@ -23,14 +23,14 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes over one axis."""
+    """Communication over one axis."""
 
     axis: str
     size: int
     bytes: int
-    """Sent by a device in a step, at most."""
+    """Sent per device and step, at most."""
     what: str
-    """What moves, and when."""
+    """Description of the communication."""
 
 
 def transfers(
@@ -40,44 +40,51 @@ def transfers(
     stages: Sequence[Sequence[Stage]],
     micro_batches: int,
 ) -> list[Transfer]:
-    """The axes with more than one rank, tensor first. `stages`: the chunks of each pipeline rank; `meta`: the model, on
-    a rank."""
+    """Return the communication of the axes with more than one rank.
+
+    Args:
+        meta: the model, counted on a rank.
+        stages: the chunks of each pipeline rank.
+        micro_batches: per step.
+    """
     parallel = config.parallel
     data_context = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
-    found = []
+    result = []
     if (size := parallel.tensor_model_parallel_size) > 1:
         sent = max(tensor_bytes(config, chunks) for chunks in stages) * micro_batches
-        found.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
+        result.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
     if (size := parallel.context_parallel_size) > 1:
-        held = [[number for chunk in chunks for number in chunk.layers] for chunks in stages]
-        sent = micro_batches * max(sum(context_bytes(config, number) for number in layers) for layers in held)
-        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.resolved_cp_comm_type]))
+        stage_layers = [[number for chunk in chunks for number in chunk.layers] for chunks in stages]
+        sent = micro_batches * max(
+            sum(context_bytes(config, number) for number in layers) for layers in stage_layers
+        )
+        result.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.resolved_cp_comm_type]))
     if (size := parallel.pipeline_model_parallel_size) > 1:
         most = max(_neighbours(chunks, last=size * len(chunks) - 1, ranks=size) for chunks in stages)
         sent = most * micro_batches * hidden_bytes(config)
-        found.append(
+        result.append(
             Transfer("pipeline", size, sent, "hidden states to the next stage, their gradients back")
         )
     if data_context > 1:
         sent = max(data_bytes(config, meta, world_size, chunks, micro_batches) for chunks in stages)
         words = DATA_WORDS[parallel.data_parallel_sharding_strategy]
-        found.append(Transfer("data × context", data_context, sent, words))
+        result.append(Transfer("data × context", data_context, sent, words))
     if (size := parallel.expert_model_parallel_size) > 1:
         layers = max(_layers_with_experts(config, chunks) for chunks in stages)
         sent = layers * micro_batches * expert_bytes(config)
-        found.append(Transfer("expert", size, sent, EXPERT_WORDS[parallel.moe_token_dispatcher_type]))
-    return found
+        result.append(Transfer("expert", size, sent, EXPERT_WORDS[parallel.moe_token_dispatcher_type]))
+    return result
 
 
 def expert_bytes(config: RunConfig) -> int:
-    """Sent by a rank for a layer with experts and a micro-batch, forward and backward, when all is balanced."""
+    """Return the bytes per rank, MoE layer and micro-batch, forward and backward, with balanced experts."""
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
-    # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over have each other's too.
+    # A tensor-parallel rank has its share of the tokens. Expert tensor parallelism gathers those of its ranks.
     tokens = _tokens(config) * parallel.expert_tensor_parallel_size // parallel.tensor_model_parallel_size
     by_all_to_all = parallel.moe_token_dispatcher_type == "alltoall" and not is_static(model, parallel)
     rows = tokens * (model.moe_router_topk if by_all_to_all else size)
-    row = model.hidden_size * COMPUTE_BYTES[config.train.precision] + FP32  # and its weight
+    row = model.hidden_size * COMPUTE_BYTES[config.train.precision] + FP32  # and its routing weight
     return 4 * rows * row * (size - 1) // size
 
 
@@ -86,7 +93,7 @@ def _layers_with_experts(config: RunConfig, chunks: Sequence[Stage]) -> int:
 
 
 def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
-    """Sent by a rank for a micro-batch."""
+    """Return the bytes per rank and micro-batch of tensor parallelism."""
     size = config.parallel.tensor_model_parallel_size
     hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision]
     part = hidden * (size - 1) / size
@@ -97,15 +104,19 @@ def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
 
 
 def _exchanges(config: RunConfig, number: int) -> float:
-    """A layer's pairs of matrices over those of self-attention and an MLP, by its tokens; a decoder behind an encoder
-    has a third, of which half gathers the encoder's tokens."""
-    share = share_of_tokens(config, number)
+    """Return the communication of a layer relative to self-attention and an MLP over all tokens.
+
+    A T5 decoder layer adds cross-attention, half of whose communication gathers the encoder's tokens.
+    """
+    share = token_fraction(config, number)
     return 1.25 * share + 0.25 if 0 < config.model.encoder_layers <= number else share
 
 
 def context_bytes(config: RunConfig, number: int) -> int:
-    """Sent by a rank for layer `number` and a micro-batch, forward and backward. Cross-attention has queries of the
-    decoder's tokens, and keys and values of the encoder's."""
+    """Return the bytes per rank and micro-batch of context parallelism in layer `number`, forward and backward.
+
+    Cross-attention has queries of the decoder's tokens, and keys and values of the encoder's.
+    """
     model, parallel = config.model, config.parallel
     size, kind = parallel.context_parallel_size, parallel.resolved_cp_comm_type
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
@@ -116,26 +127,26 @@ def context_bytes(config: RunConfig, number: int) -> int:
         kind, (1, size)
     )
     groups = math.lcm(groups, exchange) if exchange > 1 else groups
-    share, crosses = share_of_tokens(config, number), 0 < model.encoder_layers <= number
-    queried, kept = share * (1 + crosses), share + crosses  # queries with outputs, keys with values
-    sent = 2 * head * (heads * queried + groups * kept)
+    share, crosses = token_fraction(config, number), 0 < model.encoder_layers <= number
+    queries, keys = share * (1 + crosses), share + crosses  # queries with outputs, keys with values
+    sent = 2 * head * (heads * queries + groups * keys)
     exchanged = int(2 * (exchange - 1) * sent * width) // exchange  # forward and backward
     return exchanged + (ring - 1) * 2 * head * groups * (2 * width + FP32)
 
 
 def hidden_bytes(config: RunConfig) -> int:
-    """The hidden states of a micro-batch, as a rank hands them to the next stage."""
+    """Return the bytes of a micro-batch's hidden states that a rank sends to the next stage."""
     cut = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
     if config.model.encoder_layers:  # both streams
-        hidden += int(hidden * share_of_tokens(config, config.model.num_layers - 1))
+        hidden += int(hidden * token_fraction(config, config.model.num_layers - 1))
     return hidden
 
 
 def data_bytes(
     config: RunConfig, meta: MetaModel, world_size: int, chunks: Sequence[Stage], micro_batches: int
 ) -> int:
-    """Sent by a rank in a step: gradients, and parameters where these are sharded."""
+    """Return the bytes per rank and step of data parallelism: gradients, and parameters if sharded."""
     parallel = config.parallel
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     shards = shard_size(parallel, world_size)
@@ -150,8 +161,8 @@ def data_bytes(
     reduced = of_layers * (adapters or layers) + (0 if adapters else GRADIENT_BYTES * ends)
     gathers, passes = micro_batches if strategy == "optim_grads_params" else 1, 1.0
     if strategy == "optim_grads_params":
-        stay = sum(min(parallel.unsharded_layers, len(chunk.layers)) for chunk in chunks)
-        freed = 1 - stay / max(sum(len(chunk.layers) for chunk in chunks), 1)
+        kept = sum(min(parallel.unsharded_layers, len(chunk.layers)) for chunk in chunks)
+        freed = 1 - kept / max(sum(len(chunk.layers) for chunk in chunks), 1)
         passes = 2 * freed + (1 - freed) / micro_batches
     gathered = passes * width * (layers + adapters) + FP32 * ends
     reductions = micro_batches if each else 1
@@ -161,7 +172,8 @@ def data_bytes(
 
 
 def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
-    """To how many stages the chunks of a rank send, forward or back, for a micro-batch; the last has number `last`."""
+    """Return to how many stages the chunks of a rank send per micro-batch, forward and backward. `last`: number of the
+    last stage."""
     numbers = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
     return sum((number < last) + (number > 0) for number in numbers)
 

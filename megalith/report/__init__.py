@@ -1,1 +1,1 @@
-"""What a run says of itself: console, metrics, trackers, plots, measured steps."""
+"""Output of a training run: console, metrics, trackers, reports and plots."""

@@ -38,7 +38,7 @@ EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 STARTS_FILE = "starts.jsonl"
 MEASURED_FILE = "measured_step.json"
-OPTIONAL_KEYS = ("num_zeros", "params_norm")  # left out of a line if they have no value
+OPTIONAL_KEYS = ("num_zeros", "params_norm")  # omitted from a line if they have no value
 MAX_PERPLEXITY_EXPONENT = 20  # as in Megatron-LM
 
 
