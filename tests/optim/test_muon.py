@@ -12,7 +12,7 @@ from megalith.config import OptimConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.muon import orthogonalized
-from megalith.optim.optimizer import Placement, decay_groups
+from megalith.optim.optimizer import Placement, check_optimizer, decay_groups
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
@@ -217,3 +217,14 @@ def test_an_optimizer_of_ones_own_is_named_in_the_configuration():
         build_optimizer([("w", weight)], OptimConfig(optimizer="muom", lr=0.5))
     with pytest.raises(ConfigError, match="optimizer_cpu_offload supports adamw, adam, sgd"):
         build_optimizer([("w", weight)], OptimConfig(optimizer="muon", lr=0.5, optimizer_cpu_offload=True))
+
+
+def test_a_custom_optimizer_declares_support_for_offloading():
+    def build(parameters, config, precision):
+        return torch.optim.SGD(decay_groups(parameters, config), lr=config.lr)
+
+    megalith.register_optimizer("plain")(build)
+    megalith.register_optimizer("offloadable", supports_offload=True)(build)
+    check_optimizer(OptimConfig(optimizer="offloadable", lr=0.5, optimizer_cpu_offload=True))
+    with pytest.raises(ConfigError, match=r"supports adamw, adam, sgd, offloadable, but .* is plain"):
+        check_optimizer(OptimConfig(optimizer="plain", lr=0.5, optimizer_cpu_offload=True))
