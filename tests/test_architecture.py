@@ -149,11 +149,6 @@ SET_IN_PARALLEL = {
         "value.flags",
         "value.value",
     },
-    "overlap/inductor.py": {  # torch's own settings
-        "config.unsafe_marked_cacheable_functions",
-        "torch._functorch.config.activation_memory_budget",
-        "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
-    },
     "parallel_model.py": {
         "micro_batch.balance_scale",
         "micro_batch.mtp_targets",
@@ -265,3 +260,58 @@ def test_seven_files_lead_from_a_step_to_a_collective():
                     if isinstance(call, ast.Call)
                 }
         assert set(hops) <= calls, (name, set(hops) - calls)
+
+
+# Private names that the package uses of others, none of them torch's.
+PRIVATE_OF_OTHERS = {
+    "_SubParsersAction": "argparse",
+    "_actions": "argparse",
+    "_current_frames": "sys",
+    "_exit": "os",
+    "_max_workers": "concurrent.futures",
+    "_fields": "namedtuple",
+    "_FIELD": "dataclasses",
+    **dict.fromkeys(("_name_", "_value_", "_member_map_", "_member_names_", "_value2member_map_"), "enum"),
+    "_field_type": "dataclasses",
+    "_from_config": "transformers",
+    "_shared_state": "accelerate",
+}
+DOCUMENTED = "_foreach_"  # torch's documentation lists these operators
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_in(path: Path) -> set[str]:
+    """Private names of functions, classes, fields and attributes that a file defines."""
+    names = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def private_names_of_others(path: Path) -> set[str]:
+    """Private attributes that a file reads or sets on anything but `self`, by name or by getattr and its like."""
+    names = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            names |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
+    return {name for name in names if is_private(name) and not name.startswith(DOCUMENTED)}
+
+
+def test_private_names_of_torch_are_used_in_compat_only():
+    paths = [path for path in files(".") if path.parent != PACKAGE / "compat"]
+    defined = set().union(*map(defined_in, paths)) | set(PRIVATE_OF_OTHERS)
+    for path in paths:
+        modules = {name for name in imported(path) if name.partition(".")[0] == "torch"}
+        assert not {name for name in modules if any(map(is_private, name.split(".")))}, path
+        assert private_names_of_others(path) <= defined, (path, private_names_of_others(path) - defined)

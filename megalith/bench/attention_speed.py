@@ -86,7 +86,7 @@ def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192)
         mask = None if scores else dense(ends, window, seq)
         functions = {"ours": lambda *x: attention(*x, documents=ends, window=window, **scores)}  # noqa: B023
         if scores:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             functions["ours"] = torch.compile(functions["ours"], fullgraph=True)
         if mask is not None:
             functions["dense"] = lambda *x: attention(*x, mask=mask)  # noqa: B023

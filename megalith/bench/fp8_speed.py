@@ -149,7 +149,7 @@ def layer(tokens: int) -> dict[str, float]:
             compiled = torch.compile(forward, fullgraph=True, dynamic=False)
             calls.append(lambda c=compiled, x=x, w=weight, g=grad: torch.autograd.grad(c(x, w), (x, w), g))
         result[recipe] = milliseconds(partial(_all, calls), 1000.0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return result
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-_ops = torch.ops._c10d_functional
+from megalith.compat.torch_operators import functional_collectives as _ops
+
 LEAST_BY_COPY_ENGINE = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
 
 

@@ -24,10 +24,10 @@ from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
+from megalith.compat.elastic import HookedAgent
 from megalith.errors import REFUSALS
 from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
 from megalith.launch.peer_watch import CONNECTED_FILE, PeerWatch
@@ -39,7 +39,7 @@ CRASH_REPORT_TIMEOUT = 3.0  # seconds for the other ranks to report their last c
 SAVE_TIMEOUT = 60.0  # seconds for ranks to save and exit when a machine has joined
 
 
-class Agent(LocalElasticAgent):
+class Agent(HookedAgent):
     """Elastic agent whose `run` returns when the job is done or has failed for good.
 
     Attributes:
@@ -57,10 +57,10 @@ class Agent(LocalElasticAgent):
         self._handled_signals = handled_stop_signals()
         self._killed_ranks: set[int] = set()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):  # of the last attempt
             Path(os.environ[name]).unlink(missing_ok=True)
-        ids = super()._start_workers(worker_group)
+        ids = super().start_workers(worker_group)
         for number in STOP_SIGNALS:  # elastic's handlers would override what `nohup` makes us ignore
             signal.signal(number, self._forward_signal if number in self._handled_signals else signal.SIG_IGN)
         self._killed_ranks.clear()
@@ -75,28 +75,27 @@ class Agent(LocalElasticAgent):
         self.world_size = worker_group.workers[0].world_size
         return ids
 
-    def _stop_workers(self, *args: Any, **options: Any) -> None:
+    def stop_workers(self, *args: Any, **options: Any) -> None:
         """Let running workers save and exit before a restart with the ranks of a machine that has joined."""
         self._send(signal.SIGTERM)
-        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        _wait_for(processes, SAVE_TIMEOUT)
-        super()._stop_workers(*args, **options)
+        _wait_for(list(self.worker_processes.values()), SAVE_TIMEOUT)
+        super().stop_workers(*args, **options)
 
     def _forward_signal(self, number: int, frame: object) -> None:
         self._stop_requested = True
         self._send(number)
 
     def _send(self, number: int) -> None:
-        for handler in self._pcontext.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                os.kill(handler.proc.pid, number)  # not to its process group: it still needs its data workers
+        for process in self.worker_processes.values():
+            if process.poll() is None:
+                os.kill(process.pid, number)  # not to its process group: it still needs its data workers
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._not_connected and (reason := self._peers.poll()):
             self._not_connected = reason
             self._kill_ranks(worker_group)
         self._kill_survivors(worker_group)
-        result = super()._monitor_workers(worker_group)
+        result = super().monitor_workers(worker_group)
         waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
         if result.state == WorkerState.SUCCEEDED and not self._stop_requested and waiting():
             return RunResult(
@@ -105,7 +104,7 @@ class Agent(LocalElasticAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             failures = {r: f for r, f in result.failures.items() if r not in self._killed_ranks}
             ranks = [worker.global_rank for worker in worker_group.workers]
-            files = {rank: self._pcontext.error_files[number] for number, rank in enumerate(ranks)}
+            files = {rank: self.error_files[number] for number, rank in enumerate(ranks)}
             failure = first_failure(failures or result.failures, files)
             if self._not_connected and not failures:
                 failure = replace(failure, not_connected=self._not_connected)
@@ -113,20 +112,20 @@ class Agent(LocalElasticAgent):
         return result
 
     def _kill_survivors(self, worker_group: WorkerGroup) -> None:
-        handlers = self._pcontext.subprocess_handlers
-        codes = [handler.proc.poll() for handler in handlers.values()]
+        processes = list(self.worker_processes.values())
+        codes = [process.poll() for process in processes]
         if not any(codes):
             return
         if any(code and -code in CRASHES for code in codes):
-            self._collect_last_collectives([handler.proc for handler in handlers.values()])
+            self._collect_last_collectives(processes)
         self._kill_ranks(worker_group)
 
     def _kill_ranks(self, worker_group: WorkerGroup) -> None:
-        for local_rank, handler in self._pcontext.subprocess_handlers.items():
-            if handler.proc.poll() is None:
+        for local_rank, process in self.worker_processes.items():
+            if process.poll() is None:
                 self._killed_ranks.add(worker_group.workers[local_rank].global_rank)
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _collect_last_collectives(self, processes: Sequence[Popen]) -> None:
         """Make the remaining ranks report their last collectives, because a crashed rank reports nothing."""
@@ -136,12 +135,12 @@ class Agent(LocalElasticAgent):
     def _record_failure(self, failure: Failure, machines: int) -> None:
         self.failures.append(failure)
         if self._stop_requested or (failure.exit_code in REFUSALS and machines == 1):
-            self._remaining_restarts = 0
-        if self._remaining_restarts:
-            restart = f"restarting ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
+            self.remaining_restarts = 0
+        if self.remaining_restarts:
+            restart = f"restarting ({len(self.failures)} of {self.get_worker_group().spec.max_restarts})"
             print(failure.message(self.world_size), restart, sep="\n", file=sys.stderr)
         else:
-            serves_store = self._worker_group.spec.rdzv_handler.serves_store
+            serves_store = self.get_worker_group().spec.rdzv_handler.serves_store
             self._peers.publish_failure(failure.message(), serves_store)
 
 

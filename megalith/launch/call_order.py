@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, distributed_c10d
+from torch.distributed import PrefixStore, Store
 
+from megalith.compat.process_groups import default_store
 from megalith.errors import ConfigError
 from megalith.launch.failure import report
 
@@ -131,6 +132,6 @@ def differing_calls(calls: list[Calls]) -> str | None:
 
 def clone_store(timeout: timedelta) -> Store:
     """Open another connection to the ranks' store, for a thread other than the main one."""
-    store = distributed_c10d._get_default_store().clone()
+    store = default_store().clone()
     store.set_timeout(timeout)
     return store

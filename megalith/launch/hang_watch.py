@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, distributed_c10d
+from torch.distributed import PrefixStore, Store
 
+from megalith.compat.process_groups import default_store
 from megalith.errors import HangError, TrainingError
 from megalith.io import replace_file
 from megalith.launch.failure import CRASH_FILE, RankLost, report
@@ -232,7 +233,7 @@ def hang_message(
 
 def _clone_store() -> Store:
     """Open another connection to the ranks' store, for the watch's thread."""
-    rank_store = distributed_c10d._get_default_store()
+    rank_store = default_store()
     timeout = rank_store.timeout
     rank_store.set_timeout(timedelta(seconds=STORE_TIMEOUT / 2))  # torch tries to connect for twice as long
     try:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megalith.comm.collectives import all_reduce_no_grad
+from megalith.compat.process_groups import process_groups, set_timeout
 from megalith.parallel.mesh import Mesh
 
 PATIENCE = timedelta(days=1)  # timeout of collectives during long work, such as a save
@@ -71,6 +70,6 @@ def set_collective_timeouts(timeout: timedelta) -> None:
 
     This includes groups created with torch's default: pipeline links, hybrid sharding, two-level context parallelism.
     """
-    for group in list(distributed_c10d._world.pg_map):
+    for group in process_groups():
         if group.group_desc != BACKGROUND:
-            _set_pg_timeout(timeout, group)
+            set_timeout(group, timeout)

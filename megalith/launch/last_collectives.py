@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
-import torch._C._distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+
+from megalith.compat.process_groups import flight_recorder
 
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -57,12 +57,3 @@ def _describe(entry: dict) -> str:
     name = entry["profiling_name"].partition(":")[2]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     return f"{name} number {number} of {entry['process_group'][1]}"
-
-
-def flight_recorder() -> list[dict]:
-    """Return torch's records of this rank's last collectives, gloo's and NCCL's merged, oldest first."""
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if (dump := getattr(c10d, name, None)) is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])

@@ -260,7 +260,7 @@ def launch(
             try:
                 result = agent.run()
             finally:
-                agent._worker_group.spec.rdzv_handler.shutdown()
+                agent.get_worker_group().spec.rdzv_handler.shutdown()
             if result is None:  # the job already had the maximum number of machines
                 return 0
             if not result.is_failed():

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalith.compat.dynamo import disable_tracing
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import MLP, Linear
@@ -154,7 +155,7 @@ class MoE(Runnable):
         return self.dispatch.plan(routing, context.layout)
 
     # What is worth a kernel of its own is compiled by itself. torch.compiler.disable imports the compiler: seconds.
-    @torch._disable_dynamo
+    @disable_tracing
     @runnable
     def forward(self, x: Tensor, plan: NamedTuple, context: Context, stream: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""

@@ -24,12 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megalith.compat.dynamo import mark_constant
 from megalith.ops import kernels
 from megalith.ops.attention_blocks import warn_of_plain_attention
 from megalith.ops.attention_kernels import for_each_head
 from megalith.ops.attention_sink import SinkAttention, merge_sink
 from megalith.ops.block_attention import block_attention
-from megalith.ops.compiled import constant
 from megalith.ops.documents import (
     alibi_bias,
     alibi_slopes,
@@ -193,7 +193,7 @@ def supports_heads(query: Tensor, key: Tensor) -> bool:
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] <= _widest_grouped_head()
 
 
-@constant
+@mark_constant
 def _widest_grouped_head() -> int:
     """Return the largest head_dim for which flash has a backward pass on this device."""
     capability = torch.cuda.get_device_capability()

@@ -21,10 +21,9 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
+from megalith.compat import torch_operators as operators
 from megalith.ops.documents import alibi_bias, cumulative_lengths
 from megalith.ops.dropout import attention_keep_mask
-
-_aten = torch.ops.aten
 
 Result = tuple[Tensor, Tensor, Tensor | None]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
@@ -80,7 +79,7 @@ def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
 
 
 def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = operators.cudnn_attention(
         query, key, value, None, True, 0.0, block.causal, False, scale=block.scale
     )
     return out, lse.view(out.shape[:3]), None
@@ -92,14 +91,14 @@ def _cudnn_backward(grad, query, key, value, out, lse, random, block):
     seed, offset = random
     sizes = query.shape[2], key.shape[2]
     saved = (query, key, value, out, lse, seed, offset, None, None, None, *sizes, 0.0, block.causal)
-    return _aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, scale=block.scale)
+    return operators.cudnn_attention_backward(grad, *saved, scale=block.scale)
 
 
 @cache
 def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
     """Return True if l is [batch, heads, queries, 1], which depends on torch's version."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
-    return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
+    return operators.cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
 
 # Flash: GPU, fp16 and bf16, no mask, but documents and windows, skipping masked blocks; uses its own random numbers for
@@ -123,7 +122,7 @@ def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     tokens = [_tokens(x, block) for x in (query, key, value)]
     lengths, settings = _flash_settings(query, key, block)
-    out, lse, random, *_ = _aten._flash_attention_forward(
+    out, lse, random, *_ = operators.varlen_flash_attention(
         *tokens, *lengths, block.dropout, _is_causal(block), False, **settings
     )
     if block.documents is not None:
@@ -143,7 +142,7 @@ def _flash_backward(grad, query, key, value, out, lse, random, block):
     lengths, settings = _flash_settings(query, key, block)
     random = random.view(torch.uint64)
     saved = (*tokens, lse.contiguous(), *lengths, block.dropout, _is_causal(block), random, random)
-    gradients = _aten._flash_attention_backward(*saved, **settings)
+    gradients = operators.varlen_flash_attention_backward(*saved, **settings)
     if block.documents is not None:
         gradients = [x.unflatten(0, (query.shape[0], -1)) for x in gradients]
     return tuple(x.transpose(1, 2) for x in gradients)
@@ -183,7 +182,7 @@ def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) ->
 
 def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     key, value = (for_each_head(x, query) for x in (key, value))
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+    out, lse, *_ = operators.efficient_attention(
         query, key, value, _bias(query, block.mask), True, 0.0, block.causal, scale=block.scale
     )
     lse = lse[..., : query.shape[2]]
@@ -201,9 +200,7 @@ def _efficient_backward(grad, query, key, value, out, lse, random, block):
     bias, (seed, offset) = _bias(query, block.mask), random
     needs_grad = [True, True, True, False]
     saved = (query, key, value, bias, out, lse, seed, offset, 0.0, needs_grad, block.causal)
-    d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, *saved, scale=block.scale
-    )
+    d_query, d_key, d_value, _ = operators.efficient_attention_backward(grad, *saved, scale=block.scale)
     return d_query, _sum_over_heads(d_key, groups), _sum_over_heads(d_value, groups)
 
 
@@ -229,14 +226,12 @@ def _cpu_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
 
 
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, block.causal, scale=block.scale
-    )
+    out, lse = operators.cpu_attention(query, key, value, 0.0, block.causal, scale=block.scale)
     return out, lse, None
 
 
 def _cpu_backward(grad, query, key, value, out, lse, random, block):
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return operators.cpu_attention_backward(
         grad, query, key, value, out, lse, 0.0, block.causal, scale=block.scale
     )
 

@@ -6,7 +6,6 @@ several times.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -16,29 +15,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-
-def constant(function: Callable) -> Callable:
-    """Mark `function` so that compiled code treats its result as a constant (torch.compiler.assume_constant_result)."""
-    function._dynamo_marked_constant = True
-    return function
+from megalith.compat.dynamo import is_tracer_imported, maybe_mark_dynamic
 
 
 def run_eagerly() -> AbstractContextManager:
     """Return a context in which compiled code runs eagerly."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled
+    if not is_tracer_imported():  # nothing has been compiled
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def disable_compile(function: Callable) -> Callable:
     """Return `function` for use as a hook of compiled modules: it runs eagerly."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return torch.compiler.disable(function) if is_tracer_imported() else function
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:
     """Let compiled code accept any size of x along `dim`."""
-    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
-        torch._dynamo.maybe_mark_dynamic(x, dim)
+    if is_tracer_imported() and not torch.compiler.is_compiling():
+        maybe_mark_dynamic(x, dim)
 
 
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
@@ -55,7 +50,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     if rows_vary:
         for arg in args:
             if isinstance(arg, Tensor):
-                torch._dynamo.maybe_mark_dynamic(arg, 0)
+                maybe_mark_dynamic(arg, 0)
     return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
 
 

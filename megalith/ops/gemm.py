@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from megalith.ops.compiled import constant
+from megalith.compat.dynamo import mark_constant
 
 TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # tile sizes of cuBLAS on Hopper
 PARTS = 4
@@ -146,7 +146,7 @@ def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
     )
 
 
-@constant
+@mark_constant
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

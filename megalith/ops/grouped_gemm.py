@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megalith.compat.torch_operators import grouped_mm, unsafe_view
 from megalith.ops.compiled import as_one_kernel
 
 ALIGNMENT = 16  # the bytes of a row of each matrix must be a multiple
-
-_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class GroupedGemm:
                 return torch.bmm(grad.mT, x, out_dtype=dtype)
             return torch.bmm(grad.mT, x).to(dtype)
         if self._takes(grad, x.shape[1]):
-            result = _grouped_mm(grad.mT, x, offs=groups.ends)
+            result = grouped_mm(grad.mT, x, offs=groups.ends)
             return as_one_kernel(_without_empty, result, groups.counts, dtype)
         pairs = zip(groups.split(grad), groups.split(x))
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
@@ -127,9 +126,9 @@ class GroupedGemm:
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
             # Not a plain view, because FSDP2 warns if a module's output is a view.
-            return torch.ops.aten._unsafe_view(y, (len(rows), y.shape[2]))
+            return unsafe_view(y, (len(rows), y.shape[2]))
         if self._takes(rows, matrices.shape[2]):
-            return _grouped_mm(rows, matrices, offs=groups.ends)
+            return grouped_mm(rows, matrices, offs=groups.ends)
         result = [part @ matrix for part, matrix in zip(groups.split(rows), matrices)]
         padding = len(rows) - sum(groups.on_host)
         return torch.cat([*result, result[0].new_zeros(padding, matrices.shape[2])] if padding else result)

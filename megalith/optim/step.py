@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.compat.training_objects import supports_amp_scaling
 from megalith.optim.loss_scale import LossScale
 
 # torch's CPU norm accumulates in fp32. Its relative error is 2 % over 40 million equal elements and 3e-6 over a block.
@@ -85,7 +86,7 @@ def optimizer_step(
     found_inf = (~norm.isfinite()).to(torch.float32)
     clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else torch.ones_like(norm)
 
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if supports_amp_scaling(optimizer):
         optimizer.grad_scale = scale / clip
         optimizer.found_inf = found_inf
         optimizer.step()

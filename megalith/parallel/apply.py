@@ -55,7 +55,7 @@ def apply(
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     if device.type == "cuda" and compiles(config, device):
-        from megalith.parallel.overlap.inductor import set_activation_budget  # imports the compiler
+        from megalith.compat.torch_inductor import set_activation_budget  # imports the compiler
 
         set_activation_budget(config.runtime.activation_share)
     for chunk in chunks:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.comm.collectives import Axis, gather_json
+from megalith.compat.torch_operators import keep_version_counter
 from megalith.ops.fp8.codes import GRADIENT, INPUT, WEIGHT
 from megalith.ops.gemm import Gemm, Operand
 
@@ -29,7 +30,7 @@ def count(codes: Tensor, x: Tensor, sums: Tensor) -> Tensor:
     with code 0. Autograd does not see that it changes, as with `seen` of fp8_cast.
     """
     magnitude = codes.float().abs()
-    with torch.autograd._unsafe_preserve_version_counter(sums):
+    with keep_version_counter(sums):
         sums[0] = torch.maximum(sums[0], x.abs().amax().double())
         sums[1] += x.numel()
         sums[2] += (magnitude == torch.finfo(codes.dtype).max).sum()

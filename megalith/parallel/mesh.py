@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
 from megalith.comm.collectives import Axis
+from megalith.compat.device_mesh import flatten_mesh, unflatten_mesh
 from megalith.config import ParallelConfig
 from megalith.config.rules import expert_rules
 from megalith.config.rules import parallel_rules as rules
@@ -125,12 +126,12 @@ def build_mesh(
         (pp, dp, cp, tp),
         mesh_dim_names=("pp", "dp", "cp", "tp"),
     )
-    dp_cp = root["dp", "cp"]._flatten("dp_cp")
+    dp_cp = flatten_mesh(root["dp", "cp"], "dp_cp")
     fsdp = dp_cp
     if parallel.data_parallel_sharding_strategy == "no_shard":
         fsdp = None
     elif shard_size < dp * cp:
-        fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
+        fsdp = unflatten_mesh(dp_cp, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
     direct = parallel.copy_engine_axes if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (registers operators)
@@ -139,7 +140,7 @@ def build_mesh(
     experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}
     if has_experts:
         experts = _expert_axes(parallel, world_size, device_type)
-        experts["cp_tp"] = _axis(root["cp", "tp"]._flatten("cp_tp"))
+        experts["cp_tp"] = _axis(flatten_mesh(root["cp", "tp"], "cp_tp"))
     return Mesh(
         **axes,
         dp_cp=_axis(dp_cp),
@@ -163,12 +164,12 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
     if edp == 1 or parallel.data_parallel_sharding_strategy == "no_shard":
         fsdp = None
     elif shards < edp:
-        fsdp = fsdp._unflatten(0, (edp // shards, shards), ("expert_replicate", "expert_shard"))
+        fsdp = unflatten_mesh(fsdp, (edp // shards, shards), ("expert_replicate", "expert_shard"))
     return dict(
         ep=_axis(root["ep"]),
         etp=_axis(root["etp"]),
         edp=_axis(root["edp"]),
-        ep_etp=_axis(root["ep", "etp"]._flatten("ep_etp")),
+        ep_etp=_axis(flatten_mesh(root["ep", "etp"], "ep_etp")),
         experts=root[sharded] if sharded else None,
         expert_fsdp=fsdp,
     )

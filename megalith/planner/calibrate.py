@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megalith.compat.torch_operators import scaled_mm
 from megalith.hardware import GIGA, TERA, local_device_info
 from megalith.planner.rates import WIRING, Rates, Wiring
 from megalith.planner.topology import NVLINK, PCIE
@@ -146,7 +147,7 @@ class _Bench:
         one = torch.ones((), device=self.device)
 
         def run() -> torch.Tensor:
-            return torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
         return 2 * m * k * n / self.time(run) / TERA
 

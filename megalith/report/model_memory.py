@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megalith.compat.fsdp import parameter_records, unsharded_parameter
 from megalith.local_shards import local
 
 
@@ -28,10 +29,11 @@ def model_bytes(chunks: Iterable[nn.Module]) -> ModelBytes:
     gradients: list[Tensor | None] = []
     for chunk in chunks:
         counted: set[int] = set()
-        for parameter in _sharded_parameters(chunk):
+        modules = (module for module in chunk.modules() if isinstance(module, FSDPModule))
+        for parameter in (record for module in modules for record in parameter_records(module)):
             tensors = [parameter.sharded_param]
-            if hasattr(parameter, "_unsharded_param"):  # replaces it in the module while it is gathered
-                tensors.append(parameter._unsharded_param)
+            if (unsharded := unsharded_parameter(parameter)) is not None:
+                tensors.append(unsharded)
             counted |= {id(tensor) for tensor in tensors}
             weights.append(parameter.sharded_param)
             gathered += parameter.all_gather_outputs
@@ -46,13 +48,3 @@ def total_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the total size of the tensors' storages in bytes. Shared storage counts once."""
     storages = [local(tensor.detach()).untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _sharded_parameters(chunk: nn.Module) -> Iterable:
-    """Yield FSDP2's private record of each parameter. A module has one group in torch 2.11 and a list in 2.13."""
-    for module in chunk.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                yield from group.fsdp_params if group is not None else ()

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
+from megalith.compat.process_groups import fake_store
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine
 from megalith.config.rules.notes import overlap_notes
@@ -249,11 +250,9 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
         try:
             yield
         finally:

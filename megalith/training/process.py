@@ -12,6 +12,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+from megalith.compat.dynamo import raise_recompile_limit
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
@@ -51,7 +52,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     if device.type == "cuda" or compiles(config, device):
         torch.use_deterministic_algorithms(config.train.deterministic)
         # All models of the process share one limit per function; beyond it torch raises.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        raise_recompile_limit(RECOMPILE_LIMIT)
     else:  # the same, without importing the compiler, which takes seconds
         torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     return device

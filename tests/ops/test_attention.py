@@ -359,8 +359,8 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
     def by_row(lse, batch):
         return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
-    aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(attention_kernels, "_aten", aten)
+    operators = SimpleNamespace(varlen_flash_attention=forward, varlen_flash_attention_backward=backward)
+    monkeypatch.setattr(attention_kernels, "operators", operators)
     flash = attention_kernels.KERNELS["flash"]
     monkeypatch.setattr(attention_blocks, "_chosen", lambda query, key, value, block: (flash, block))
     inputs = qkv(groups=2)
@@ -473,9 +473,8 @@ def test_the_masked_kernel_gets_a_head_of_keys_for_each_of_queries_and_rows_of_1
         d_scores = probabilities * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
         return d_scores @ key, d_scores.mT @ query, probabilities.mT @ grad, None
 
-    name = "_scaled_dot_product_efficient_attention"
-    aten = SimpleNamespace(**{name: forward, f"{name}_backward": backward})
-    monkeypatch.setattr(attention_kernels, "_aten", aten)
+    operators = SimpleNamespace(efficient_attention=forward, efficient_attention_backward=backward)
+    monkeypatch.setattr(attention_kernels, "operators", operators)
     chosen_kernel = attention_blocks._chosen
 
     def efficient(*given):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from megalith.compat.dynamo import mark_constant
 from megalith.ops import compiled, permute
-from megalith.ops.compiled import as_one_kernel, constant
+from megalith.ops.compiled import as_one_kernel
 from megalith.ops.permute import Permutation, sum_rows, take_rows
 
 
@@ -52,8 +53,8 @@ def test_sums_of_rows_are_compiled_once_for_forward_and_backward_passes(counter)
 
 
 def copied(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, before, has = permute.places(groups, 5)
-    return sizes[:4], *permute.copies(sizes[:4], before[:, :4], has[:, :4])
+    sizes, before, has = permute.count_destinations(groups, 5)
+    return sizes[:4], *permute.replicate_tokens(sizes[:4], before[:, :4], has[:, :4])
 
 
 def test_copies_compiled_are_those_of_eager(counter):
@@ -67,5 +68,5 @@ def test_copies_compiled_are_those_of_eager(counter):
 
 
 def test_a_constant_is_marked_as_torch_marks_one():
-    ours, theirs = constant(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
+    ours, theirs = mark_constant(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
     assert vars(ours) == vars(theirs) != {}

@@ -63,9 +63,9 @@ class Machine:
         monkeypatch.setattr(direct, "Flags", self._flags)
         monkeypatch.setattr(direct, "_stream", lambda device: self.side[self._rank])
         monkeypatch.setattr(direct, "_current_stream", lambda device: self._current)
-        monkeypatch.setattr(direct, "_Begun", mock.Mock())
-        monkeypatch.setattr(torch._C._distributed_c10d, "_register_work", mock.Mock())
-        monkeypatch.setattr(direct.symmetric, "empty", lambda size, **_: self._memory(self._rank, size))
+        monkeypatch.setattr(direct, "_EventWork", mock.Mock())
+        monkeypatch.setattr(direct.symmetric, "register_work", mock.Mock())
+        monkeypatch.setattr(direct.symmetric, "allocate", lambda size, _: self._memory(self._rank, size))
         monkeypatch.setattr(direct.symmetric, "rendezvous", self._rendezvous)
         direct.slots.cache_clear()
 

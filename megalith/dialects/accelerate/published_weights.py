@@ -23,6 +23,7 @@ from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.bridge.verify import no_progress_bars
 from megalith.checkpoint.state import Model, base_shards
 from megalith.comm.collectives import Axis
+from megalith.compat.training_objects import non_persistent_buffers
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, shorten
 from megalith.parallel.gather import global_tensors
@@ -278,7 +279,7 @@ def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
     module.load_state_dict(filled, assign=True)
     buffers = dict(fresh.named_buffers())
     for name, child in module.named_modules():
-        for buffer in child._non_persistent_buffers_set:
+        for buffer in non_persistent_buffers(child):
             child.register_buffer(buffer, buffers[f"{name}.{buffer}".lstrip(".")], persistent=False)
     if hasattr(module, "tie_weights"):
         module.tie_weights()

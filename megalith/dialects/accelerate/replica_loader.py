@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from megalith.comm.collectives import Axis, gather_json
+from megalith.compat.training_objects import requested_samples, tensor_version
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
 
@@ -141,7 +142,7 @@ def copy_to_device(device: torch.device, batch: Any) -> tuple[Any, HostCopies]:
 
     def copy(host_tensor: Tensor) -> Tensor:
         tensor = to_device(host_tensor, device)
-        host_copies.append((tensor, tensor._version, host_tensor))
+        host_copies.append((tensor, tensor_version(tensor), host_tensor))
         return tensor
 
     return send_to_device(recursively_apply(copy, batch), device), host_copies
@@ -151,7 +152,7 @@ def host_copy(tensor: Tensor, *sources: Any) -> Tensor:
     """Return the tensor on the host: the tensor it was copied from, if unchanged and still kept by a source."""
     for source in sources:
         for copy, version, host_tensor in getattr(source, "host_copies", ()):
-            if copy is tensor and copy._version == version:
+            if copy is tensor and tensor_version(copy) == version:
                 return host_tensor
     return tensor.cpu()
 
@@ -248,7 +249,7 @@ def _replica_loader(loader: DataLoader, sharding: ReplicaSharding) -> ReplicaLoa
         batches.sampler = sampler = SeedableRandomSampler(
             sampler.data_source,
             sampler.replacement,
-            sampler._num_samples,
+            requested_samples(sampler),
             sampler.generator,
             data_seed=sharding.seed,
         )

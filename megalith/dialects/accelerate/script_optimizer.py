@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
+from megalith.compat.training_objects import mark_counting_step, mark_stepped
 from megalith.config import OptimConfig
 from megalith.dialects.accelerate.process_state import collective_call
 from megalith.errors import ConfigError
@@ -126,7 +127,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         if offloaded:
             self.inner = OffloadedOptimizer(self.inner, offloaded, config.overlap_cpu_optimizer_d2h_h2d)
         # The script's optimizer shares these groups, for schedulers that the script does not prepare.
-        script_optimizer.param_groups, script_optimizer._opt_called = self.param_groups, True
+        script_optimizer.param_groups = self.param_groups
+        mark_stepped(script_optimizer)
         script_optimizer.step, script_optimizer.zero_grad = self.step, self.zero_grad  # type: ignore[method-assign]
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
@@ -188,7 +190,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.steps += 1
         self.zero_grad()
 
-    step._wrapped_by_lr_sched = True  # torch's schedulers then check _opt_called
+    mark_counting_step(step)
 
     def _steps_without_parameters(self) -> bool:
         """Return whether this pipeline rank has no trained parameters, but steps with the others."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megalith.compat.torch_operators import keep_version_counter, scaled_mm
 from megalith.ops import kernels
 from megalith.ops.gemm import Operand
 
@@ -59,7 +60,7 @@ def scaled_matmul(
     (left, left_inverse), (right, right_inverse) = a, b
     if left.is_cuda:
         inside = bias if dtype != torch.float32 else None
-        y = torch._scaled_mm(
+        y = scaled_mm(
             left, right.t(), left_inverse, right_inverse, bias=inside, out_dtype=dtype, use_fast_accum=fast
         )
         bias = None if inside is not None else bias
@@ -85,7 +86,7 @@ def cast(
     recomputation changes nothing.
     """
     if running_amax is not None:
-        with torch.autograd._unsafe_preserve_version_counter(running_amax):
+        with keep_version_counter(running_amax):
             running_amax.copy_(torch.maximum(running_amax, x.abs().amax().float()))
     codes, none = quantize(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
     return (codes if by_row else none), (_turned(codes) if by_column else none.clone())

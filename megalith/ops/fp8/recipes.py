@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.compat.torch_operators import scaled_grouped_mm
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.fp8.codes import (
     E4M3,
@@ -313,7 +314,7 @@ class Fp8GroupedGemm(GroupedGemm):
             _rows_in_codes(matrices, axis, False),
         )
         if rows.is_cuda and len(rows):
-            return torch._scaled_grouped_mm(
+            return scaled_grouped_mm(
                 a, b.mT, a_inverse, b_inverse, offs=groups.ends, out_dtype=rows.dtype, use_fast_accum=fast
             )
         a, b = a.double() * a_inverse.double()[..., None], b.double() * b_inverse.double()[..., None]

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from megalith.comm.collectives import Axis, all_gather, all_gather_replicated
+from megalith.compat.device_mesh import unflatten_mesh
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
@@ -214,7 +215,7 @@ def _inner_and_outer(
     if cp_comm_type != "a2a+p2p":
         return Axis(), axis
     inner, outer = hierarchical_sizes
-    both = axis.mesh._unflatten(0, (outer, inner), ("cp_outer", "cp_inner"))
+    both = unflatten_mesh(axis.mesh, (outer, inner), ("cp_outer", "cp_inner"))
     return replace(_axis(both["cp_inner"]), direct=axis.direct), _axis(both["cp_outer"])
 
 

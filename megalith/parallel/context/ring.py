@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import begin_group_all_gather
+from megalith.compat.torch_operators import functional_collectives as _ops
 from megalith.ops.attention_blocks import block_backward, block_forward, merge
 from megalith.ops.attention_sink import merge_sink, sink_gradient
 from megalith.parallel.context.zigzag import KeyBlock, ShardMasks, from_zigzag, spans, zigzag
-
-_ops = torch.ops._c10d_functional
 
 
 def ring_attention(

@@ -28,6 +28,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from megalith.compat.fsdp import end_backward, fsdp_state, reduce_scatter_stream, sharded_parameters
 from megalith.config import ParallelConfig
 from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
@@ -122,7 +123,7 @@ def finish_weight_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfi
     roots = _roots(chunks)
     prepare_backward(roots, parallel, is_last)
     for root in roots:
-        root._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
+        end_backward(root)
 
 
 def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) -> None:
@@ -140,8 +141,7 @@ def wait_for_reductions(chunks: Iterable[nn.Module]) -> None:
     The host does not wait.
     """
     for root in _roots(chunks):
-        stream = getattr(root._get_fsdp_state()._comm_ctx, "reduce_scatter_stream", None)
-        if isinstance(stream, torch.cuda.Stream):
+        if (stream := reduce_scatter_stream(root)) is not None:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
@@ -187,7 +187,7 @@ class ReduceScatter:
 
     def __init__(self, module: FSDPModule, ranks: int, replicas: bool) -> None:
         """Reduce the gradients of `module`'s FSDP2 unit over `ranks`, and then over replicas if `replicas`."""
-        self._state, self._ranks, self._replicas = module._get_fsdp_state(), ranks, replicas
+        self._state, self._ranks, self._replicas = fsdp_state(module), ranks, replicas
         self._input, self._compute_stream = 0, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -206,7 +206,7 @@ class ReduceScatter:
         return result
 
     def _becomes_gradient(self) -> bool:
-        shards = [parameter.sharded_param for parameter in self._state._fsdp_param_group.fsdp_params]
+        shards = sharded_parameters(self._state)
         return not self._replicas and all(
             shard.grad is None and shard.dtype == torch.float32 for shard in shards if shard.requires_grad
         )

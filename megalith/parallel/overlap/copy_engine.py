@@ -21,11 +21,11 @@ from itertools import cycle
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.library import Library, register_fake
 
+from megalith.compat import symmetric_memory as symmetric
 from megalith.errors import TrainingError
 from megalith.parallel.overlap.cuda_driver import Flags, copy
 
@@ -115,7 +115,7 @@ class Slot:
         here = torch.device("cuda", torch.cuda.current_device())
         flags = -(-size // FLAG) * FLAG
         try:
-            self._memory = symmetric.empty(flags + 2 * FLAG * MAX_RANKS, dtype=torch.uint8, device=here)
+            self._memory = symmetric.allocate(flags + 2 * FLAG * MAX_RANKS, here)
             self._memory[flags:] = 0
             torch.cuda.synchronize()  # no rank writes flags before the rendezvous
             self._handle: Any = symmetric.rendezvous(self._memory, group)
@@ -207,7 +207,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def _current_stream(device: int) -> torch.cuda.Stream:
     """Return torch.cuda.current_stream(device) from a cache. Creating the object takes longer than a kernel launch."""
-    return _stream_of(device, torch._C._cuda_getCurrentRawStream(device))
+    return _stream_of(device, symmetric.current_stream_handle(device))
 
 
 @cache
@@ -249,5 +249,5 @@ def exchange(out: Tensor, size: int, group: str, fill: Part, fetch: Part) -> Ten
     slot.follow(here, stream)
     slot.synchronize(stream)
     fetch(slot, stream.cuda_stream)
-    torch._C._distributed_c10d._register_work(out, _EventWork(slot.end(stream), device))
+    symmetric.register_work(out, _EventWork(slot.end(stream), device))
     return out

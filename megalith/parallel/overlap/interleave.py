@@ -21,10 +21,11 @@ import operator
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from megalith.compat import torch_operators as operators
+from megalith.compat.torch_inductor import GraphPass, hash_files
 from megalith.ops import block_attention  # noqa: F401 (it registers operators)
 
 FLOPS = 600e12  # per second, of matmuls and of attention (counted without a mask), on an H200
@@ -52,23 +53,23 @@ def _attention_flops(first: int, over_keys: int, over_values: int) -> Callable[.
     return flops
 
 
-_aten, _ours = torch.ops.aten, torch.ops.megalith
+_ours = torch.ops.megalith
 _forward, _backward = _attention_flops(0, 1, 1), _attention_flops(1, 3, 2)
 ATTENTION_FLOPS = {
-    _aten._scaled_dot_product_cudnn_attention: _forward,
-    _aten._scaled_dot_product_cudnn_attention_backward: _backward,
-    _aten._scaled_dot_product_flash_attention: _forward,
-    _aten._scaled_dot_product_flash_attention_backward: _backward,
-    _aten._scaled_dot_product_efficient_attention: _forward,
-    _aten._scaled_dot_product_efficient_attention_backward: _backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    operators.cudnn_attention: _forward,
+    operators.cudnn_attention_backward: _backward,
+    operators.flash_attention: _forward,
+    operators.flash_attention_backward: _backward,
+    operators.efficient_attention: _forward,
+    operators.efficient_attention_backward: _backward,
+    operators.cpu_attention: _forward,
+    operators.cpu_attention_backward: _backward,
     _ours.block_attention: _forward,
     _ours.block_attention_backward: _backward,
 }
 
 
-class Interleave(CustomGraphPass):
+class Interleave(GraphPass):
     """A graph pass that orders the nodes of a graph of two halves, and leaves other graphs unchanged."""
 
     def __call__(self, graph: Graph) -> None:
@@ -82,7 +83,7 @@ class Interleave(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the cache key of the pass, which depends only on this file."""
-        return get_hash_for_files((__file__,))
+        return hash_files((__file__,))
 
 
 def split(nodes: list[Node]) -> list[list[Node]] | None:
@@ -237,7 +238,7 @@ def starts_collective(node: Node) -> bool:
 
 
 def waits(node: Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return node.target is operators.functional_collectives.wait_tensor.default
 
 
 def awaited(wait: Node) -> Node:
@@ -273,7 +274,7 @@ def _size_hint(size: int | torch.SymInt) -> int:
 def _bytes_sent(node: Node) -> int:
     """Return the bytes that one of a few ranks sends. An all-reduce over many ranks sends up to twice as much."""
     before = _bytes(node.args[0])
-    if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+    if node.target is operators.functional_collectives.all_to_all_single.default:
         ranks = len(node.args[1])
         return before * (ranks - 1) // ranks
     if isinstance(node.args[0], list | tuple):  # exchange of heads (copy_engine_heads.py) over args[1] ranks

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
+from megalith.compat.process_groups import set_nccl_timeout
 from megalith.errors import ConfigError, MegalithError, TrainingError
 from megalith.rl.engines.deadline import Deadline, InThread
 
@@ -80,7 +81,7 @@ class TorchGroup:
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
-            options._timeout = limit
+            set_nccl_timeout(options, limit)
             self._group = ProcessGroupNCCL(keys, 0, size, options)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

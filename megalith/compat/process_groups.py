@@ -1,0 +1,49 @@
+"""State of torch.distributed: the default store, process groups and their timeouts, and the flight recorder."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+from torch.distributed import ProcessGroup, Store, distributed_c10d
+
+
+def default_store() -> Store:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[ProcessGroup]:
+    """Return all process groups of this rank."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of a process group's future collectives."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the timeout in the options of a ProcessGroupNCCL that is yet to be created."""
+    options._timeout = timeout
+
+
+def flight_recorder() -> list[dict]:
+    """Return torch's records of this rank's last collectives, gloo's and NCCL's merged, oldest first.
+
+    A record has profiling_name, process_group, collective_seq_id, p2p_seq_id, is_p2p, retired and time_created_ns.
+    """
+    entries = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(c10d, name, None)) is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def fake_store() -> Store:
+    """Return a store for the backend "fake", which simulates the other ranks, and register that backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -1,0 +1,49 @@
+"""Contract of torch.distributed's private state."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalith.compat import process_groups
+
+
+def test_the_default_store_is_shared_with_the_process_group(single_process_group):
+    process_groups.default_store().set("key", "value")
+    assert process_groups.default_store().get("key") == b"value"
+
+
+def test_process_groups_are_all_of_this_rank_and_take_a_timeout(single_process_group):
+    group = dist.new_group([0])
+    assert set(process_groups.process_groups()) == {dist.group.WORLD, group}
+    process_groups.set_timeout(group, timedelta(seconds=77))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+def test_the_timeout_of_nccl_options_is_set():
+    # The attribute is one of the options of every backend.
+    kind = dist.ProcessGroupNCCL.Options if dist.is_nccl_available() else dist.ProcessGroupGloo._Options
+    options = kind()
+    process_groups.set_nccl_timeout(options, timedelta(seconds=5))
+    assert options._timeout == timedelta(seconds=5)
+
+
+def test_the_flight_recorder_has_records_of_collectives(monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "16")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(2))
+        records = process_groups.flight_recorder()
+    finally:
+        dist.destroy_process_group()
+    keys = {"profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "retired"}
+    assert all(keys | {"time_created_ns"} <= record.keys() for record in records)
+
+
+def test_a_fake_store_makes_a_job_of_one_process():
+    dist.init_process_group("fake", store=process_groups.fake_store(), rank=1, world_size=4)
+    try:
+        dist.all_reduce(torch.ones(2))
+        assert dist.get_world_size() == 4
+    finally:
+        dist.destroy_process_group()
