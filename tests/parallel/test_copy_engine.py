@@ -18,7 +18,7 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     with (
         mock.patch.object(copy_engine.torch.cuda, "current_device", return_value=1),
         mock.patch.object(copy_engine.torch.cuda, "synchronize"),
-        mock.patch.multiple(copy_engine.symmetric, empty=mock.MagicMock(), rendezvous=failing),
+        mock.patch.multiple(copy_engine.symmetric, allocate=mock.MagicMock(), rendezvous=failing),
         pytest.raises(TrainingError) as raised,
     ):
         copy_engine.Slot(2048, "tp")
@@ -32,7 +32,7 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
 def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
-        copy_engine.symmetric, "empty", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB"))
+        copy_engine.symmetric, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB"))
     )
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         copy_engine.Slot(2**31, "tp")
@@ -80,9 +80,9 @@ def slots_of(ranks: int, monkeypatch) -> tuple[list[copy_engine.Slot], Flags]:
     for name, value in (("current_device", 0), ("synchronize", None), ("Event", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
 
-    def empty(size, dtype, device):
+    def allocate(size, device):
         if len(memories) < ranks:
-            memories.append(torch.empty(size, dtype=dtype))
+            memories.append(torch.empty(size, dtype=torch.uint8))
         return memories[-1]
 
     def rendezvous(memory, group):
@@ -90,10 +90,10 @@ def slots_of(ranks: int, monkeypatch) -> tuple[list[copy_engine.Slot], Flags]:
             rank=int(group), world_size=ranks, get_buffer=lambda rank, shape, dtype: memories[rank]
         )
 
-    monkeypatch.setattr(copy_engine.symmetric, "empty", empty)
+    monkeypatch.setattr(copy_engine.symmetric, "allocate", allocate)
     monkeypatch.setattr(copy_engine.symmetric, "rendezvous", rendezvous)
     for _ in range(ranks):
-        empty(100 + 2 * copy_engine.FLAG * copy_engine.MOST_RANKS, torch.uint8, "cpu")
+        allocate(100 + 2 * copy_engine.FLAG * copy_engine.MAX_RANKS, "cpu")
     return [copy_engine.Slot(100, str(rank)) for rank in range(ranks)], flags
 
 
