@@ -21,7 +21,7 @@ class Extent:
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Extent:
+    def full(cls, shape: Sequence[int]) -> Extent:
         """Return the extent of a complete tensor."""
         return cls((0,) * len(shape), tuple(shape))
 

@@ -200,7 +200,7 @@ def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
 
     `embedding.weight[0:64,0:32]` is rows 0 to 63 and columns 0 to 31.
     """
-    if extent == Extent.whole(shape):
+    if extent == Extent.full(shape):
         return name
     return f"{name}[{','.join(f'{at}:{stop}' for at, stop in zip(extent.offset, extent.end))}]"
 

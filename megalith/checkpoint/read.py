@@ -73,7 +73,7 @@ class Checkpoint:
     def read(self, part: str, name: str, extent: Extent | None = None) -> Tensor:
         """Read a tensor, or the slice `extent` of it, to the CPU."""
         stored = self.table(part)[name]
-        extent = extent or Extent.whole(stored.shape)
+        extent = extent or Extent.full(stored.shape)
         values = torch.empty(extent.shape, dtype=DTYPES[stored.dtype])
         self.fill(part, {name: LocalShard(values, extent.offset, tuple(stored.shape), owned=True)})
         return values

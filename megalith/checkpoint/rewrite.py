@@ -62,7 +62,7 @@ def stored_values(
 ) -> dict[str, StoredValues]:
     """Return a part's complete tensors by name, read on use. `progress` counts their bytes."""
     return {
-        name: StoredValues(checkpoint, part, name, Extent.whole(stored.shape), progress)
+        name: StoredValues(checkpoint, part, name, Extent.full(stored.shape), progress)
         for name, stored in checkpoint.table(part).items()
     }
 
@@ -166,7 +166,7 @@ def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int
 
 
 def _share(stored: StoredTensor, number: int, rank: int, files: int) -> Extent:
-    full = Extent.whole(stored.shape)
+    full = Extent.full(stored.shape)
     if not stored.shape:  # scalars are distributed round robin
         return full if number % files == rank else Extent((0,), (0,))
     rows = -(-stored.shape[0] // files)

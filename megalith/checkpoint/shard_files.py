@@ -77,7 +77,7 @@ def save_shard_files(
             f"optim.{name}.{key}": extent for name, extent in extents.items() for key in STATE_WITH_ROWS
         }
     for part, shards in parts.items():
-        targets = {name: extents.get(name) or Extent.whole(shard.shape) for name, shard in shards.items()}
+        targets = {name: extents.get(name) or Extent.full(shard.shape) for name, shard in shards.items()}
         file = f"{FILES[part]}_tp_{mesh.tp.rank}_pp_{mesh.pp.rank}.bin"
         written.append(_write_part(folder / file, shards, targets, mesh))
     pieces = None
@@ -173,7 +173,7 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
 
 def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> list:
     """Return dtype, shape and extent of a file's part of a stored tensor of this shape, without padding."""
-    unpadded = Extent.whole(shape)
+    unpadded = Extent.full(shape)
     stored = (extent or unpadded).intersection(unpadded)
     box = None if stored is None else [list(stored.offset), list(stored.shape)]
     return [DTYPE_CODES[shard.values.dtype], list(shape), box]

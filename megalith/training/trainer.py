@@ -248,7 +248,7 @@ class Trainer:
         return "train_iters"
 
     def _between_steps(self) -> None:
-        """Check replicas, evaluate and save at their intervals. A run that must stop at once only saves.
+        """Check replicas, evaluate and save at their intervals. Not called if the run must stop at once.
 
         Evaluation comes first, also at the end: a run killed during it repeats the steps since the last save, and the
         evaluation.

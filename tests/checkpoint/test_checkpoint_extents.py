@@ -35,7 +35,7 @@ def marks(shape: tuple[int, ...], extents: list[Extent]) -> torch.Tensor:
     """How many of the boxes have each element."""
     count = torch.zeros(shape, dtype=torch.int64)
     for extent in extents:
-        count[extent.slices(Extent.whole(shape))] += 1
+        count[extent.slices(Extent.full(shape))] += 1
     return count
 
 
@@ -53,14 +53,14 @@ def test_what_two_boxes_have_in_common_is_what_both_mark(shape):
         if met:
             inside = torch.zeros(a.shape)
             inside[met.slices(a)] = 1
-            assert torch.equal(inside == 1, both[a.slices(Extent.whole(shape))])
+            assert torch.equal(inside == 1, both[a.slices(Extent.full(shape))])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_only_boxes_that_have_each_element_once_fill_a_tensor(shape):
     rng = random.Random(10 + len(shape))
     for _ in range(200):
-        parts = cut(rng, Extent.whole(shape), rng.randint(0, 12))
+        parts = cut(rng, Extent.full(shape), rng.randint(0, 12))
         assert covers_exactly(shape, parts)
         spoilt = list(parts)
         match rng.randrange(3):
