@@ -224,14 +224,6 @@ def test_a_name_stands_for_one_file_and_one_class():
         assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-LARGEST_FOLDER = 20
-
-
-def test_folders_are_small():
-    folders = Counter(path.parent for path in files(".") if path.name != "__init__.py")
-    assert {str(folder) for folder, count in folders.items() if count > LARGEST_FOLDER} == set()
-
-
 # From a step to a collective of tensor parallelism, file by file: each function, or method, and what it calls next.
 HOPS = {
     "training/run_state.py": [("train_step", "gradients"), ("gradients", "backward")],
