@@ -1,5 +1,5 @@
 #!/bin/bash
-# Writes the job files of this folder anew; tests/launch/test_cluster_files.py checks that they are current.
+# Regenerates the job files of this folder; tests/launch/test_cluster_files.py checks that they are current.
 set -eu
 cd "$(dirname "$0")/.."
 megalith launch slurm deploy/run.yaml --nodes 2 --name llama3-8b --time 24:00:00 --partition gpu --cpus 96 \

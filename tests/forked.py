@@ -1,7 +1,7 @@
-"""`python …` as a fork of a process that has torch and this package loaded: it starts in a tenth of a second, not 5 s.
+"""`python …` as a fork of a process that has torch and this package loaded, which starts in 0.1 s instead of 5 s.
 
-What runs is what would run: a process of its own with its own environment, signals, exit code and output. The ranks
-that a launcher in it starts are its children, forked from it in turn.
+The fork behaves like a new process, with its own environment, signals, exit code and output. Ranks that a launcher in
+it starts are its children, forked in turn.
 """
 
 import functools
@@ -25,20 +25,20 @@ import torch
 
 from megalith.launch.pool import PRELOADED
 
-PATIENCE = 600.0  # seconds that a process may take to come to where a test wants it
-DESCRIPTORS = 4096  # that a process may have open here
-GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # by the kernel, to who asks for any port
+PATIENCE = 600.0  # seconds for a process to reach the state that a test waits for
+DESCRIPTORS = 4096  # limit of open files per process
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 OURS: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port for another process to listen at: between now and then nobody else gets it.
+    """Return a port for another process to listen at, which nobody else gets before that.
 
-    The kernel gives it to no one who asks for any port, and a name in its list of local sockets, held as long as this
-    process lives, keeps other processes that look for one here from choosing it.
+    The port is outside the kernel's ephemeral range. An abstract socket with the port in its name, open until this
+    process ends, keeps other test processes from choosing the same port.
     """
-    least, most = map(int, GIVEN_OUT.read_text().split())
-    ports = [port for port in range(10_000, 2**16) if not least <= port <= most] or range(10_000, 2**16)
+    first, last = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = [port for port in range(10_000, 2**16) if not first <= port <= last] or range(10_000, 2**16)
     chance = random.SystemRandom()
     while True:
         port, ours = chance.choice(ports), socket.socket(socket.AF_UNIX)
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 def is_running(pid: int) -> bool:
-    """False too for one that has ended and that its parent has not yet asked about."""
+    """Return True if a process runs; False also for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
@@ -60,8 +60,7 @@ def is_running(pid: int) -> bool:
 
 @functools.cache
 def open_forkserver() -> multiprocessing.context.ForkServerContext:
-    """What all processes of the tests are forked from, of the pools too: it has imported what they need, and made what
-    torch and the package make once in a process (warm.py)."""
+    """Start the process that all test processes and pools are forked from, with imports and warm-up (warm.py) done."""
     processes = multiprocessing.get_context("forkserver")
     modules = ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
     modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")]
@@ -75,7 +74,7 @@ def open_forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 class Forked:
-    """`python *words`, running: the part of subprocess.Popen that tests need."""
+    """A running `python *words`, with the part of subprocess.Popen's interface that tests need."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Forked:
         errors: Path | None = None,
         env: Mapping[str, str] | None = None,
     ):
-        """What it prints is added to `log`, to standard error to `errors` (None: to `log` too)."""
+        """Append standard output to `log`, and standard error to `errors` (None: to `log` too)."""
         processes = open_forkserver()
         for path in filter(None, (log, errors)):
             path.touch()
@@ -96,7 +95,7 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """Negative where a signal ended it; None while it runs."""
+        """Return the exit code: negative if a signal ended the process, None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float = PATIENCE) -> int:
@@ -116,7 +115,7 @@ class Forked:
 def run(
     words: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess:
-    """`python *words` to its end, as subprocess.run with its output captured as text."""
+    """Run `python *words` to its end, as subprocess.run with its output captured as text."""
     with tempfile.TemporaryDirectory() as folder:
         log, errors = Path(folder, "log"), Path(folder, "errors")
         running = Forked(words, log, errors, env)
@@ -128,7 +127,7 @@ def run(
 
 
 class ForkedPopen(subprocess.Popen):
-    """Starts `python …` by a fork of this process, everything else as usual."""
+    """Popen that starts `python …` as a fork of this process, and other programs as usual."""
 
     def _execute_child(self, *args, **options):
         given = inspect.signature(super()._execute_child).bind(*args, **options).arguments
@@ -164,7 +163,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 
 
 def _run_python(words: list[str], environment: dict[str, str]) -> None:
-    """`python *words` in this process, to its end."""
+    """Run `python *words` in this process to its end."""
     for number in (
         signal.SIGTERM,
         signal.SIGHUP,

@@ -1,4 +1,4 @@
-"""What the tests of the layout run on every rank of the pool: a training run, and what it printed."""
+"""Jobs of the layout tests, which run on every rank of the pool."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def configuration(output: Path | str, **sections) -> RunConfig:
 
 
 def large(world_size: int, micro_batch_size: int = 8, **parallel):
-    """GPT-2-large in bf16."""
+    """Return the layout of GPT-2-large in bf16."""
     config = RunConfig.from_tree(
         {
             "model": dict(PRESETS["gpt2-large"]),
@@ -70,7 +70,7 @@ def build(config: RunConfig) -> Run:
 
 
 def printed_by_run(config: RunConfig) -> str:
-    """Trains on every rank by the fastest that it has; returns this rank's standard output."""
+    """Train with the fastest settings; return this rank's standard output."""
     Path(config.train.output_dir).mkdir(exist_ok=True)
     device = pick_device(config.runtime.device, dist.get_rank())
     config, chosen = resolve_auto(config, detect_machine(config, device))
@@ -81,7 +81,7 @@ def printed_by_run(config: RunConfig) -> str:
 
 
 def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
-    """Bytes of weights and of the optimizer's moments: expected weights, held weights, expected moments, held."""
+    """Return bytes of weights, expected and measured, and of the optimizer's moments, expected and measured."""
     run = build(config)
     layout = build_layout(run.config, dist.get_world_size())
     memory = layout.stage_of(this_process().rank).memory
@@ -95,7 +95,7 @@ def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
 
 
 def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of weights, gathered copies and gradients when a step's gradients are there."""
+    """Return bytes of weights, gathered copies and gradients after a backward pass."""
     run = build(config)
     with run.data.train_loader(0, 0, run.device) as batches:
         run.model.backward([next(batches)], loss_scale=run.loss_scale.scale)
@@ -104,10 +104,16 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
 
 
 def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[float, list[int]]:
-    """Steps of one, two and one micro-batches whose gradients are exchanged late, and before the last of them one that
-    ends by an exception, in the forward pass of its second micro-batch. Which part of the gradients' bytes lies in
-    memory of the stream that computes, and two sums of the bits of each step's gradients. `own_stream`: all of them are
-    asked for on FSDP2's stream."""
+    """Run steps of one, two and one micro-batches with delayed gradient exchanges.
+
+    Before the last step, a step raises an exception in the forward pass of its second micro-batch.
+
+    Args:
+        own_stream: allocate all gradients on FSDP2's stream.
+
+    Returns:
+        The fraction of the gradients' bytes in memory of the compute stream, and two checksums of each step's gradients.
+    """
     device = prepare_process(config, dist.get_rank())
     config, _ = resolve_auto(config, detect_machine(config, device))
     run, sums, inside, total = build(config), [], 0, 0
@@ -145,7 +151,7 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
 
 
 def _bits_and_places(run: Run) -> tuple[list[int], int, int]:
-    """Two sums of the bits of all gradients; their bytes in memory of the current stream, and all."""
+    """Return two checksums of all gradients, their bytes in memory of the current stream, and all their bytes."""
     stream = torch.cuda.current_stream().cuda_stream
     segments = [
         range(each["address"], each["address"] + each["total_size"])
@@ -158,8 +164,8 @@ def _bits_and_places(run: Run) -> tuple[list[int], int, int]:
             total += grad.nbytes
             inside += grad.nbytes * any(grad.data_ptr() in segment for segment in segments)
             bits = grad.flatten().view(torch.int32).long()
-            places = torch.arange(1, len(bits) + 1, device=run.device)
-            sums += torch.stack([bits.sum(), (bits * places).sum()])
+            indices = torch.arange(1, len(bits) + 1, device=run.device)
+            sums += torch.stack([bits.sum(), (bits * indices).sum()])
     return sums.tolist(), inside, total
 
 
@@ -168,7 +174,7 @@ def _refuse(*part) -> None:
 
 
 def step_with_a_slow_rank(seconds: float) -> StepTimes:
-    """A measured step in which rank 0 computes for `seconds` and rank 1 waits for it in an all-reduce."""
+    """Measure a step in which rank 0 computes for `seconds` and rank 1 waits for it in an all-reduce."""
     import time
 
     world = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name)
@@ -183,8 +189,8 @@ def step_with_a_slow_rank(seconds: float) -> StepTimes:
 
 
 def links_between(device_type: str) -> dict[int, str]:
-    """What this rank's tensor-parallel peers are linked to it by."""
+    """Return the links to this rank's tensor-parallel peers."""
     parallel = ParallelConfig(tensor_model_parallel_size=dist.get_world_size())
     mesh = build_mesh(parallel, dist.get_world_size(), device_type)
-    places = gather_rank_locations(mesh, pick_device(device_type, dist.get_rank()))
-    return places[dist.get_rank()].links
+    locations = gather_rank_locations(mesh, pick_device(device_type, dist.get_rank()))
+    return locations[dist.get_rank()].links

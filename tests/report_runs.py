@@ -1,4 +1,4 @@
-"""Run folders as a trained run leaves them, and as a stranger might make them."""
+"""Run folders as a training run writes them, and hostile ones."""
 
 import json
 import math
@@ -13,7 +13,7 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 
 def run_folder(folder: Path, steps: int = 60, start: float = 8.0, spike: int = 41, evil: str = "") -> Path:
-    """Every kind of file that the report reads; `evil` stands in each name and text."""
+    """Write every kind of file that the report reads, with `evil` in each name and text."""
     records = [
         {
             "step": step,

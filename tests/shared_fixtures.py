@@ -15,8 +15,8 @@ from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import Pool
 
-torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-PLAIN_CPP = {  # what is compiled for a CPU: the same arithmetic, unoptimized, in a fraction of the compiler's time
+torch.set_num_threads(1)  # the models are too small for threads
+PLAIN_CPP = {  # unoptimized C++ for the CPU: the same arithmetic, compiled much faster
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "AOT_INDUCTOR_DEBUG_COMPILE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The working folder is an empty one, for the fixtures of the session and for what its processes start in."""
+    """Use an empty working folder for session fixtures and the processes that they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("nothing"))
         yield
@@ -35,13 +35,13 @@ def nothing_around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in its `tmp_path`: no name without a folder means something in the checkout."""
+    """Run every test in its `tmp_path`, so that relative paths never refer to the checkout."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four processes shared by every test; `pool.run(function, *args, size=2)` takes the first two."""
+    """Provide four processes shared by all tests; `pool.run(function, *args, size=2)` uses the first two."""
     open_forkserver()
     pool = Pool(4, timeout=600)
     yield pool
@@ -50,7 +50,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def pool_of_eight() -> Iterator[Pool]:
-    """For what four processes cannot show."""
+    """Provide eight processes, for layouts that need more than four."""
     open_forkserver()
     pool = Pool(8, timeout=600)
     yield pool
@@ -59,7 +59,7 @@ def pool_of_eight() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of an indexed dataset of 60 short documents, bytes with an end after each."""
+    """Write an indexed dataset of 60 short documents, as bytes with EOD; return its prefix."""
     folder = tmp_path_factory.mktemp("corpus")
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog"]
     texts = [" ".join(words[(i * j + j) % len(words)] for j in range(1, 12 + i % 9)) for i in range(60)]
@@ -74,7 +74,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(corpus, tmp_path) -> Iterator[Callable]:
-    """Trains: `run("name", section={key: value})` into tmp_path/name, a small GPT on the tiny corpus; its result."""
+    """Provide `run("name", section={key: value})`, which trains a small GPT into tmp_path/name; returns the result."""
 
     def run(name: str = "run", **sections):
         return megalith.train(configuration(corpus, tmp_path / name, **sections))
@@ -85,6 +85,6 @@ def run(corpus, tmp_path) -> Iterator[Callable]:
 
 @pytest.fixture
 def quick_compile() -> Iterator[None]:
-    """What is compiled here is forgotten behind the test, which no other one has to look through."""
+    """Reset torch.compile's caches after the test, so that they do not slow down later ones."""
     yield
     torch._dynamo.reset()

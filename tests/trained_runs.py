@@ -1,4 +1,4 @@
-"""Runs of a small GPT over the tiny corpus, and what they leave."""
+"""Runs of a small GPT on the tiny corpus, and their files."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def comparable(folder: Path) -> list[dict]:
-    """The metrics without what the clock says."""
+    """Return the metrics without times."""
     timed = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device")
     return [
         {key: value for key, value in record.items() if key not in timed}
@@ -35,5 +35,5 @@ def comparable(folder: Path) -> list[dict]:
 
 
 def stored(checkpoint: Path) -> dict[str, bytes]:
-    """Weights and optimizer state as they are on disk."""
+    """Return weights and optimizer state as stored on disk."""
     return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}

@@ -1,6 +1,8 @@
-"""Two steps of each kind of model, in the process that the tests' processes are forked from: what torch and the package
-make at their first use, each of those would make again, for a third of what a short job takes. Its memory is put into
-huge pages then: a fork copies their table, and one of 287 MB takes 6 ms of a processor so and 18 without."""
+"""Warm-up of the process that test processes are forked from: two steps of each kind of model.
+
+Initialization on first use would otherwise be repeated in every fork, a third of the time of a short job. Memory is
+then moved to huge pages, because a fork copies the page table: for 287 MB this takes 6 ms instead of 18.
+"""
 
 import ctypes
 import gc

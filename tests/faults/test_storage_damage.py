@@ -31,7 +31,9 @@ def load(config) -> tuple[int, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer, _ = started(config)
-    return trainer.step, [str(warning.message) for warning in caught if "newest intact checkpoint" in str(warning.message)]
+    return trainer.step, [
+        str(warning.message) for warning in caught if "newest intact checkpoint" in str(warning.message)
+    ]
 
 
 def refused(config) -> str:
