@@ -134,8 +134,8 @@ def _say_what_is_chosen(args: Arguments) -> None:
     from megalith.config.run import parse_overrides
     from megalith.planner.candidates import OFFLOADED, SEARCHED_DEFAULTS
 
-    given = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
-    chosen = [name for name in given if name in (*SEARCHED_DEFAULTS, *OFFLOADED, "train.micro_batch_size")]
+    settings = [f"{section}.{name}" for section, name, _ in parse_overrides(args.settings)]
+    chosen = [name for name in settings if name in (*SEARCHED_DEFAULTS, *OFFLOADED, "train.micro_batch_size")]
     if chosen:
         print(
             f"note: the plan ignores {', '.join(chosen)} and chooses them; `megalith plan show` evaluates one layout",

@@ -104,11 +104,11 @@ class Passes:
         near = max(self.node // stride, 1)  # ranks of the group per node, each with a network card
         return NETWORK, min(near * bytes_per_second(self.rates, NETWORK), inside)
 
-    def moves(self, kind: str, size: int, stride: int, sent: float) -> float:
+    def collective_time(self, kind: str, size: int, stride: int, sent: float) -> float:
         link, bandwidth = self.link(size, stride)
         if kind == "copy" and link == NETWORK:
             kind = "all_gather"
-        return self.rates.moves(kind, link, size, sent, bandwidth)
+        return self.rates.collective_time(kind, link, size, sent, bandwidth)
 
     def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
         """Return the seconds of the forward and the backward pass by part."""
@@ -144,8 +144,8 @@ class Passes:
                 forward[name] += seconds
         if (chunk.embedding or chunk.head) and self.tensor > 1:
             hidden = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
-            forward["tensor"] += self.moves("all_gather", self.tensor, 1, hidden)
-            backward["tensor"] += self.moves("reduce_scatter", self.tensor, 1, hidden)
+            forward["tensor"] += self.collective_time("all_gather", self.tensor, 1, hidden)
+            backward["tensor"] += self.collective_time("reduce_scatter", self.tensor, 1, hidden)
         return forward, backward
 
     def _recomputed(self, layers: int, head: bool) -> float:
@@ -304,7 +304,7 @@ class Passes:
         else:
             keys *= biased
         flops = 2 * self.tokens * keys * heads * (model.head_dim + values)
-        rates = self.rates.attends(seq, model.head_dim)
+        rates = self.rates.attention_flops(seq, model.head_dim)
         slower = DROPPED if model.attention_dropout else 1.0
         if self.masked and (window < seq or self.config.separates_documents):
             slower *= MASKED
@@ -432,7 +432,9 @@ class Passes:
     def _slowdown(self, kind: str, size: float) -> float:
         """Return by how much a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""
         shards = shard_size(self.parallel, self.world)
-        return GEMM_SLOWDOWN["NCCL"] * self.moves(kind, shards, self.tensor, size * (shards - 1) / shards)
+        return GEMM_SLOWDOWN["NCCL"] * self.collective_time(
+            kind, shards, self.tensor, size * (shards - 1) / shards
+        )
 
     def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         parallel = self.parallel
@@ -444,7 +446,7 @@ class Passes:
             sent = context_bytes(self.config, number) / token_fraction(self.config, number)
             kind = "copy" if "cp" in parallel.copy_engine_axes else "all_to_all"
             kind = kind if "a2a" in parallel.resolved_cp_comm_type else "all_gather"
-            whole = self.moves(kind, self.context, self.tensor, sent)
+            whole = self.collective_time(kind, self.context, self.tensor, sent)
             hidden = PING_PONG if parallel.overlaps else 1.0
             if parallel.resolved_cp_comm_type == "p2p":
                 hidden = GEMM_SLOWDOWN["NCCL"]
@@ -452,7 +454,7 @@ class Passes:
             back["context"] += hidden * whole * 2 / 3
         ep = parallel.expert_model_parallel_size
         if ep > 1 and number in self.expert_layers:
-            whole = self.moves(
+            whole = self.collective_time(
                 "all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config)
             )
             there["expert"] += whole / 2
@@ -463,7 +465,7 @@ class Passes:
         parallel = self.parallel
         part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
         kind = "copy" if "tp" in parallel.copy_engine_axes else "all_gather"
-        one = self.moves(kind, self.tensor, 1, part)
+        one = self.collective_time(kind, self.tensor, 1, part)
         if self.sequence > 1:  # all-gathers before linears (of FP8 codes), reduce-scatters after them
             gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
             again = 0 if parallel.save_gathered_inputs and not self.eager else gathers

@@ -1,8 +1,8 @@
-"""What a chip does in a second: measured (`megalith plan calibrate`), or another chip's by the ratio of datasheets.
+"""Rates of a chip, measured by `megalith plan calibrate` or scaled from another chip by the ratio of datasheets.
 
-A table has the rates of GEMMs by shape, of attention by shape, of collectives by kind, link, ranks and bytes, of the
-memory, and of the host that starts kernels. A time between measured points is interpolated: GEMMs and attention by the
-logarithms of their sizes, collectives by the bytes that a rank sends, above the largest measured ones at their rate.
+A table has the rates of GEMMs and attention by shape, of collectives by kind, link, ranks and bytes, of memory, and of
+kernel launches. Other sizes are interpolated: GEMMs and attention by the logarithms of their sizes, collectives by the
+bytes per rank. Beyond the largest measured collective its rate is used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megalith.hardware import DATASHEETS, GIGA, TERA, Datasheet, device_info
 from megalith.planner.topology import NVLINK, PCIE
 
 NETWORK = "network"
-HOP = {NVLINK: 1e-6, PCIE: 5e-6, NETWORK: 3e-6}  # seconds a rank of a ring adds to a collective
-START = 8e-6  # seconds before a collective moves anything
-TILE, SPLIT_K = (128, 256), 4096  # of a GEMM's output, that an SM makes at a time; of its inner dimension
+HOP = {NVLINK: 1e-6, PCIE: 5e-6, NETWORK: 3e-6}  # additional seconds per rank of a ring
+START = 8e-6  # latency of a collective, seconds
+TILE, SPLIT_K = (128, 256), 4096  # output tile of a GEMM per SM; inner dimension per split
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What stands around a chip: bytes/s that a GPU sends one way, and its memory as the driver counts it."""
+    """Links and memory of a chip. Bandwidths are per direction."""
 
     memory: float
-    """GB (10^9 bytes) that PyTorch can have."""
+    """GB (10^9 bytes) available to PyTorch."""
     inside: float
-    """GB/s to the other GPUs of its node, all together."""
+    """GB/s to all other GPUs of the node together."""
     outside: float
-    """GB/s of its own network card to other nodes."""
+    """GB/s of the GPU's network card to other nodes."""
     link: str = NVLINK
     processors: int = 132
     """SMs."""
@@ -66,7 +66,7 @@ WIRING: dict[str, Wiring] = {
     "NVIDIA GeForce RTX 5090": Wiring(33.7, 64, 3, PCIE, 170),
 }
 # fmt: on
-SHORT = {
+SHORT_NAMES = {
     "v100": "Tesla V100-SXM2-32GB",
     "a100": "NVIDIA A100-SXM4-80GB",
     "a100-40gb": "NVIDIA A100-SXM4-40GB",
@@ -75,54 +75,56 @@ SHORT = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100-80gb": "NVIDIA H100 80GB HBM3",
 }
-"""What a name leaves open; others are short without the maker: H800, L40S, RTX 4090."""
+"""Short names that are ambiguous. Other names are shortened by dropping the maker: H800, L40S, RTX 4090."""
 MAKER = ("nvidia", "tesla", "geforce")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """One chip's table."""
+    """Rates of one chip."""
 
     device: str
     source: str
-    """Where the figures are from, for whoever reads an answer."""
+    """Origin of the rates, printed with a plan."""
     matmuls: dict[str, list[list[float]]]
-    """dtype → [m, k, n, TFLOP/s] of an m × k matrix with a k × n one."""
+    """dtype → [m, k, n, TFLOP/s] of an m × k by k × n product."""
     attention: list[list[float]]
-    """[sequences, heads, sequence, head dim, forward, backward]: causal TFLOP/s, the matrix counted at half."""
+    """[sequences, heads, sequence length, head dim, forward TFLOP/s, backward TFLOP/s], causal: half of the matrix."""
     memory: float
     """GB/s, read plus written."""
     collectives: list[list[Any]]
-    """[kind, link, ranks, MB that a rank sends, ms]; kind: all_gather, reduce_scatter, all_to_all, copy (of a copy
-    engine)."""
+    """[kind, link, ranks, MB sent per rank, ms]; kind: all_gather, reduce_scatter, all_to_all, copy (copy engine)."""
     launch: float = 5.6
-    """Microseconds of the host for an operator."""
+    """Host microseconds per operator."""
     host_link: float = 50
     """GB/s between device and host, one way."""
     host_adam: float = 3.9
-    """10^9 parameters a second that the host's cores of a GPU update."""
+    """10^9 parameters per second that the CPU cores of one GPU update with Adam."""
     wiring: Wiring = field(default_factory=lambda: WIRING["NVIDIA H200"])
 
     def machine(self, gpus: int, gpus_per_node: int) -> Machine:
-        """What the ranks of a job on so many of these chips have between them, as a run would find it."""
+        """Return the machine that a run on `gpus` of these chips would detect."""
         per_host, memory = min(gpus_per_node, gpus), int(self.wiring.memory * 1e9)
         linked = self.wiring.link == NVLINK
         return Machine(per_host, compiled=True, nvlink=linked, memory=memory, ranks=gpus)
 
     def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
-        """Seconds of a GEMM; its rate is `factor` times the table's."""
+        """Return the seconds of a GEMM. `factor`: its rate relative to the table's."""
         if min(m, k, n) < 1:
             return 0.0
         return _matmul(self.key, m, k, n, dtype) / factor
 
-    def attends(self, seq: float, head_dim: int) -> tuple[float, float]:
-        """FLOP/s forward and backward of causal attention."""
-        return _attends(self.key, seq, head_dim)
+    def attention_flops(self, seq: float, head_dim: int) -> tuple[float, float]:
+        """Return the FLOP/s of causal attention, forward and backward."""
+        return _attention_flops(self.key, seq, head_dim)
 
-    def moves(self, kind: str, link: str, ranks: int, sent: float, bandwidth: float) -> float:
-        """Seconds of a collective of which each of `ranks` sends so many bytes.
+    def collective_time(self, kind: str, link: str, ranks: int, sent: float, bandwidth: float) -> float:
+        """Return the seconds of a collective.
 
-        `bandwidth`: bytes/s where the table does not have the link.
+        Args:
+            kind: all_gather, reduce_scatter, all_to_all or copy.
+            sent: bytes per rank.
+            bandwidth: bytes/s for links that the table does not have.
         """
         if ranks == 1 or sent <= 0:
             return 0.0
@@ -136,7 +138,7 @@ class Rates:
 
     @property
     def key(self) -> str:
-        """For a cache: a table that was measured again is another."""
+        """Key of the module's caches. A table that is measured again has another key."""
         _TABLES[self.device + self.source] = self
         return self.device + self.source
 
@@ -148,7 +150,7 @@ _TABLES: dict[str, Rates] = {}
 
 
 @cache
-def _attends(key: str, seq: float, head_dim: int) -> tuple[float, float]:
+def _attention_flops(key: str, seq: float, head_dim: int) -> tuple[float, float]:
     rows = _TABLES[key].attention
     forward, backward = _near([row[2:4] for row in rows], [row[4:6] for row in rows], (seq, head_dim))
     return forward * TERA, backward * TERA
@@ -156,10 +158,10 @@ def _attends(key: str, seq: float, head_dim: int) -> tuple[float, float]:
 
 @cache
 def _collectives(key: str, kind: str, link: str, ranks: int) -> list[tuple[float, float]]:
-    """Bytes that a rank sends, and seconds, as measured of the number of ranks that is nearest."""
+    """Return the measured (bytes per rank, seconds) for the nearest number of ranks."""
     rows = [row for row in _TABLES[key].collectives if row[:2] == [kind, link]]
-    near = min((row[2] for row in rows), key=lambda size: abs(math.log(size / ranks)), default=0)
-    return sorted((row[3] * 1e6, row[4] / 1e3) for row in rows if row[2] == near)
+    nearest = min((row[2] for row in rows), key=lambda size: abs(math.log(size / ranks)), default=0)
+    return sorted((row[3] * 1e6, row[4] / 1e3) for row in rows if row[2] == nearest)
 
 
 @cache
@@ -173,7 +175,7 @@ def _matmul(key: str, m: int, k: int, n: int, dtype: str) -> float:
 
 
 def _waves(rates: Rates, m: float, k: float, n: float) -> float:
-    """How full the SMs are: the tiles of the output, and where these are few of its inner dimension too."""
+    """Return the utilization of the SMs by the tiles of the output, or if that is better by split-K tiles."""
     tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
     at_once = rates.wiring.processors
     return max(
@@ -184,7 +186,7 @@ def _waves(rates: Rates, m: float, k: float, n: float) -> float:
 def _near(
     points: Sequence[Sequence[float]], values: Sequence[Sequence[float]], at: Sequence[float]
 ) -> list[float]:
-    """The mean of `values`, a point counting by the inverse square of its distance in logarithms."""
+    """Interpolate `values`, weighted by the inverse squared distance between logarithms."""
     weights = [
         1 / (sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(point, at)) + 1e-3) for point in points
     ]
@@ -194,21 +196,21 @@ def _near(
 
 
 def measured() -> Rates:
-    """The table that is shipped: the H200's."""
+    """Return the included table, measured on an H200."""
     return read_rates((files("megalith.planner") / "h200.json").read_text(encoding="utf-8"), "h200.json")
 
 
 def read_rates(text: str, name: str) -> Rates:
-    """A table that `calibrate` wrote. Raises ConfigError for anything else."""
+    """Read a table that `calibrate` wrote. Raises ConfigError for anything else."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
         requirements = ("device", "source", "matmuls", "attention", "memory", "collectives")
-        if missing := [name for name in requirements if not isinstance(found, dict) or name not in found]:
+        if missing := [name for name in requirements if not isinstance(content, dict) or name not in content]:
             raise ValueError(f"it has no {', '.join(missing)}")
-        wiring = found.pop("wiring", None)
+        wiring = content.pop("wiring", None)
         if wiring is None:
-            wiring = asdict(WIRING.get(found["device"], WIRING["NVIDIA H200"]))
-        table = Rates(**found, wiring=Wiring(**wiring))
+            wiring = asdict(WIRING.get(content["device"], WIRING["NVIDIA H200"]))
+        table = Rates(**content, wiring=Wiring(**wiring))
         if not table.matmuls["bf16"] or not table.attention:
             raise ValueError("it has no GEMMs in bf16 or no attention")
         _check_numbers(table)
@@ -220,7 +222,7 @@ def read_rates(text: str, name: str) -> Rates:
 
 
 def _check_numbers(table: Rates) -> None:
-    """Raises ValueError for a row that is not of its form, of numbers above 0."""
+    """Raise ValueError for a row with the wrong length or with values that are not above 0."""
     wiring = table.wiring
     rows = [(f"matmuls.{dtype}", row, 4) for dtype, rows in table.matmuls.items() for row in rows]
     rows += [("attention", row, 6) for row in table.attention]
@@ -245,10 +247,14 @@ def _check_numbers(table: Rates) -> None:
 
 
 def rates_of(device: str | None = None, device_json: str | Path | None = None) -> Rates:
-    """The rates of a chip by the driver's name, or a short one like H100 or RTX 4090; the H200's by default.
+    """Return the rates of a chip.
 
-    `device_json`: a file of `plan calibrate`, in place of a name. Raises ConfigError for both, and with the nearest
-    names for one that is not known.
+    Args:
+        device: the driver's name, or a short one like H100 or RTX 4090; None: H200.
+        device_json: a file written by `plan calibrate`, instead of a name.
+
+    Raises:
+        ConfigError: both are given, the file is invalid, or the name is unknown.
     """
     if device and device_json:
         raise ConfigError(
@@ -262,16 +268,16 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
             raise ConfigError(
                 f"{device_json} cannot be read: {error}; give a file of `plan calibrate`"
             ) from None
-    names = {_short(name): name for name in WIRING} | SHORT
+    names = {_short(name): name for name in WIRING} | SHORT_NAMES
     name = names.get(_short("H200" if device is None else device))
     shipped = measured()
     if name == shipped.device:
         return shipped
     if name is None:
-        near = nearest_of(_short(device).upper(), [name.upper() for name in names])
+        suggestions = nearest_of(_short(device).upper(), [name.upper() for name in names])
         raise ConfigError(
-            f"there is no GPU {device!r} in the planner's tables{near}; or measure it by `megalith plan calibrate` and "
-            "give the file as --device-json"
+            f"there is no GPU {device!r} in the planner's tables{suggestions}; or measure it by "
+            "`megalith plan calibrate` and give the file as --device-json"
         )
     return _by_ratio(shipped, name)
 
@@ -282,9 +288,9 @@ def _short(name: str) -> str:
 
 
 def _by_ratio(table: Rates, name: str) -> Rates:
-    """Another chip's rates: GEMMs and attention by its peak, memory by its bandwidth, links by NVLink's."""
+    """Scale the rates to another chip: GEMMs and attention by peak FLOP/s, memory and links by bandwidth."""
     here, there = DATASHEETS[table.device], DATASHEETS[name]
-    wiring, own = WIRING[name], table.wiring
+    wiring, measured_wiring = WIRING[name], table.wiring
     compute = _peak(there) / _peak(here)
     matmuls = {"bf16": [[*row[:3], row[3] * compute] for row in table.matmuls["bf16"]]}
     if there.fp8 is not None and here.fp8 is not None:
@@ -297,7 +303,7 @@ def _by_ratio(table: Rates, name: str) -> Rates:
         attention=[[*row[:4], row[4] * compute, row[5] * compute] for row in table.attention],
         memory=table.memory * there.bandwidth / here.bandwidth,
         collectives=[
-            [row[0], wiring.link, *row[2:4], row[4] * own.inside / wiring.inside]
+            [row[0], wiring.link, *row[2:4], row[4] * measured_wiring.inside / wiring.inside]
             for row in table.collectives
             if wiring.link == NVLINK or row[0] != "copy"
         ],
@@ -311,7 +317,7 @@ def _peak(sheet: Datasheet) -> float:
 
 
 def check_precision(config: RunConfig, rates: Rates) -> None:
-    """Raises ConfigError where the chip does not multiply in what the run asks for."""
+    """Raise ConfigError if the run uses FP8 and the chip has no FP8 matmuls."""
     if config.train.fp8_format is not None and "fp8" not in rates.matmuls:
         raise ConfigError(
             f"train.fp8_format is {config.train.fp8_format}, and {rates.device} has no FP8 matmuls; leave it out to "
@@ -320,10 +326,10 @@ def check_precision(config: RunConfig, rates: Rates) -> None:
 
 
 def peak_flops(rates: Rates, dtype: str) -> float | None:
-    """Dense FLOP/s by the datasheet; None where it is not known."""
+    """Return the datasheet's dense FLOP/s; None if unknown."""
     return device_info(rates.device).peak(dtype)
 
 
 def bytes_per_second(rates: Rates, link: str) -> float:
-    """What a GPU sends over a link where no collective was measured: nine tenths of the datasheet's."""
+    """Return the bytes/s of a link without measured collectives: 90 % of the datasheet."""
     return 0.9 * GIGA * (rates.wiring.outside if link == NETWORK else rates.wiring.inside)

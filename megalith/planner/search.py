@@ -1,10 +1,10 @@
-"""Every layout of a job that the trainer accepts and that fits the devices, by the time that a step takes.
+"""Search for the fastest layouts of a job that the trainer accepts and that fit the devices.
 
-The candidates are all sizes of tensor, context, pipeline and expert parallelism that divide the job, with chunks of
-layers, micro-batch sizes, ways to shard and ways to recompute. What a candidate may be is asked of the trainer's own
-rules. The model is counted once on the meta device; memory and time of a candidate are then arithmetic, with the
-pipeline's bubble by its formula. Recomputation is tried from the cheapest on, and ends with the first that fits. The
-best few are laid out in full and their pipelines simulated, with stages as unequal as they are.
+Candidates combine all sizes of tensor, context, pipeline and expert parallelism that divide the world size with
+pipeline splits, micro-batch sizes, sharding and recomputation. They are validated with the trainer's own checks. The
+model is counted once on the meta device; memory and time of a candidate are then arithmetic, with a formula for the
+bubble. Recomputation is tried in order of cost until a candidate fits. The best layouts are then computed in full, with
+simulated pipelines.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megalith.planner.rates import Rates, check_precision, peak_flops, rates_of
 from megalith.planner.step_time import step_time
 from megalith.progress import Progress
 
-SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
+SPARE = 0.98, 3e9  # usable fraction of the memory, because of fragmentation; bytes of libraries and contexts
 SHARDED = (PARALLEL + "data_parallel_sharding_strategy", PARALLEL + "fsdp_unsharded_layers")
-SIMULATED = 20  # of the best by formula
-DEEP = 8  # layers of a stage from which on full recomputation takes least
+MAX_SIMULATED = 20  # of the best layouts by formula
+DEEP = 8  # layers per stage from which full recomputation needs the least memory
 
 Assignment = list[list[Stage]]  # chunks of layers by pipeline rank
 
@@ -65,11 +65,23 @@ def plan(
     memory_gb: float | None = None,
     show_progress: bool = False,
 ) -> PlanResult:
-    """The layouts of `config`'s job on `gpus` devices, the fastest first; its own layout is not looked at.
+    """Search the fastest layouts of a job on `gpus` devices. The layout in `config` is ignored.
 
-    `device`: the driver's name or a short one like H100; None: the H200, whose rates were measured. `memory_gb`: of a
-    device (10^9 bytes) that the job may take; None: what it has. Raises ConfigError for a name that is not known, and
-    where a model cannot be trained in any layout: with the trainer's own sentence.
+    Args:
+        config: the job.
+        gpus: number of devices.
+        device: the driver's name or a short one like H100; None: H200, whose rates were measured.
+        gpus_per_node: devices per node.
+        top: number of layouts to return.
+        rates: rates of the chip, instead of `device`.
+        memory_gb: memory per device that the job may use, in 10^9 bytes; None: all of it.
+        show_progress: show a progress bar.
+
+    Returns:
+        The layouts, fastest first.
+
+    Raises:
+        ConfigError: the device is unknown, or no layout can train the model (with the trainer's message).
     """
     require_run_config(config, "megalith.plan")
     if gpus < 1 or gpus_per_node < 1:
@@ -88,9 +100,9 @@ def plan(
             search.run_again(smaller, top)
     if not answer.tried:
         least = least_batch(config, gpus, gpus_per_node)
-        known = answer.refused and config.train.global_batch_size >= least
-        raise ConfigError(answer.refused.most_common(1)[0][0] if known else _too_few(answer, least))
-    finalists = heapq.nsmallest(max(SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
+        has_message = answer.refused and config.train.global_batch_size >= least
+        raise ConfigError(answer.refused.most_common(1)[0][0] if has_message else _too_few(answer, least))
+    finalists = heapq.nsmallest(max(MAX_SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
     exact = []
     with Progress("simulate", len(finalists), "layouts", show=show_progress) as progress:
         for each in finalists:
@@ -104,8 +116,10 @@ def plan(
 
 
 def _distinct(layouts: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:
-    """Without those that take the same time and memory as one before, of which they differ in what is sharded alone:
-    `optim_grads_params` with every layer gathered is `optim_grads`."""
+    """Yield the layouts without duplicates: same time and memory, and settings that differ only in sharding.
+
+    For example, `optim_grads_params` with all layers kept gathered equals `optim_grads`.
+    """
     seen = set()
     for each in layouts:
         others = each.config.model_dump()
@@ -127,7 +141,7 @@ def _too_few(answer: PlanResult, least: int) -> str:
 
 
 def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
-    """Of a device, for what the estimate counts; `memory_gb`: at most. Raises ConfigError for more than it has."""
+    """Return the usable bytes per device, at most `memory_gb`. Raises ConfigError if the device has less."""
     share, libraries = SPARE
     usable = rates.wiring.memory * 1e9 * share - libraries
     if memory_gb is None:
@@ -143,7 +157,7 @@ def usable_bytes(rates: Rates, memory_gb: float | None = None) -> float:
 def planned(
     config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8, memory_gb: float | None = None
 ) -> PlannedLayout:
-    """The layout that `config` says, in full. Raises ConfigError where the trainer refuses it."""
+    """Evaluate the layout in `config`. Raises ConfigError if the trainer rejects it."""
     check_layout(config, gpus)
     check_optimizer(config.optim)
     check_precision(config, rates)
@@ -154,19 +168,19 @@ def planned(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What the trainer takes, before it is known what is recomputed."""
+    """A candidate that the trainer accepts, before recomputation is chosen."""
 
     chosen: RunConfig
-    """With what is fastest for `auto`."""
+    """Configuration with every speed-related `auto` resolved."""
     assignment: Assignment
     settings: dict[str, Any]
     ways: list[dict[str, Any]]
-    """To recompute, from the cheapest on."""
+    """Ways to recompute, in order of cost."""
 
 
 class _Search:
     def __init__(self, answer: PlanResult, limited: bool = False, show_progress: bool = False):
-        """`limited`: to less than the devices have, which the run itself would not know of."""
+        """`limited`: the memory is limited to less than the devices have, which the run itself does not know."""
         self.answer, self.config, self.show_progress = answer, answer.config, show_progress
         self.limited = limited
         self.world, self.rates = answer.gpus, answer.rates
@@ -179,7 +193,7 @@ class _Search:
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
         self.without_state: list[tuple[float, _Candidate]] = []
-        """Those of which nothing has fitted, with the bytes that they take at least beside the optimizer's state."""
+        """(smallest memory without optimizer state, candidate) of the candidates of which nothing fits."""
         self.tight = False
         self.clean = self.config.with_settings(SEARCHED_DEFAULTS | {"optim.optimizer_cpu_offload": False})
         on_rank = self.meta.on_rank(self.clean.parallel)
@@ -188,11 +202,11 @@ class _Search:
             saved_activations(on_rank, number, recomputed=["mlp_act"]) < saved_activations(on_rank, number)
             for number in on_rank.kinds(every)
         )
-        # Not where every MLP is of experts.
+        # ACTIVATIONS saves nothing if every MLP consists of experts.
         self.ways = [way for way in RECOMPUTED if saves or way is not ACTIVATIONS]
 
     def run(self) -> None:
-        """Tries every candidate."""
+        """Try every candidate."""
         every = list(candidates(self.config, self.world, self.answer.gpus_per_node))
         with Progress("plan", len(every), "candidates", show=self.show_progress) as progress:
             for settings in every:
@@ -201,8 +215,12 @@ class _Search:
                 progress.add()
 
     def run_again(self, more: Mapping[str, Any], nearest: int) -> None:
-        """With these settings, which make the optimizer's state smaller: tries the candidates that would fit without
-        any, and so many of the others that come nearest."""
+        """Try candidates again with settings that reduce the optimizer state.
+
+        Args:
+            more: the settings.
+            nearest: number of candidates to try of those that would not fit even without optimizer state.
+        """
         every = list(self.without_state)
         sizes = sorted(least for least, _ in every)
         most = max(sizes[: bisect(sizes, self.answer.usable) + nearest], default=0)
@@ -213,7 +231,7 @@ class _Search:
         self.without_state = every
 
     def _candidate(self, settings: dict[str, Any]) -> _Candidate | None:
-        """None where the trainer refuses it."""
+        """Return a candidate; None if the trainer rejects it."""
         try:
             chosen, _ = resolve_auto(self.clean.with_unvalidated(settings), self.machine)
             assignment = assign_layers(chosen.model, chosen.parallel)
@@ -225,26 +243,28 @@ class _Search:
         return _Candidate(chosen, assignment, settings, ways)
 
     def _recompute(self, candidate: _Candidate) -> None:
-        """Tries the ways to recompute, until one fits, and what is cheap also where layers are gathered again. Of a
-        stage with many layers the last takes least, so where it does not fit, the others need not be tried; after a
-        layout of which none has fitted it comes first."""
+        """Try the ways to recompute until one fits; cheap ways also if FSDP layers are gathered again.
+
+        With many layers per stage, full recomputation needs the least memory: if it does not fit, no other way is
+        tried. After a candidate of which nothing fits, it is tried first.
+        """
         *ways, full = candidate.ways
-        dearer = [{}, *CHEAP[:-1]]  # with layers gathered again than the next way without
+        slower = [{}, *CHEAP[:-1]]  # with layers gathered again slower than the next way without
         attempt = partial(self._try, candidate)
         layers = self.config.model.num_layers // candidate.chosen.parallel.pipeline_model_parallel_size
-        ask, least = layers >= DEEP, None
+        try_full, least = layers >= DEEP, None
         first = len(self.too_large)
-        if ask and self.tight:
-            ask, least = False, attempt(full)
+        if try_full and self.tight:
+            try_full, least = False, attempt(full)
         for way in ways:
             if least is not None and not least.fits:
                 break
             layout = attempt(way)
             fits = layout is not None and self._count(layout)
-            if fits and not (way in dearer and _regathers(layout)):
+            if fits and not (way in slower and _regathers(layout)):
                 return
-            if ask and layout is not None:
-                ask, least = False, attempt(full)
+            if try_full and layout is not None:
+                try_full, least = False, attempt(full)
         least = least or attempt(full)
         self.tight = least is not None and not self._count(least)
         tried = self.too_large[first:]
@@ -252,17 +272,17 @@ class _Search:
             self.without_state.append((min(map(_without_state, tried)), candidate))
 
     def _count(self, layout: PlannedLayout) -> bool:
-        """Whether it fits."""
+        """Record a layout and return True if it fits."""
         self.answer.tried += 1
         self.answer.fitting += layout.fits
         (self.found if layout.fits else self.too_large).append(layout)
         return layout.fits
 
     def _try(self, candidate: _Candidate, way: dict[str, Any]) -> PlannedLayout | None:
-        """By arithmetic; None where the trainer refuses it."""
-        named = {PARALLEL + name: value for name, value in way.items()}
+        """Return a layout by formula; None if the trainer rejects it."""
+        recomputation = {PARALLEL + name: value for name, value in way.items()}
         try:
-            config = candidate.chosen.with_unvalidated(named)
+            config = candidate.chosen.with_unvalidated(recomputation)
             check_parallel(config, self.world)
             check_fp8(config)
         except ConfigError as error:
@@ -271,7 +291,7 @@ class _Search:
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         config, memory = self._gathered(config, candidate.assignment, micro_batches)
-        settings = candidate.settings | named
+        settings = candidate.settings | recomputation
         if max(each.total for each in memory) > self.answer.usable:
             return PlannedLayout(config, settings, self.world, memory)
         return self._timed(config, settings, memory, exact=False)
@@ -287,7 +307,7 @@ class _Search:
     def _gathered(
         self, config: RunConfig, assignment: Assignment, micro_batches: int
     ) -> tuple[RunConfig, list[MemoryEstimate]]:
-        """With fsdp_unsharded_layers as the trainer chooses it."""
+        """Resolve fsdp_unsharded_layers as the trainer does, and return the memory."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
         if not auto or config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
             return config, self._memory(config, assignment, micro_batches)
@@ -308,9 +328,9 @@ class _Search:
         return keeping(number)
 
     def _memory(self, config: RunConfig, assignment: Assignment, micro_batches: int) -> list[MemoryEstimate]:
-        """Of the ranks that may be the fullest: the first, which holds most, the second, the last with the head."""
+        """Estimate the ranks that may need the most memory: the first, the second, and the last with the head."""
         parallel, meta = config.parallel, self.meta.on_rank(config.parallel)
-        ranks, found = len(assignment), []
+        ranks, estimates = len(assignment), []
         for rank in sorted({0, min(1, ranks - 1), ranks - 1}):
             chunks = assignment[rank]
             layers = len(layers_of(config.model, chunks))
@@ -320,11 +340,11 @@ class _Search:
                 form = Schedule(kind, ranks, micro_batches, virtual, ranks, [])
                 held = -(-in_flight_bound(form, rank) * layers // virtual)
             estimate = StageMemory(config, meta, self.world, chunks, held, micro_batches > 1)
-            found.append(estimate.estimate())
-        return found
+            estimates.append(estimate.estimate())
+        return estimates
 
     def exact(self, layout: PlannedLayout) -> PlannedLayout | None:
-        """The same, every stage laid out and the pipeline simulated; None where the trainer refuses it after all."""
+        """Evaluate a layout in full, with a simulated pipeline; None if the trainer rejects it after all."""
         try:
             check_layout(layout.config, self.world)
         except ConfigError as error:
@@ -335,11 +355,13 @@ class _Search:
     def laid_out(self, config: RunConfig, settings: dict[str, Any]) -> PlannedLayout:
         if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
-        asked = config
+        unresolved = config
         config, _ = with_auto(config, self.world, self.machine, self.meta)
         if self.limited and settings:
-            whole = self.rates.machine(self.world, self.answer.gpus_per_node)
-            settings = settings | _by_memory(with_auto(asked, self.world, whole, self.meta)[0], config)
+            unlimited = self.rates.machine(self.world, self.answer.gpus_per_node)
+            settings = settings | _by_memory(
+                with_auto(unresolved, self.world, unlimited, self.meta)[0], config
+            )
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)
@@ -360,7 +382,7 @@ class _Search:
 
 
 def _regathers(layout: PlannedLayout) -> bool:
-    """Whether FSDP frees some layers and gathers them again."""
+    """Return True if FSDP frees some layers and gathers them again."""
     parallel = layout.config.parallel
     chunks = (chunk for chunks in assign_layers(layout.config.model, parallel) for chunk in chunks)
     freed = parallel.unsharded_layers < max(len(chunk.layers) for chunk in chunks)
@@ -371,14 +393,16 @@ def _without_state(layout: PlannedLayout) -> int:
     return max(each.total - each.optimizer for each in layout.memory)
 
 
-def _by_memory(whole: RunConfig, limited: RunConfig) -> dict[str, Any]:
-    """What was chosen otherwise than for a device's whole memory."""
-    found = {}
+def _by_memory(unlimited: RunConfig, limited: RunConfig) -> dict[str, Any]:
+    """Return the settings chosen differently because memory is limited."""
+    settings = {}
     for paths in BY_MEMORY:
-        by_memory, by_less = ({path: _value(config, path) for path in paths} for config in (whole, limited))
+        by_memory, by_less = (
+            {path: _value(config, path) for path in paths} for config in (unlimited, limited)
+        )
         if by_less != by_memory:
-            found |= by_less
-    return found
+            settings |= by_less
+    return settings
 
 
 def _value(config: RunConfig, path: str) -> Any:
@@ -394,22 +418,24 @@ def longest_sequence(
     memory_gb: float | None = None,
     show_progress: bool = False,
 ) -> PlanResult | None:
-    """The answer for the longest sequence, a multiple of 1,024, of which some layout fits; the tokens of a step stay
-    about as many. None where not even 1,024 tokens fit."""
+    """Return the plan for the longest sequence that fits, a multiple of 1,024 tokens; None if 1,024 do not fit.
+
+    The tokens per step stay about the same.
+    """
     tokens = config.train.global_batch_size * config.data.seq_length
 
     def fitting(blocks: int) -> PlanResult | None:
         seq = 1024 * blocks
         positions = max(seq, config.model.max_position_embeddings or 0)
         batch = max(2 ** max(tokens // seq, 1).bit_length() // 2, 1)
-        asked = {
+        settings = {
             "data.seq_length": seq,
             "model.max_position_embeddings": positions,
             "train.global_batch_size": batch,
         }
         try:
             options = dict(rates=rates, gpus_per_node=gpus_per_node, memory_gb=memory_gb)
-            found = plan(config.with_settings(asked), gpus, top=1, **options)
+            found = plan(config.with_settings(settings), gpus, top=1, **options)
         except ConfigError:
             return None
         finally:
@@ -430,19 +456,19 @@ def longest_sequence(
 
 
 def with_batch(config: RunConfig, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """With another sequence length and batch; positions that are too few for the length are raised."""
-    asked: dict[str, Any] = {}
+    """Return `config` with another sequence length and batch size. Raises max_position_embeddings if needed."""
+    settings: dict[str, Any] = {}
     if seq_length is not None:
-        asked["data.seq_length"] = seq_length
+        settings["data.seq_length"] = seq_length
         if (config.model.max_position_embeddings or 0) < seq_length:
-            asked["model.max_position_embeddings"] = seq_length
+            settings["model.max_position_embeddings"] = seq_length
     if global_batch_size is not None:
-        asked["train.global_batch_size"] = global_batch_size
-    return config.with_settings(asked)
+        settings["train.global_batch_size"] = global_batch_size
+    return config.with_settings(settings)
 
 
 def preset_config(preset: str, gpus: int, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """A pre-training job of a preset in bf16: its sequence up to 8,192 tokens, a sequence for every eight GPUs."""
+    """Return a bf16 pretraining job of a preset. Defaults: up to 8,192 tokens per sequence, a sequence per 8 GPUs."""
     config = RunConfig.from_tree(
         {
             "model": {"preset": preset},

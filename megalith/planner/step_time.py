@@ -132,7 +132,7 @@ def _durations(
     parallel = passes.parallel
     between = passes.world // parallel.pipeline_model_parallel_size
     link, bandwidth = passes.link(2, between)
-    p2p = passes.rates.moves("copy", link, 2, hidden_bytes(passes.config), bandwidth)
+    p2p = passes.rates.collective_time("copy", link, 2, hidden_bytes(passes.config), bandwidth)
     stages = [chunks[c] for c in range(len(work[0])) for chunks in work]
     split = 0.5 if zero else 1.0
     return [Durations(f.total(), split * b.total(), (1 - split) * b.total(), p2p=p2p) for f, b in stages]
@@ -151,27 +151,31 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
     if ranks > 1 and passes.fsdp:
         gathered = 2 * dense * (1 - passes.freed)
         reduced = ends if each else trained
-        seconds = passes.moves(
+        seconds = passes.collective_time(
             "all_gather", shards, passes.tensor, (gathered + 4 * ends) * (shards - 1) / shards
         )
-        seconds += passes.moves("reduce_scatter", shards, passes.tensor, 4 * reduced * (shards - 1) / shards)
+        seconds += passes.collective_time(
+            "reduce_scatter", shards, passes.tensor, 4 * reduced * (shards - 1) / shards
+        )
         times["elementwise"] += (
             GATHERING * (gathered / 2) + REDUCING * (0 if each else dense)
         ) / passes.streams
     else:
-        seconds = 2 * passes.moves(
+        seconds = 2 * passes.collective_time(
             "all_gather", ranks, passes.tensor, 4 * trained * (ranks - 1) / max(ranks, 1)
         )
     copies = ranks // shards if passes.fsdp else 1
     if copies > 1:
         stride = passes.tensor * shards
-        seconds += 2 * passes.moves(
+        seconds += 2 * passes.collective_time(
             "all_gather", copies, stride, 4 * trained / shards * (copies - 1) / copies
         )
     replicas = expert_data_parallel_size(parallel, passes.world) if experts and not adapters else 1
     if replicas > 1:
         stride = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-        seconds += 2 * passes.moves("all_gather", replicas, stride, 4 * experts * (replicas - 1) / replicas)
+        seconds += 2 * passes.collective_time(
+            "all_gather", replicas, stride, 4 * experts * (replicas - 1) / replicas
+        )
     # Overlaps the last backward pass (and the first forward pass if parameters are gathered).
     times["data"] += max(GEMM_SLOWDOWN["NCCL"] * seconds, seconds - backward)
     state = (adapters or dense + ends) / shards + (
