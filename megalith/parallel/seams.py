@@ -1,9 +1,8 @@
-"""All that parallelism may put into a model's modules, and the one way to do it.
+"""The seams of a model: the attributes of its modules that parallelism may replace, and the function that does it.
 
-A module of models/ is single-device PyTorch. Where an axis has something to say it has a seam: an attribute that holds
-a function or an object, plain to begin with. `plug` puts another one there, and refuses what is not listed here. What a
-pass alone decides (whether its tokens are sharded, in how many micro-batches they go side by side) is no seam: it
-stands in the pass's Context, where Transformer.pass_layout has put it.
+A module of models/ is single-device PyTorch. A seam is an attribute that holds a function or an object, by default the
+single-device one. `plug` replaces it, and rejects attributes that are not listed here. Properties of a single pass,
+such as whether its tokens are sharded, are not seams: Transformer.pass_layout puts them into the pass's Context.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from megalith.models.vocabulary import Embedding
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
-        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
-        "runner": "how a list of layers is run: (layers, x, context) → x",
+        "pass_layout": "sharding of the tokens of a pass: (tokens, trains=, has_position_ids=) → PassLayout",
+        "runner": "runs a list of layers: (layers, x, context) → x",
         "shard_sequence": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "reduce_sequence": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
         "embedding": "None where another pipeline stage has it",
@@ -60,46 +59,57 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Linear: {
         "gemm": "the three matmuls: a Gemm of ops/gemm.py",
         "style": "the matmul and its collectives: (x, weight, bias, gemm, context) → y",
-        "rows": "the rows of weight and bias that are used here: (parameter) → rows of it",
+        "rows": "selects the rows of weight and bias that this rank uses: (parameter) → rows",
     },
-    MLP: {"activation": "what is made of fc1's result for fc2: (y, bias) → x"},
+    MLP: {"activation": "maps the output of fc1 to the input of fc2: (y, bias) → x"},
     GroupedLinear: {
         "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
-        "first_row": "the number of the first row of the bias here among all",
-        "step_cast": "weight and bias as `cast` gives them, for all passes of a step; None between steps",
+        "first_row": "index of the local bias's first row in the global bias",
+        "step_cast": "result of `cast` for all passes of a step; None between steps",
     },
     Attention: {
-        "core": "attention of queries over keys and values, as ops.attention_core.attention",
-        "heads": "which query heads are here: Heads",
+        "core": "core attention, with the signature of ops.attention_core.attention",
+        "heads": "the local query heads: Heads",
     },
-    RelativeBias: {"scores": "of which heads and places: (weight [buckets, heads], places, layout) → both"},
-    LatentAttention: {"gather": "what every rank's heads use alike, of all tokens: (x, context) → x"},
-    HeadsNorm: {"total": "the sum over the ranks' heads: (squares) → squares"},
-    Runnable: {"runner": "how a part of a layer is run: (method, *args) → its result"},
+    RelativeBias: {
+        "scores": "selects local heads, and token indices: (weight [buckets, heads], token_index, layout) → both"
+    },
+    LatentAttention: {"gather": "gathers all tokens of inputs that all heads share: (x, context) → x"},
+    HeadsNorm: {"total": "sums over the heads of all ranks: (squares) → squares"},
+    Runnable: {"runner": "runs a part of a layer: (method, *args) → its result"},
     Router: {"local_tokens": "the shard of a micro-batch's tokens on this rank: a LocalTokens"},
-    MoE: {"dispatch": "how tokens and experts come together: a Dispatch"},
+    MoE: {"dispatch": "sends tokens to experts and back: a Dispatch"},
     Adapter: {
-        "gather": "what B takes of A's result: (low, context) → low",
-        "first_column": "the number of A's first column among all",
-        "scaling": "what its result is multiplied by: 0 switches it off",
+        "gather": "gathers or reduces the output of A for B: (low, context) → low",
+        "first_column": "index of the first local column of A in the global A",
+        "scaling": "factor of the adapter's output; 0 turns it off",
     },
     QKVAdapter: {"heads": "as Attention's"},
 }
 
 
 def plug(module: nn.Module, seam: str, value: Any) -> None:
-    """Puts `value` into a seam of `module`. Raises SeamError where there is none of this name."""
+    """Replace a seam of `module` by `value`.
+
+    Args:
+        module: the module, of a class in SEAMS.
+        seam: name of the attribute.
+        value: its new value.
+
+    Raises:
+        SeamError: the class has no such seam.
+    """
     kinds = [kind for kind in SEAMS if isinstance(module, kind)]
     if not any(seam in SEAMS[kind] for kind in kinds):
-        known = sorted({name for kind in kinds for name in SEAMS[kind]})
+        seams = sorted({name for kind in kinds for name in SEAMS[kind]})
         raise SeamError(
-            f"a {type(module).__name__} has no seam {seam!r}: it has {', '.join(known) or 'none'}; declare it in "
+            f"a {type(module).__name__} has no seam {seam!r}: it has {', '.join(seams) or 'none'}; declare it in "
             "megalith/parallel/seams.py and give the module a plain one, or use one of these"
         )
     setattr(module, seam, value)
 
 
 def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Puts a shard, a DTensor or a plain tensor, in the place of one of the module's own parameters."""
+    """Replace one of the module's own parameters by a DTensor or a local tensor."""
     assert name in dict(module.named_parameters(recurse=False)), f"{type(module).__name__} has no {name}"
     setattr(module, name, parameter)

@@ -1,6 +1,6 @@
 """Local shards of parameters, for the optimizer and for checkpoints.
 
-A parameter is a DTensor, of which this rank holds a shard, or a plain tensor, which this rank holds in full. The
+A parameter is either a DTensor with a shard on this rank, or a plain tensor that this rank holds in full. The
 optimizer updates plain parameters that share storage with the shards, which is six times faster than updating DTensors.
 A checkpoint stores each shard once. If several ranks hold the same shard, one of them owns it and counts it in the
 gradient norm.

@@ -1,6 +1,6 @@
 """Search for the parameters at which NaN or Inf first appears in a rank's own gradients.
 
-After a step, a gradient is a sum over ranks, so NaN in it does not tell which rank it came from. Therefore the backward
+After a step, a gradient is a sum over ranks, so NaN in it does not show which rank it came from. Therefore the backward
 pass is repeated with a hook on every parameter that sees the gradient of this rank alone. A backward pass runs from the
 loss to the embedding and propagates NaN, so the first parameter found is the nearest to its origin.
 """

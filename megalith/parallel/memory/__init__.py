@@ -1,1 +1,1 @@
-"""What trades time for memory: recomputation and offloaded activations."""
+"""Recomputation and offloading of activations, which trade time for memory."""

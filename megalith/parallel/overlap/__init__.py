@@ -1,1 +1,1 @@
-"""What hides communication behind computation; imported when asked for."""
+"""Overlap of communication with computation. Imported only if a run uses it."""
