@@ -171,7 +171,7 @@ def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
             if name in values and not needs.strict:
                 value, outer = values.pop(name), "" if "." in needs.path else f"{section}."
                 setting = f"{section}.{name}" if isinstance(value, bool) else f"{section}.{name} {value}"
-                notes.append(f"{setting} changes nothing: it takes {outer}{needs}".removesuffix(" true"))
+                notes.append(f"{setting} has no effect: it requires {outer}{needs}".removesuffix(" true"))
     return notes
 
 
