@@ -96,15 +96,15 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
-def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(name: str, choices: Iterable[str], count: int = 3) -> str:
     """Return `; did you mean 'lr_decay_style'?`, or an empty string if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(choices), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
-def nearest_of(name: str, known: Collection[str]) -> str:
+def nearest_of(name: str, choices: Collection[str]) -> str:
     """Return `; did you mean 'gpt2'? (known: gpt2, …)`, or `; known: gpt2, …` if no known name is similar."""
-    names, near = ", ".join(known), did_you_mean(name, known)
+    names, near = ", ".join(choices), did_you_mean(name, choices)
     return f"{near} (known: {names})" if near else f"; known: {names}"
 
 

@@ -46,8 +46,8 @@ def open_location(path: str | Path | StorePath) -> Path | StorePath:
     if url.scheme == "file":
         return Path(unquote(url.path))
     if url.scheme not in STORES or not url.netloc:
-        known = ", ".join(f"{scheme}://" for scheme in ("file", *STORES))
-        raise ConfigError(f"{path} is not a supported URL; give one of {known} with a bucket")
+        schemes = ", ".join(f"{scheme}://" for scheme in ("file", *STORES))
+        raise ConfigError(f"{path} is not a supported URL; give one of {schemes} with a bucket")
     if find_spec(STORES[url.scheme]) is None:
         raise ConfigError(
             f"{path} needs {STORES[url.scheme]}, which is not installed: {install_line('remote')}"

@@ -112,7 +112,7 @@ def gradients_of_late_exchanges(config: RunConfig, own_stream: bool) -> tuple[fl
         own_stream: allocate all gradients on FSDP2's stream.
 
     Returns:
-        The fraction of the gradients' bytes in memory of the compute stream, and two checksums of each step's gradients.
+        The fraction of the gradients' bytes in memory of the compute stream, and two checksums per step.
     """
     device = prepare_process(config, dist.get_rank())
     config, _ = resolve_auto(config, detect_machine(config, device))

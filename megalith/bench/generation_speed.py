@@ -84,8 +84,8 @@ def main() -> None:
             report(peer(config, dtype, batch, args), shape=args.shape, batch=batch, who="transformers")
 
 
-def report(result: dict, **what) -> None:
-    print(json.dumps(what | result), flush=True)
+def report(result: dict, **labels) -> None:
+    print(json.dumps(labels | result), flush=True)
 
 
 def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: argparse.Namespace) -> dict:

@@ -231,9 +231,9 @@ def _check_numbers(args: Arguments) -> None:
         raise ConfigError(
             f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; give 1 or more of each"
         )
-    for name, least in (("grace", 1), ("max_restarts", 0), ("cpus", 1), ("efa", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
+    for name, minimum in (("grace", 1), ("max_restarts", 0), ("cpus", 1), ("efa", 0)):
+        if (value := getattr(args, name)) is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
 
 
 def _step(option: str, text: str) -> tuple[str, ...]:

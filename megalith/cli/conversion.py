@@ -93,8 +93,8 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "Convert weights between Hugging Face's format, Megatron's and ours; also python -m megalith.convert."
     )
     kinds = {"source": ("hf", "megatron", "megalith"), "target": ("hf", "megatron", "megalith")}
-    for side, choices in kinds.items():
-        parser.add_argument(f"--{side}", required=True, choices=choices)
+    for option, choices in kinds.items():
+        parser.add_argument(f"--{option}", required=True, choices=choices)
     parser.add_argument("--input-path", required=True, metavar="PATH", help="folder to read, or a hub name")
     parser.add_argument("--output-path", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--target-tp", "--tensor-model-parallel-size", "--tp", type=int, default=1, metavar="N",

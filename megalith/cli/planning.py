@@ -215,7 +215,7 @@ def run_goodput(args: Arguments) -> int:
     from megalith.planner.plan_text import goodput_table
 
     _refuse_nonsense(args, "gpus", "failures_per_gpu_hour", "disk", "store")
-    _refuse_nonsense(args, "stall", "notice", "start", least=0)
+    _refuse_nonsense(args, "stall", "notice", "start", minimum=0)
     config = _config(args, 8)
     costs = Costs(args.stall, args.notice, args.start, args.disk, args.store)
     results = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
@@ -223,14 +223,14 @@ def run_goodput(args: Arguments) -> int:
     return 0
 
 
-def _refuse_nonsense(args: Arguments, *names: str, least: float | None = None) -> None:
-    """Raise ConfigError for an argument that is neither above 0 nor equal to `least`."""
+def _refuse_nonsense(args: Arguments, *names: str, minimum: float | None = None) -> None:
+    """Raise ConfigError for an argument that is neither above 0 nor equal to `minimum`."""
     for name in names:
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
-            if value is None or (0 < value < float("inf") or value == least):
+            if value is None or (0 < value < float("inf") or value == minimum):
                 continue
-            bound = "above 0" if least is None else f"of {least} or more"
+            bound = "above 0" if minimum is None else f"of {minimum} or more"
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number {bound}")
 
 

@@ -260,9 +260,9 @@ LONGEST_REQUEST = 4096  # tokens: upper bound of the default data.seq_length
 
 
 def run_tasks(args: Arguments) -> int:
-    for name, least in (("limit", 1), ("num_fewshot", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
+    for name, minimum in (("limit", 1), ("num_fewshot", 0)):
+        if (value := getattr(args, name)) is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
     from megalith.bridge.folder import is_model_folder
     from megalith.bridge.load import config_of, model_of
     from megalith.bridge.origin import saved_tokenizer, tokenizer_of
@@ -389,8 +389,8 @@ def run_parity(args: argparse.Namespace) -> int:
                     f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True
                 )
     console.print(table(results))
-    for name, why in refused.items():
-        print(f"not run: {name}: {why}")
+    for name, reason in refused.items():
+        print(f"not run: {name}: {reason}")
     return _conclude(results)
 
 
@@ -432,7 +432,7 @@ def _verdict(result: Result) -> str:
     return "failed" if result.errors is None else "differs"
 
 
-def _why(result: Result) -> str:
+def _explain(result: Result) -> str:
     if result.errors is None:
         return result.failure
     return "; ".join([f"worst gradient {result.errors.worst_gradient}", *result.errors.different])
@@ -443,7 +443,7 @@ def _conclude(results: Sequence[Result]) -> int:
 
     unequal = [result for result in results if not result.equal]
     for result in unequal:
-        print(f"{result.name} {_verdict(result)}: {_why(result)}")
+        print(f"{result.name} {_verdict(result)}: {_explain(result)}")
     if unequal:
         raise TrainingError(
             f"{len(unequal)} of {len(results)} layouts differ from one process by more than {BOUND:g}: "

@@ -181,7 +181,7 @@ def check_within_nodes(config: RunConfig, gpus: int) -> list[str]:
     return []
 
 
-def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], who: str = "pods") -> list[str]:
+def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], users: str = "pods") -> list[str]:
     """Check that all paths of a run are on volumes, so that pods share them, or containers see them.
 
     Args:
@@ -209,13 +209,13 @@ def check_on_volumes(config: RunConfig, volumes: Sequence[tuple[str, str]], who:
             mounts = ", ".join(mount for _, mount in volumes) or "none"
             if setting in HUB_SETTINGS and is_hub_name(path) and not Path(path).exists():
                 notes.append(
-                    f"{setting} {path} is a name on the Hugging Face hub: each of the {who} downloads it, which needs "
-                    "a network connection, and HF_TOKEN in the environment if it is gated"
+                    f"{setting} {path} is a name on the Hugging Face hub: each of the {users} downloads it, which "
+                    "needs a network connection, and HF_TOKEN in the environment if it is gated"
                 )
                 continue
             raise ConfigError(
-                f"{setting} is {path}, which is on no volume of the {who} ({mounts}): it would be missing, or lost "
-                f"with them; give a path on a volume, --volume {'CLAIM' if who == 'pods' else 'FOLDER'}:/PATH"
+                f"{setting} is {path}, which is on no volume of the {users} ({mounts}): it would be missing, or lost "
+                f"with them; give a path on a volume, --volume {'CLAIM' if users == 'pods' else 'FOLDER'}:/PATH"
             )
     return notes
 
