@@ -61,7 +61,7 @@ def run_rollout(args: Arguments) -> int:
     from megalith.rl.rewards import Rewards
     from megalith.rl.rollout_data import absent_message, absent_rewards
     from megalith.rl.rollouts import Rollouts, save_rollouts
-    from megalith.rl.scored_groups import GroupRecord, sample_groups
+    from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
     from megalith.training.loading import load_with_tokenizer
 
     for option in ("limit", "num_generations", "rows"):

@@ -1,7 +1,7 @@
 """Extension points of GRPO: built-in losses, advantage estimators and rewards.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
-`path.py:object`. `megalith.rl.extensions` loads both.
+`path.py:object`. `megalith.rl.load_extension` loads both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 LOSSES: dict[str, str] = {  # rl.loss_type
     "dapo": "megalith.rl.losses.dapo:Dapo",
-    "grpo": "megalith.rl.losses.grpo:Grpo",
+    "grpo": "megalith.rl.losses.grpo_sequence_mean:Grpo",
     "dr_grpo": "megalith.rl.losses.dr_grpo:DrGrpo",
     "luspo": "megalith.rl.losses.luspo:Luspo",
     "cispo": "megalith.rl.losses.cispo:Cispo",

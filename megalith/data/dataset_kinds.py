@@ -16,9 +16,9 @@ from megalith.data.loader import Collate
 from megalith.data.tokenizers.tokenizer import Tokenizer
 
 DATASET_KINDS: dict[str, str] = {  # model.model_type → module:class
-    "gpt": "megalith.data.kinds.gpt:GPTKind",
-    "bert": "megalith.data.kinds.bert:BertKind",
-    "t5": "megalith.data.kinds.t5:T5Kind",
+    "gpt": "megalith.data.kinds.gpt_kind:GPTKind",
+    "bert": "megalith.data.kinds.bert_kind:BertKind",
+    "t5": "megalith.data.kinds.t5_kind:T5Kind",
 }
 
 

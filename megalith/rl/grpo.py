@@ -1,7 +1,7 @@
 """GRPO (`megalith grpo`): train a policy on completions that it samples, or on rollouts from files.
 
 Loop, optimizer, checkpoints and report are those of pre-training. This file has the task: data, loss, metrics and
-evaluation. Rollouts come from files (rollout_data.py) or are sampled (live_rollouts.py).
+evaluation. Rollouts come from files (rollout_data.py) or are sampled (sampling/).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
 from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
-from megalith.rl.live_rollouts import LiveRollouts
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
 from megalith.rl.reference import reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import FileRollouts, RolloutData
 from megalith.rl.rollouts import RolloutFiles
-from megalith.rl.scored_groups import prefixed
+from megalith.rl.sampling.live_rollouts import LiveRollouts
+from megalith.rl.sampling.scored_groups import prefixed
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 

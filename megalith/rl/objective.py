@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
-from megalith.rl.losses.base import load_loss
+from megalith.rl.losses.grpo_loss import load_loss
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 

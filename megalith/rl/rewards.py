@@ -30,7 +30,7 @@ import numpy as np
 
 from megalith.config.extensions import REWARDS
 from megalith.errors import DataError
-from megalith.rl.extensions import load_extension
+from megalith.rl.load_extension import load_extension
 from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import ground_truth
 from megalith.rl.reward_workers import RewardWorker

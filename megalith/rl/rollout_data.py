@@ -1,7 +1,7 @@
 """Micro-batches of a GRPO run, made from its rollouts.
 
 Rollout batch b is the b-th range of `global_batch_size` × `mini_batches` completions in complete groups, either read
-from files in order (starting over at the end) or sampled on demand (live_rollouts.py). It is trained on for
+from files in order (starting over at the end) or sampled on demand (sampling/). It is trained on for
 `steps_per_batch` steps; step s uses mini-batch s mod `mini_batches`. Every rank computes advantages from the full
 rollout batch. Log-probabilities of the old policy and of the reference come from forward passes before its first
 step.

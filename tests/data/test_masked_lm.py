@@ -11,7 +11,7 @@ from sentences import CASES, PIECES, SEED, SEQ, SPANS, ours, spans, words, write
 
 from megalith.config import RunConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.kinds.bert import masking_settings
+from megalith.data.kinds.bert_kind import masking_settings
 from megalith.data.masked_lm import Masking, WordPieces, make_bert_batch
 from megalith.data.mock_datasets import MockMaskedDataset
 from megalith.data.sentence_index import mersenne_twister_64

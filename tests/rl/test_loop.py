@@ -24,11 +24,11 @@ from megalith.report.report import Report
 from megalith.rl import GRPOTrainer
 from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.live_rollouts import LiveRollouts
 from megalith.rl.prompts import run_prompts
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_sampler import RolloutSampler
 from megalith.rl.rollouts import load_rollouts
+from megalith.rl.sampling.live_rollouts import LiveRollouts
+from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.training.build import prepare
 from megalith.training.run_state import Run
 from megalith.training.trainer import train
@@ -221,7 +221,7 @@ def test_what_a_user_sees(tmp_path, capsys, monkeypatch):
         "prompts.jsonl, line 5; 'q40' of ",
         "a reward logs the metric loss, a name that the run uses itself: it is logged as reward/loss",
         "step 1: the reward silent is None or NaN for all 8 completions and has no effect; correct",
-        "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and teaches",
+        "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and has no effect",
         "| drift 1.00000",
         "generation ",
         "tok/s/GPU",

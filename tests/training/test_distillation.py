@@ -159,7 +159,7 @@ def test_predictions_are_the_same_from_every_layout_and_go_on_where_they_ended(p
 
 
 def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_path):
-    with pytest.raises(DataError, match="sample 0 of this run is not the one"):
+    with pytest.raises(DataError, match="sample 0 of this run differs from the one"):
         job(stored(predictions, 6, train={"seed": 5}))
     short = tmp_path / "short"
     shutil.copytree(
@@ -205,7 +205,7 @@ def test_what_cannot_be_learned_from_is_refused(models, tmp_path):
     sizes = dict(vocab_size=LLAMA["vocab_size"], hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
                  intermediate_size=64)  # fmt: skip
     transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConfigError, match="has model_type bert, which does not predict the next token"):
+    with pytest.raises(ConfigError, match="has model_type bert, which does not predict next tokens"):
         start(config_of(models, distill={"teacher": str(tmp_path / "bert")}), DistillationTask())
     with pytest.raises(ConfigError, match=r"distill\.teacher .*nowhere"):
         start(config_of(models, distill={"teacher": str(tmp_path / "nowhere")}), DistillationTask())

@@ -1,5 +1,5 @@
 """Values of `rl.loss_type`, one file each, listed in config/extensions.py."""
 
-from megalith.rl.losses.base import GrpoLoss
+from megalith.rl.losses.grpo_loss import GrpoLoss
 
 __all__ = ["GrpoLoss"]

@@ -1,6 +1,6 @@
 """DAPO (Yu et al. 2025): PPO's clip, averaged over the tokens of the step."""
 
-from megalith.rl.losses.base import GrpoLoss
+from megalith.rl.losses.grpo_loss import GrpoLoss
 
 
 class Dapo(GrpoLoss):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalith.config.rl import RlConfig
-from megalith.rl.losses.base import GrpoLoss, count_sequences
+from megalith.rl.losses.grpo_loss import GrpoLoss, count_sequences
 
 
 class Luspo(GrpoLoss):

@@ -19,19 +19,19 @@ import numpy as np
 from megalith.generation.requests import Sampling
 from megalith.rl.advantages import ZERO_STD
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.phase_timer import PhaseTimer
 from megalith.rl.prompts import Prompt, Prompts
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import batch_advantages
 from megalith.rl.rollouts import PromptGroup
-from megalith.rl.scored_groups import (
+from megalith.rl.sampling.phase_timer import PhaseTimer
+from megalith.rl.sampling.scored_groups import (
     HELD_OUT_KEY,
     GroupRecord,
     QueuedBatch,
     held_out_metrics,
     sample_groups,
 )
-from megalith.rl.weight_sync import WeightSync
+from megalith.rl.sampling.weight_sync import WeightSync
 from megalith.training.run_state import Run
 
 CONSUMED = "prompts"  # counter of a checkpoint

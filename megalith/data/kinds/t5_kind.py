@@ -8,7 +8,7 @@ from megalith.data.blend import DatasetFactory
 from megalith.data.dataset import SampleDataset, split_ranges
 from megalith.data.dataset_kinds import DatasetKind
 from megalith.data.indexed import IndexedDataset
-from megalith.data.kinds.bert import masking_settings, require_tokenizer
+from megalith.data.kinds.bert_kind import masking_settings, require_tokenizer
 from megalith.data.mock_datasets import MockPairDataset
 from megalith.data.pairs import SPANS, SpanDataset, SpanTokens, make_t5_batch
 from megalith.data.tokenizers.tokenizer import Tokenizer

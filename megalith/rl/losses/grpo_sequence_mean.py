@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.rl import RlConfig
-from megalith.rl.losses.base import GrpoLoss, count_sequences
+from megalith.rl.losses.grpo_loss import GrpoLoss, count_sequences
 from megalith.rl.sequences import Sequences
 
 

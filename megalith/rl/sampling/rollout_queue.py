@@ -17,11 +17,11 @@ from typing import Any
 from megalith.generation.requests import Sampling
 from megalith.rl.engines.deadline import InThread
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.phase_timer import PhaseTimer
 from megalith.rl.prompts import Prompts
-from megalith.rl.rollout_sampler import RolloutSampler
-from megalith.rl.scored_groups import GroupRecord, QueuedBatch, decode_queue, encode_queue
-from megalith.rl.weight_sync import WeightSync
+from megalith.rl.sampling.phase_timer import PhaseTimer
+from megalith.rl.sampling.rollout_sampler import RolloutSampler
+from megalith.rl.sampling.scored_groups import GroupRecord, QueuedBatch, decode_queue, encode_queue
+from megalith.rl.sampling.weight_sync import WeightSync
 from megalith.training.run_state import Run
 
 QUEUE = "queue.json.zst"  # file name within a checkpoint

@@ -17,14 +17,14 @@ from typing import Any
 
 from megalith.report.line_writer import LineWriter
 from megalith.report.metrics import finite, truncate_after_step
-from megalith.rl.phase_timer import PhaseTimer
 from megalith.rl.prompts import Prompt, Prompts, policy_vocab_size
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_queue import RolloutQueue
-from megalith.rl.rollout_sampler import CONSUMED, LOGGED, RolloutSampler
 from megalith.rl.rollouts import PromptGroup, Rollouts, encode_rollouts, load_rollouts, save_rollouts
-from megalith.rl.scored_groups import prefixed
-from megalith.rl.weight_sync import WeightSync
+from megalith.rl.sampling.phase_timer import PhaseTimer
+from megalith.rl.sampling.rollout_queue import RolloutQueue
+from megalith.rl.sampling.rollout_sampler import CONSUMED, LOGGED, RolloutSampler
+from megalith.rl.sampling.scored_groups import prefixed
+from megalith.rl.sampling.weight_sync import WeightSync
 from megalith.training.run_state import Run
 
 CURRENT = "batch_{:08d}.jsonl.zst"  # file name of a rollout batch

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config.extensions import LOSSES
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError
-from megalith.rl.extensions import load_extension
+from megalith.rl.load_extension import load_extension
 from megalith.rl.sequences import Sequences
 
 

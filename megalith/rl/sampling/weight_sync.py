@@ -20,8 +20,8 @@ from megalith.rl.engines import engine_of
 from megalith.rl.engines.colocated_vllm import imported_vllm
 from megalith.rl.engines.json_http import ServerLost
 from megalith.rl.engines.rollout_engine import RolloutEngine, run_sampling
-from megalith.rl.phase_timer import PhaseTimer
 from megalith.rl.prompts import Prompt
+from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.training.run_state import Run
 
 VERSION = "engine_version"  # counter of a checkpoint
