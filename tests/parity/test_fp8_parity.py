@@ -231,7 +231,7 @@ def test_the_scale_of_a_tensor_is_that_of_all_ranks_that_hold_shards_of_it():
     apply_fp8(model, config, SimpleNamespace(**axes), torch.device("meta"), None)
     layer = model.layers["0"]
     assert layer.self_attention.linear_qkv.gemm.scaling.axes == (axes["tp"], axes["cp"])
-    cuts = [(fc.gemm.cut.size, fc.gemm.cut_gradient.size) for fc in layer.mlp.experts.children()]
+    cuts = [(fc.gemm.axis.size, fc.gemm.gradient_axis.size) for fc in layer.mlp.experts.children()]
     assert cuts == [(1, 4), (4, 1)]  # of what fc1 gives and fc2 takes
 
 

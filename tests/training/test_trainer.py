@@ -21,7 +21,7 @@ from megalith.parity.job import start
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, open_datasets, prepare
 from megalith.training.run_state import Run
-from megalith.training.trainer import Trainer, _saves_when, train
+from megalith.training.trainer import Trainer, _saves_at_end, train
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
@@ -277,7 +277,7 @@ def test_without_save_at_end_only_intervals_and_early_stops_save(run):
 def test_a_signal_saves_only_where_that_is_asked_for():
     saves = {
         when: [
-            _saves_when(ended, CheckpointConfig(save_when_stopped=when))
+            _saves_at_end(ended, CheckpointConfig(save_when_stopped=when))
             for ended in ("SIGINT", "exit_interval")
         ]
         for when in ("always", "at_exits", "never")
