@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
+from megalith.local_shards import local, local_shape_and_offset
 from megalith.parallel.mesh import build_mesh
 
 
@@ -163,8 +164,8 @@ def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     placed = distribute_tensor(torch.arange(float(rows)), mesh.tp.mesh, [Shard(0)], src_data_rank=None)
     module.rows = nn.Parameter(placed)
     fully_shard(module, mesh=mesh.fsdp)
-    here = comm.local(module.rows)
-    return int(here[0]), len(here), *comm.local_shape_and_offset(module.rows)
+    here = local(module.rows)
+    return int(here[0]), len(here), *local_shape_and_offset(module.rows)
 
 
 def test_place_of_rows_that_tensor_and_data_parallelism_cut_unevenly(pool_of_eight):
