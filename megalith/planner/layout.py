@@ -1,7 +1,7 @@
-"""How a run is laid out, from its configuration and the number of processes: what is where, and what that costs.
+"""A run's layout from its configuration and number of processes, with expected memory, bubble and communication.
 
-Nothing here starts a process or a device, so a layout can be looked at without one. `layout_text.py` puts it on the
-screen.
+No process or device is needed. This file also resolves the settings whose `auto` depends on the device's memory.
+`layout_text.py` prints a layout.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from megalith.planner.traffic import Transfer, transfers
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What the ranks of one pipeline rank have. Without a pipeline there is one, with everything."""
+    """The part of the model on one pipeline rank. Without a pipeline there is one, with the full model."""
 
     number: int
     chunks: tuple[Stage, ...]
     parameters: int
-    """Of all its layers, embedding and head, whole."""
+    """Parameters of its layers, embedding and head, before sharding."""
     in_flight: int
-    """The most micro-batches (with several chunks a rank: micro-batches in a chunk) whose activations are held."""
+    """Maximum of micro-batches with saved activations; with several chunks per rank, of (micro-batch, chunk) pairs."""
     memory: MemoryEstimate
-    """Expected, on a device of the stage, in bytes."""
+    """Expected memory of a device of the stage, in bytes."""
 
     @property
     def embedding(self) -> bool:
@@ -63,21 +63,21 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A run over `coordinates` ranks."""
+    """The layout of a run."""
 
     config: RunConfig
     coordinates: list[Coordinates]
-    """By rank."""
+    """Mesh coordinates by rank."""
     stages: list[StageLayout]
-    """By pipeline rank."""
+    """Stages by pipeline rank."""
     micro_batches: int
-    """Of a data-parallel rank in a step, at the full global batch size."""
+    """Micro-batches per step and data-parallel rank, at the full global batch size."""
     bubble: float
-    """The share of time that the schedule makes ranks wait, for equal stages and free transfers, 0 to 1."""
+    """Bubble of the schedule with equal stages and free transfers, 0 to 1."""
     weighed_bubble: float
-    """The same for stages that take as long as they have FLOPs."""
+    """Bubble with stage times proportional to FLOPs, 0 to 1."""
     transfers: list[Transfer]
-    """What each axis moves."""
+    """Communication of each axis."""
 
     @property
     def world_size(self) -> int:
@@ -85,13 +85,13 @@ class Layout:
 
     @property
     def size(self) -> Coordinates:
-        """The size of each axis."""
+        """Size of each axis."""
         last = self.coordinates[-1]
         return Coordinates(last.pp + 1, last.dp + 1, last.cp + 1, last.tp + 1)
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 shards the dense parameters, and gathers them."""
+        """True if FSDP2 shards and gathers the dense parameters."""
         strategy = self.config.parallel.data_parallel_sharding_strategy
         return strategy != "no_shard" and self.size.dp * self.size.cp > 1
 
@@ -100,8 +100,16 @@ class Layout:
 
 
 def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> Layout:
-    """The layout of a resolved `config` on `world_size` processes; `meta`: its model, where that has been counted.
-    Raises ConfigError where there is none."""
+    """Return the layout of a run.
+
+    Args:
+        config: the configuration, with every `auto` resolved.
+        world_size: number of processes.
+        meta: the model, if it is counted already.
+
+    Raises:
+        ConfigError: the configuration is impossible on `world_size` processes.
+    """
     parallel = config.parallel
     dp = data_parallel_size(parallel, world_size)
     axes = (
@@ -123,7 +131,7 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
         weighed = simulate(schedule, _durations(config, assignment)).bubble
     return Layout(
         config=config,
-        coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
+        coordinates=[Coordinates(*position) for position in product(*map(range, axes))],
         stages=stages,
         micro_batches=micro_batches,
         bubble=bubble,
@@ -135,13 +143,13 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
 
 
 def _micro_batches(config: RunConfig, dp: int) -> int:
-    """Of a step."""
+    """Return the number of micro-batches per step and data-parallel rank."""
     batch = BatchSizeSchedule.from_config(config.train, dp)
     return batch.global_batch_size // (config.train.micro_batch_size * dp)
 
 
 def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> int:
-    """Bytes that are expected on the rank that has most."""
+    """Return the expected bytes on the fullest rank."""
     meta = meta or MetaModel(config.model, config.lora)
     parallel = config.parallel
     micro_batches = _micro_batches(config, data_parallel_size(parallel, world_size))
@@ -157,8 +165,11 @@ def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -
 def with_auto(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` that hangs on the machine, and a line of what was chosen, where something was: the
-    trainer's choices, and so the planner's. `meta`: the model, where that has been counted."""
+    """Resolve every `auto` that depends on the machine, for the trainer and the planner alike.
+
+    Returns:
+        The configuration, and a line with the choices if there were any.
+    """
     config, choices = resolve_auto(config, machine)
     meta = meta or (MetaModel(config.model, config.lora) if machine.memory else None)
     config, again = with_recomputation(config, world_size, machine.memory, meta)
@@ -170,16 +181,22 @@ def with_auto(
     return config, auto_note(choices + again + attention + dispatch + unsharded + cached + experts)
 
 
-MOST_COPIES = 1.25  # times the tokens that an all-to-all of exact sizes sends
-WORTH_CHEAP = 1 / 8  # of the layers: to gather so many again takes as long as what is cheap in all of them
-USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
+MAX_COPIES = 1.25  # tokens sent by static dispatch, relative to an all-to-all of exact sizes
+WORTH_CHEAP = 1 / 8  # gathering this fraction of the layers again takes as long as CHEAP in all layers
+USABLE = 0.9  # of a GPU's memory; the rest is for fragmentation, libraries and the estimate's error
 
 
 def with_unsharded_layers(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of fsdp_unsharded_layers, and what was chosen, with its reason, where layers were: as
-    many as are expected to fit into `memory`, bytes of a device (0: not known, none)."""
+    """Resolve `auto` of fsdp_unsharded_layers: as many layers as are expected to fit.
+
+    Args:
+        memory: memory of a device in bytes; 0 if unknown.
+
+    Returns:
+        The configuration, and the choice with its reason if there was one.
+    """
     if config.parallel.fsdp_unsharded_layers != "auto":
         return config, []
     most = _layers_to_keep(config, world_size) if memory else 0
@@ -196,7 +213,7 @@ def with_unsharded_layers(
 
 
 def _layers_to_keep(config: RunConfig, world_size: int) -> int:
-    """The most that an `auto` of fsdp_unsharded_layers may choose."""
+    """Return the largest number that `auto` of fsdp_unsharded_layers may choose."""
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
@@ -212,7 +229,7 @@ def _keeping(config: RunConfig, number: int) -> RunConfig:
 def with_saved_attention(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of recompute_saves_attention, and what was chosen; `memory` as above."""
+    """Resolve `auto` of recompute_saves_attention. Arguments and result as in `with_unsharded_layers`."""
     parallel = config.parallel
     if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
         return config, []
@@ -230,10 +247,12 @@ def with_saved_attention(
 def with_recomputation(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of activation_memory_budget, and what was chosen: of a run that recomputes nothing and
-    is not expected to fit so the first of RECOMPUTED that is, and where none is what takes least, if the device has
-    that. What is CHEAP also before layers are gathered again, which costs more, and so that fewer are. `memory` as
-    above."""
+    """Resolve `auto` of activation_memory_budget. Arguments and result as in `with_unsharded_layers`.
+
+    If a run without recomputation is not expected to fit, choose the first of RECOMPUTED that fits; if none does, the
+    smallest if the device has at least that much memory. CHEAP recomputation is preferred to gathering layers again,
+    which costs more, and is also used to gather clearly fewer layers.
+    """
     if config.runtime.activation_memory_budget != "auto":
         return config, []
     config = config.with_settings({"runtime.activation_memory_budget": 1.0})
@@ -262,16 +281,16 @@ def with_recomputation(
     def layers_kept(way: RunConfig) -> int:
         return bisect_right(range(1, kept + 1), USABLE * memory, key=lambda number: expected(way, number))
 
-    every = [(config, 0), *((way, 0) for way in _recomputing(config, world_size, RECOMPUTED[1:]))]
+    options = [(config, 0), *((way, 0) for way in _recomputing(config, world_size, RECOMPUTED[1:]))]
     if kept:
         cheap = [config, *_recomputing(config, world_size, CHEAP)]
         fewest = min(cheap, key=lambda way: expected(way, 0))
         more = layers_kept(fewest) - layers_kept(config)
-        every = [*((way, kept) for way in cheap), *[(fewest, 0)] * (more >= WORTH_CHEAP * kept), *every]
-    for way, number in every:
+        options = [*((way, kept) for way in cheap), *[(fewest, 0)] * (more >= WORTH_CHEAP * kept), *options]
+    for way, number in options:
         if fits(way, number):
             return chosen(way, number)
-    least, _ = min(every, key=lambda each: expected(each[0], 0))
+    least, _ = min(options, key=lambda each: expected(each[0], 0))
     if expected(least, 0) < memory:
         return chosen(least, 0)
     figures = f"{expected(config, 0) / 1e9:.1f} {device}, and {expected(least, 0) / 1e9:.1f} at least"
@@ -292,7 +311,7 @@ def _recomputed_by(given: ParallelConfig, parallel: ParallelConfig) -> str:
 def _recomputing(
     config: RunConfig, world_size: int, ways: Sequence[Mapping[str, Any]]
 ) -> Iterator[RunConfig]:
-    """`config` with each of the ways that it can recompute in."""
+    """Yield `config` with each of the ways to recompute that it allows."""
     for way in ways:
         if SHARDS.keys() & way.keys() and not config.parallel.sequence_parallel:
             continue
@@ -307,15 +326,18 @@ def _recomputing(
 def with_static_dispatch(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of moe_static_dispatch, where experts are spread over ranks, and what was chosen: true
-    where the kernels of a GPU read the rows' numbers themselves, few more tokens travel, and it is expected to fit."""
+    """Resolve `auto` of moe_static_dispatch with expert parallelism. Result as in `with_unsharded_layers`.
+
+    True if a grouped GEMM kernel reads the number of rows on the device, few more tokens are sent, and it is expected
+    to fit.
+    """
     model, parallel = config.model, config.parallel
     size = parallel.expert_model_parallel_size
     if parallel.moe_static_dispatch != "auto" or not model.num_experts or size == 1:
         return config, []
     on, off = (config.with_settings({"parallel.moe_static_dispatch": value}) for value in (True, False))
     met = ranks_of_a_token(model, size)
-    sends_more = parallel.moe_token_dispatcher_type == "alltoall" and size > MOST_COPIES * met
+    sends_more = parallel.moe_token_dispatcher_type == "alltoall" and size > MAX_COPIES * met
     if not machine.memory or not is_static(model, on.parallel):
         return off, []
     setting, why = "parallel.moe_static_dispatch", f"{met:.1f} of {size} ranks have experts of a token"
@@ -329,7 +351,7 @@ def with_static_dispatch(
 def with_cached_weights(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of fp8_cache_weights, and what was chosen where memory decides; `memory` as above."""
+    """Resolve `auto` of fp8_cache_weights. Arguments and result as in `with_unsharded_layers`."""
     train, parallel = config.train, config.parallel
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return config, []
@@ -349,8 +371,7 @@ def with_cached_weights(
 
 
 def with_casts(config: RunConfig) -> list[RunConfig]:
-    """`config` with each of what an `auto` of fp8_cache_weights may choose: it takes the first where that takes no more
-    memory, and otherwise if it fits."""
+    """Return `config` with each value that `auto` of fp8_cache_weights may choose, the preferred one first."""
     train = config.train
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
         return [config]
@@ -361,7 +382,7 @@ def with_casts(config: RunConfig) -> list[RunConfig]:
 def with_cached_experts(
     config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of moe_cache_weights, and what was chosen where memory decides; `memory` as above."""
+    """Resolve `auto` of moe_cache_weights. Arguments and result as in `with_unsharded_layers`."""
     train, parallel = config.train, config.parallel
     if train.moe_cache_weights != "auto":
         return config, []
@@ -384,7 +405,7 @@ def _where_it_fits(
     meta: MetaModel | None,
     why: str = "",
 ) -> tuple[RunConfig, list[str]]:
-    """`on` where that is expected to fit into `memory`, else `off`; and which it is, with its reason."""
+    """Return `on` if it is expected to fit into `memory`, else `off`; and the choice with its reason."""
     expected = fullest(on, world_size, meta)
     fits = expected <= USABLE * memory
     with_it = "" if fits else " with true"
@@ -393,7 +414,7 @@ def _where_it_fits(
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
-    """The layout of the same run with other settings ("section.field" → value); None where they are refused."""
+    """Return the run's layout with other settings ("section.field" → value); None if they are rejected."""
     config = layout.config.with_settings(settings)
     try:
         check_layout(config, layout.world_size)
@@ -410,43 +431,43 @@ def stage_layout(
     schedule: Schedule | None,
     micro_batches: int,
 ) -> StageLayout:
-    """What a pipeline rank has. `schedule`: of all micro-batches, or of as many as show the fullest moment."""
+    """Return the part of a pipeline rank. `schedule`: all micro-batches, or enough of them to reach the peak."""
     model = config.model
     layers = [len(layers_of(model, [chunk])) for chunk in chunks]
-    in_flight, held = 1, sum(layers)
+    in_flight, saved_layers = 1, sum(layers)
     if schedule is not None:
-        in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
-        held = most_held(schedule, chunks[0].rank, layers)
-    whole = meta.in_layers(layers_of(model, chunks)) + meta.outside(chunks)
+        in_flight = max_in_flight(schedule, chunks[0].rank, [1] * len(chunks))
+        saved_layers = max_in_flight(schedule, chunks[0].rank, layers)
+    parameters = meta.in_layers(layers_of(model, chunks)) + meta.outside(chunks)
     return StageLayout(
         number=chunks[0].rank,
         chunks=tuple(chunks),
-        parameters=whole.total() - whole["adapters"],
+        parameters=parameters.total() - parameters["adapters"],
         in_flight=in_flight,
         memory=StageMemory(
-            config, meta.on_rank(config.parallel), world_size, chunks, held, micro_batches > 1
+            config, meta.on_rank(config.parallel), world_size, chunks, saved_layers, micro_batches > 1
         ).estimate(),
     )
 
 
-def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
-    """The most that `rank` holds between forward and backward passes, a micro-batch in chunk c counting weights[c]."""
+def max_in_flight(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
+    """Return the maximum of micro-batches in flight on `rank`, where one in chunk c counts weights[c]."""
     ends = Kind.BACKWARD_WEIGHT if schedule.kind == "zero_bubble" else Kind.BACKWARD
-    held = most = 0
+    current = most = 0
     for action in schedule.actions[rank]:
         if action.kind is Kind.FORWARD:
-            held += weights[action.chunk]
-            most = max(most, held)
+            current += weights[action.chunk]
+            most = max(most, current)
         elif action.kind is ends:
-            held -= weights[action.chunk]
+            current -= weights[action.chunk]
     return most
 
 
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
-    """How long each stage takes by its FLOPs, in the model's order.
+    """Return stage times proportional to FLOPs, in the order of the model.
 
-    A layer's forward pass, dgrad and wgrad are alike; the loss makes the head's gradients in the
-    forward pass (ops/cross_entropy.py).
+    A layer's forward pass, dgrad and wgrad take the same time. The loss computes the head's gradients in the forward
+    pass (ops/cross_entropy.py).
     """
     data = config.data
     cost = flops_per_token(config.model, data.seq_length, config.lora, data.decoder_length)

@@ -12,7 +12,7 @@ from megalith.planner.layout import (
     alternative,
     build_layout,
     fullest,
-    most_held,
+    max_in_flight,
     with_recomputation,
     with_static_dispatch,
     with_unsharded_layers,
@@ -31,10 +31,10 @@ def test_ranks_stand_with_tensor_fastest_and_pipeline_slowest():
 
 
 @pytest.mark.parametrize("kind, virtual", [("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)])
-def test_most_held_is_the_bound_that_the_schedule_states(kind, virtual):
+def test_max_in_flight_is_the_bound_that_the_schedule_states(kind, virtual):
     schedule = build_schedule(kind, 4, 12, virtual)
     for rank in range(4):
-        assert most_held(schedule, rank, [1] * virtual) == in_flight_bound(schedule, rank)
+        assert max_in_flight(schedule, rank, [1] * virtual) == in_flight_bound(schedule, rank)
 
 
 def test_first_stage_holds_the_activations_of_every_stage_behind_it():
