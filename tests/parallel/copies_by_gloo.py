@@ -13,7 +13,7 @@ from megalith.parallel.overlap import copy_engine_heads as direct_heads
 from megalith.parallel.overlap.cuda_driver import StridedRows
 
 
-def places(rank: int, size: int, seq: int) -> list[int]:
+def positions(rank: int, size: int, seq: int) -> list[int]:
     return [place for span in spans(rank, size, seq) for place in span]
 
 
@@ -30,11 +30,11 @@ def share_by_formula(xs, slot, out, rank, to_heads) -> None:
         if to_heads:
             share = torch.cat([x.chunk(size, 2)[other] for x in xs], 2)
         else:
-            share = by_group(xs)[:, places(other, size, seq)]
+            share = by_group(xs)[:, positions(other, size, seq)]
         if other != rank:
             slot[other - (other > rank)] = share
         elif to_heads:
-            out[:, places(rank, size, seq)] = share
+            out[:, positions(rank, size, seq)] = share
         else:
             out.chunk(size, 2)[rank].copy_(share)
 

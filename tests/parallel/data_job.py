@@ -136,8 +136,8 @@ class Trained:
     def backward(self) -> torch.Tensor:
         """All micro-batches of a step; returns its mean loss and leaves the gradients attached."""
         batches = self.micro_batches()
-        own = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in batches)
-        tokens = loss_denominators(own, self.mesh.dp_cp, CPU)
+        local_values = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in batches)
+        tokens = loss_denominators(local_values, self.mesh.dp_cp, CPU)
         loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -233,11 +233,11 @@ def assemble(shards_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]
 
 def assert_equal(ranks: list[Outcome], one: Outcome, bound: float = 1e-5) -> None:
     """The numerics contract: first gradients by name, norms and losses of all steps."""
-    expected, found = assemble([one.gradients]), assemble([rank.gradients for rank in ranks])
-    assert found.keys() == expected.keys()
+    expected, results = assemble([one.gradients]), assemble([rank.gradients for rank in ranks])
+    assert results.keys() == expected.keys()
     floor = 1e-6 * torch.stack([value.norm() for value in expected.values()]).norm()
     for name, value in expected.items():
-        error = (found[name] - value).norm() / max(value.norm(), floor)
+        error = (results[name] - value).norm() / max(value.norm(), floor)
         assert error < bound, f"gradient of {name}: {error}"
     for rank in ranks:
         torch.testing.assert_close(torch.tensor(rank.norms), torch.tensor(one.norms), rtol=bound, atol=0)

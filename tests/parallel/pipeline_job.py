@@ -85,9 +85,9 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     )
     batches = make_batches(micro_batches)
     factor = torch.tensor(1.0 / valid_tokens(batches))
-    own = batches[mesh.dp.rank :: mesh.dp.size]
+    local = batches[mesh.dp.rank :: mesh.dp.size]
     pipeline.record = True
-    loss = all_reduce_no_grad(pipeline.step(own, factor), mesh.pp)
+    loss = all_reduce_no_grad(pipeline.step(local, factor), mesh.pp)
     wait_for_gradients(chunks, parallel)
     reduce_shared_gradients(chunks, mesh)
     for chunk in chunks:
@@ -95,7 +95,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     gradients = {name: whole_tensor(p.grad) for chunk in chunks for name, p in chunk.named_parameters()}
     for chunk in chunks:
         chunk.eval()
-    evaluation = all_reduce_no_grad(pipeline.evaluate(own), mesh.pp)
+    evaluation = all_reduce_no_grad(pipeline.evaluate(local), mesh.pp)
     return Outcome(
         loss=float(all_reduce_no_grad(loss, mesh.dp) * factor),
         gradients=gradients,

@@ -38,8 +38,8 @@ def violations(
 
     `wait_for_sends` makes a rank wait until each of its transfers has been taken, as blocking sends do.
     """
-    found = [text for rank in range(schedule.stages) for text in _of_rank(schedule, rank)]
-    return found or _deadlock(schedule, communicator, wait_for_sends)
+    results = [text for rank in range(schedule.stages) for text in _of_rank(schedule, rank)]
+    return results or _deadlock(schedule, communicator, wait_for_sends)
 
 
 def peak_in_flight(actions: list[Action]) -> int:
@@ -69,15 +69,15 @@ def _of_rank(schedule: Schedule, rank: int) -> list[str]:
     for action in actions:
         done[action.micro_batch, action.chunk].append(action.kind)
     allowed = _COMPLETE[2:] if schedule.kind == "forward" else _COMPLETE[:2]
-    found = [
+    results = [
         f"rank {rank}: micro-batch {m} of chunk {c} has {[kind.value for kind in kinds]}"
         for (m, c), kinds in done.items()
         if kinds not in allowed
     ]
     peak, bound = peak_in_flight(actions), in_flight_bound(schedule, rank)
     if peak > bound:
-        found.append(f"rank {rank} holds {peak} micro-batches at a time, more than {bound}")
-    return found
+        results.append(f"rank {rank} holds {peak} micro-batches at a time, more than {bound}")
+    return results
 
 
 class _Transfer(NamedTuple):

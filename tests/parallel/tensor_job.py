@@ -113,8 +113,10 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
         torch._dynamo.reset()
         for layer in transformer.layers.values():
             layer.compile(fullgraph=True, backend=compiler)
-    own = {name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()}
-    loss = transformer(**own)
+    local_values = {
+        name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()
+    }
+    loss = transformer(**local_values)
     prepare_backward([transformer], parallel, is_last=True)
     (loss / 19).backward()
     wait_for_gradients([transformer], parallel)

@@ -134,7 +134,9 @@ def test_parameters_and_what_all_layers_share_stay_and_views_go_once(kept, monke
     contexts = []
     inner = model.context
     monkeypatch.setattr(
-        model, "context", lambda *args, **given: contexts.append(inner(*args, **given)) or contexts[-1]
+        model,
+        "context",
+        lambda *args, **arguments: contexts.append(inner(*args, **arguments)) or contexts[-1],
     )
     loss = loss_of(model)
     (context,) = contexts

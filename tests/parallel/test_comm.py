@@ -27,10 +27,10 @@ def run_collectives(size: int, compiled: bool) -> dict[tuple[str, int | None], t
     """Of each case its result here, the gradient of what it was given and the weights of the result in the loss."""
     axis = tensor_axis(size)
 
-    def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+    def forward(*arguments: torch.Tensor) -> list[torch.Tensor]:
         return [
             getattr(comm, name)(x * 2, axis, *([] if dim is None else [dim])).sin()
-            for (name, dim), x in zip(CASES, given, strict=True)
+            for (name, dim), x in zip(CASES, arguments, strict=True)
         ]
 
     if compiled:
@@ -147,11 +147,11 @@ def gathered_by_gloo(x: torch.Tensor, axis: comm.Axis) -> torch.Tensor:
 @pytest.mark.parametrize("shape, in_shares", [((4, 9, 2), 2), ((5, 7), 0)], ids=["divides", "does not"])
 def test_an_all_reduce_by_copy_engines_is_a_sum_in_fp32_rounded_once(pool, shape, in_shares):
     """Where ranks cannot have equal shares of it, it goes as ever."""
-    given, sums, gradients, counts = zip(*pool.run(sum_in_shares, shape, size=3))
+    arguments, sums, gradients, counts = zip(*pool.run(sum_in_shares, shape, size=3))
     assert set(counts) == {in_shares}
-    exact = sum(x.double() for x in given)
+    exact = sum(x.double() for x in arguments)
     for everyones in (sums, gradients):
-        assert all(torch.equal(found, everyones[0]) for found in everyones)
+        assert all(torch.equal(outputs, everyones[0]) for outputs in everyones)
         torch.testing.assert_close(everyones[0].double(), exact, rtol=2**-7, atol=2**-6)
         assert not in_shares or torch.equal(everyones[0], exact.bfloat16())
 

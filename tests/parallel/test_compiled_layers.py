@@ -38,14 +38,14 @@ def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients(quick_
 
     with fresh_cache():
         first, made = start()
-        again, found = start()
+        again, results = start()
         with mock.patch.object(inductor, "operators_hash", lambda: "other code"):
             inductor.cache_whole_layers()
         _, changed = start()
     torch._dynamo.reset()
     inductor.cache_whole_layers()
     assert made["autograd_cache_saved"] == 1
-    assert found["autograd_cache_hit"] == 1 and "autograd_cache_bypass" not in found
+    assert results["autograd_cache_hit"] == 1 and "autograd_cache_bypass" not in results
     assert changed["autograd_cache_miss"] == 1, changed
     assert torch.equal(again, first)
     leaf = weight.clone().requires_grad_()

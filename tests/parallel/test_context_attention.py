@@ -81,12 +81,12 @@ def by_ranks(way: tuple, names: list[str], backend: str | None = None) -> list[l
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
     core = context_core(axis, cp_comm_type, sizes)
-    places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
+    positions = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
     answers = []
     for shape in map(SHAPES.get, names):
         (query, key, value, weights), ends, rows = whole_problem(*shape)
-        inputs = [x[:, places].requires_grad_() for x in (query, key, value)]
-        rows = None if rows is None else rows[:, places]
+        inputs = [x[:, positions].requires_grad_() for x in (query, key, value)]
+        rows = None if rows is None else rows[:, positions]
 
         scores = shape[5] if len(shape) > 5 else {}
 
@@ -98,7 +98,7 @@ def by_ranks(way: tuple, names: list[str], backend: str | None = None) -> list[l
             torch._dynamo.reset()
             attend = torch.compile(attend, fullgraph=True, backend=backend)
         out = attend(*inputs, ends, rows)
-        (out * weights[:, places]).sum().backward()
+        (out * weights[:, positions]).sum().backward()
         answers.append([unshard(x, axis) for x in (out.detach(), *(x.grad for x in inputs))])
     return answers
 
@@ -123,11 +123,11 @@ def test_result_and_gradients_equal_one_process(pool, way):
 def test_under_a_window_a_ring_makes_no_mask_and_computes_no_more_than_chunks_and_windows(documents):
     size, seq, window = 4, 256, 40
     for rank in range(size):
-        own = KeyBlock(torch.empty(2, 1, seq, 1, 8), spans(rank, size, seq), causal=True)
-        masks = ShardMasks(documents, None, window, None, None, None, 0.0, 0, 1, own)
+        local = KeyBlock(torch.empty(2, 1, seq, 1, 8), spans(rank, size, seq), causal=True)
+        masks = ShardMasks(documents, None, window, None, None, None, 0.0, 0, 1, local)
         computed = 0
         for source in range(size):
-            shard = KeyBlock(own.pair, spans(source, size, seq))
+            shard = KeyBlock(local.pair, spans(source, size, seq))
             for queries, keys, block in masks.parts(shard):
                 assert block.mask is None and block.window == window
                 computed += (queries.stop - queries.start) * (keys.stop - keys.start)

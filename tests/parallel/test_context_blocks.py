@@ -42,7 +42,7 @@ def formula(query, key, value, grad, mask):
 def documents(ends, queries: slice, keys: slice):
     if ends is None:
         return None
-    return tuple(ends_in_spans(ends, [range(SEQ)[places]]) for places in (queries, keys))
+    return tuple(ends_in_spans(ends, [range(SEQ)[token_index]]) for token_index in (queries, keys))
 
 
 def in_blocks(query, key, value, grad, ends):
@@ -147,10 +147,10 @@ def test_dropout_of_the_gpu_kernel_is_the_same_in_backward():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_places_of_a_rank_are_those_of_its_shard(size):
-    places = torch.arange(24)
-    shards = zigzag(places, size, 0)
+    token_index = torch.arange(24)
+    shards = zigzag(token_index, size, 0)
     for rank in range(size):
         assert [place for span in spans(rank, size, 24 // size) for place in span] == shards[
             rank
         ].flatten().tolist()
-    assert torch.equal(from_zigzag(shards, 0), places)
+    assert torch.equal(from_zigzag(shards, 0), token_index)

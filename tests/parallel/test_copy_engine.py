@@ -22,11 +22,11 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
         pytest.raises(TrainingError) as raised,
     ):
         copy_engine.Slot(2048, "tp")
-    said = str(raised.value)
-    assert said.startswith(
+    message = str(raised.value)
+    assert message.startswith(
         "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "
     )
-    assert "parallel.symmetric_memory_groups" in said and "leave the axis out of it" in said
+    assert "parallel.symmetric_memory_groups" in message and "leave the axis out of it" in message
 
 
 def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):

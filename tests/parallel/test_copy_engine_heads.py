@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from copies_by_gloo import as_if_direct, by_group, fetch_all, fill, places, share_by_formula
+from copies_by_gloo import as_if_direct, by_group, fetch_all, fill, positions, share_by_formula
 
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
@@ -30,12 +30,14 @@ DIRECTIONS = pytest.mark.parametrize("to_heads", [True, False], ids=["to heads",
 gpu = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def exchanged(given: list[list[torch.Tensor]], to_heads: bool, share) -> list[torch.Tensor]:
+def exchanged(arguments: list[list[torch.Tensor]], to_heads: bool, share) -> list[torch.Tensor]:
     """Every rank's result, from every rank's tensors."""
-    size, shaped = len(given), direct_heads._heads if to_heads else direct_heads._tokens
-    outs = [shaped(xs, size, "").fill_(float("nan")) for xs in given]
-    slots = [fill(xs, out, rank, size, to_heads, share) for rank, (xs, out) in enumerate(zip(given, outs))]
-    for rank, (xs, out) in enumerate(zip(given, outs)):
+    size, shaped = len(arguments), direct_heads._heads if to_heads else direct_heads._tokens
+    outs = [shaped(xs, size, "").fill_(float("nan")) for xs in arguments]
+    slots = [
+        fill(xs, out, rank, size, to_heads, share) for rank, (xs, out) in enumerate(zip(arguments, outs))
+    ]
+    for rank, (xs, out) in enumerate(zip(arguments, outs)):
         fetch_all(xs, slots, out, rank, to_heads)
     return outs
 
@@ -45,7 +47,7 @@ def problem(case: tuple, size: int, to_heads: bool, device: str) -> tuple[list, 
     heads, head_dim, batch, seq = case
     whole = torch.randn(batch, size * seq, sum(heads), head_dim, device=device).bfloat16()
     tensors = whole.split(heads, 2)
-    by_tokens = [[x[:, places(rank, size, seq)] for x in tensors] for rank in range(size)]
+    by_tokens = [[x[:, positions(rank, size, seq)] for x in tensors] for rank in range(size)]
     by_heads = [[x.chunk(size, 2)[rank] for x in tensors] for rank in range(size)]
     if to_heads:
         return [with_gaps(xs) for xs in by_tokens], [torch.cat(xs, 2) for xs in by_heads]
@@ -64,10 +66,10 @@ def with_gaps(xs: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_every_head_of_every_token_comes_to_its_place(case, size, to_heads, device):
     torch.manual_seed(0)
-    given, expected = problem(case, size, to_heads, device)
+    arguments, expected = problem(case, size, to_heads, device)
     share = share_by_formula if device == "cpu" else fused.share_heads
-    for found, right in zip(exchanged(given, to_heads, share), expected, strict=True):
-        assert torch.equal(found, right)
+    for measured, right in zip(exchanged(arguments, to_heads, share), expected, strict=True):
+        assert torch.equal(measured, right)
 
 
 def there_and_back(case: tuple, axis: Axis, backend: str | None) -> list[torch.Tensor]:
@@ -145,7 +147,7 @@ def axes_of_levels(kind: str, sizes: list[int] | None) -> list[tuple[int, bool]]
 
 def test_copy_engines_serve_the_exchange_of_heads_alone(pool):
     """Where there is a ring too, it goes across hosts."""
-    for found in pool.run(axes_of_levels, "a2a", None):
-        assert found == [(4, True), (1, False)]
-    for found in pool.run(axes_of_levels, "a2a+p2p", [2, 2]):
-        assert found == [(2, True), (2, False)]
+    for measured in pool.run(axes_of_levels, "a2a", None):
+        assert measured == [(4, True), (1, False)]
+    for measured in pool.run(axes_of_levels, "a2a+p2p", [2, 2]):
+        assert measured == [(2, True), (2, False)]

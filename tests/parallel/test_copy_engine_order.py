@@ -160,14 +160,14 @@ def test_every_rank_finds_what_each_gave_for_this_collective(ranks, seed, monkey
 def test_every_part_comes_to_its_place(name, ranks, monkeypatch):
     machine = Machine(ranks, monkeypatch)
     monkeypatch.setattr(direct, "copy", machine.copy)
-    given = torch.randn(COLLECTIVES, ranks, 3 * ranks, 5)
-    found = []
+    arguments = torch.randn(COLLECTIVES, ranks, 3 * ranks, 5)
+    results = []
     for rank in range(ranks):
         group = machine.host(rank)
-        found.append([getattr(direct, name)(x, ranks, group) for x in given[:, rank]])
+        results.append([getattr(direct, name)(x, ranks, group) for x in arguments[:, rank]])
     machine.run(random.Random(0))
-    for rank, outs in enumerate(found):
-        for out, xs in zip(outs, given, strict=True):
+    for rank, outs in enumerate(results):
+        for out, xs in zip(outs, arguments, strict=True):
             parts = [x.chunk(ranks)[rank] for x in xs]
             nearest_first = torch.stack(parts[rank + 1 :] + parts[:rank])
             assert torch.equal(out, xs.flatten(0, 1) if name == "all_gather" else nearest_first)

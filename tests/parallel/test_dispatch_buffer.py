@@ -58,25 +58,25 @@ def outcome(tokens: list[int], nowhere: bool) -> tuple:
     x, weights, destinations = inputs(tokens[axis.rank], axis.rank)
     if nowhere:
         destinations = torch.full_like(destinations, EXPERTS)
-    found = []
+    outputs = []
     for way in (there_and_back(x, weights, destinations, axis)[-1], expected(x, weights, destinations)):
-        found.append([way.detach(), *gradients(way, x, weights)])
+        outputs.append([way.detach(), *gradients(way, x, weights)])
     rows, row_weights, _ = there_and_back(x.detach().bfloat16(), weights, destinations, axis)
-    return found, rows.detach(), row_weights.detach()
+    return outputs, rows.detach(), row_weights.detach()
 
 
 @pytest.mark.parametrize("tokens, nowhere", [([40, 40], False), ([1, 30], False), ([7, 7], True)], ids=str)
 def test_two_ranks_give_the_sums_and_gradients_of_plain_indexing_in_fp64(pool, tokens, nowhere):
     ranks = pool.run(outcome, tokens, nowhere, size=2)
     for (ours, theirs), _, _ in ranks:
-        for found, exact in zip(ours, theirs):
-            torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)  # the weights' are fp32
+        for outputs, exact in zip(ours, theirs):
+            torch.testing.assert_close(outputs, exact, rtol=1e-6, atol=1e-6)  # the weights' are fp32
 
 
 def test_rows_arrive_to_the_bit_by_expert_and_then_by_rank_and_token(pool):
     tokens = [40, 25]
-    given = [inputs(count, rank) for rank, count in enumerate(tokens)]
-    x, weights, destinations = (torch.cat([part[i].detach() for part in given]) for i in range(3))
+    arguments = [inputs(count, rank) for rank, count in enumerate(tokens)]
+    x, weights, destinations = (torch.cat([part[i].detach() for part in arguments]) for i in range(3))
     for rank, (_, rows, row_weights) in enumerate(pool.run(outcome, tokens, False, size=2)):
         pairs = torch.cat(
             [(destinations.flatten() == expert).nonzero() for expert in range(rank * 3, rank * 3 + 3)]

@@ -124,9 +124,9 @@ def exposed(nodes: list[Node]) -> float:
 def test_every_node_stands_once_behind_what_it_takes(make):
     before = [node.name for node in make().nodes]
     nodes = ordered(make())
-    places = {node: place for place, node in enumerate(nodes)}
+    positions = {node: place for place, node in enumerate(nodes)}
     assert sorted(node.name for node in nodes) == sorted(before)
-    assert all(places[needed] < places[node] for node in nodes for needed in node.all_input_nodes)
+    assert all(positions[needed] < positions[node] for node in nodes for needed in node.all_input_nodes)
 
 
 def test_collectives_of_a_half_keep_their_order():
@@ -176,15 +176,15 @@ def test_a_gather_again_begins_before_the_work_that_hides_it():
 
 
 def test_weight_gradients_fill_waits_and_come_last_where_there_are_none(monkeypatch):
-    def places() -> tuple[list[int], int]:
+    def positions() -> tuple[list[int], int]:
         nodes = ordered(backward_graph())
         gradients = [place for place, node in enumerate(nodes) if node.name.endswith("wgrad")]
         return gradients, max(place for place, node in enumerate(nodes) if starts_collective(node))
 
-    gradients, last = places()
+    gradients, last = positions()
     assert max(gradients) < last
     monkeypatch.setattr(interleave, "seconds", lambda node: 0.0 if starts_collective(node) else seconds(node))
-    gradients, last = places()
+    gradients, last = positions()
     assert min(gradients) > last
 
 

@@ -38,7 +38,7 @@ class Rollouts(Batch):
     reference_logprobs: Tensor  # float32 [batch, seq]
     candidates: Tensor  # int64 [batch, seq, CANDIDATES]
     teacher: Tensor  # float32 [batch, seq, CANDIDATES]
-    numbers: Tensor  # int64 [batch, seq]: each row is a sequence
+    sequence_ids: Tensor  # int64 [batch, seq]: each row is a sequence
     sequence_tokens: Tensor  # float32 [batch]
 
 
@@ -145,10 +145,10 @@ def rollouts() -> list[Rollouts]:
 
 def gradients(model: ParallelModel) -> dict[str, Tensor]:
     shards = model.parameters.shards
-    own = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
-    found = {name: x.gather() for name, x in global_tensors(own, model.mesh.world).items()}
+    local = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
+    outputs = {name: x.gather() for name, x in global_tensors(local, model.mesh.world).items()}
     model.parameters.clear_gradients()
-    return found
+    return outputs
 
 
 def outcome(config: RunConfig, losses: tuple[Loss, ...] = LOSSES[1:]) -> list[tuple]:
@@ -157,16 +157,16 @@ def outcome(config: RunConfig, losses: tuple[Loss, ...] = LOSSES[1:]) -> list[tu
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
     model = build_model(config, mesh, torch.device("cpu"))
-    own = rollouts()[mesh.dp.rank :: mesh.dp.size]
+    local = rollouts()[mesh.dp.rank :: mesh.dp.size]
     results = []
     for loss in losses:
-        value = model.backward(own, loss, loss_scale=4.0).item()
-        found, further = gradients(model), model.mtp_losses
+        value = model.backward(local, loss, loss_scale=4.0).item()
+        outputs, further = gradients(model), model.mtp_losses
         logged = [model.logged_loss.item(), *([] if further is None else further.tolist())]
-        evaluated, divisor = model.evaluate(own, loss)
-        results.append((value, found, (evaluated / divisor).item(), logged))
-    logprobs = model.all_logprobs(own, 0.7)
-    assert torch.equal(model.logprobs(own[0], 0.7), logprobs[0])
+        evaluated, divisor = model.evaluate(local, loss)
+        results.append((value, outputs, (evaluated / divisor).item(), logged))
+    logprobs = model.all_logprobs(local, 0.7)
+    assert torch.equal(model.logprobs(local[0], 0.7), logprobs[0])
     return [*results, torch.stack(logprobs)]
 
 
@@ -177,10 +177,10 @@ def alone(**model) -> list[tuple]:
 
 def test_equal_plain_pytorch_on_whole_logits():
     config = configuration("")
-    *found, logprobs = outcome(config, LOSSES)
+    *outputs, logprobs = outcome(config, LOSSES)
     model = build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
     (chunk,) = model.chunks
-    for loss, (value, grads, evaluated, logged) in zip(LOSSES, found, strict=True):
+    for loss, (value, grads, evaluated, logged) in zip(LOSSES, outputs, strict=True):
         total, divisor = torch.zeros(()), sum(float(loss.denominator(batch)) for batch in rollouts())
         for number, batch in enumerate(rollouts()):
             distribution = torch.log_softmax(chunk(batch.input_ids) / loss.temperature, -1)
@@ -194,7 +194,7 @@ def test_equal_plain_pytorch_on_whole_logits():
         expected = {name: parameter.grad for name, parameter in chunk.named_parameters()}
         assert max(gradient_errors(grads, expected).values()) < BOUND, type(loss)
         assert relative_error([value, evaluated], [(total / divisor).item()] * 2) < BOUND
-        by_tokens = found[0][0] if isinstance(loss, MicroBatchMean) else value
+        by_tokens = outputs[0][0] if isinstance(loss, MicroBatchMean) else value
         assert relative_error(logged, [by_tokens]) < BOUND, type(loss)
         chunk.zero_grad()
 

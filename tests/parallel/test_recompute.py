@@ -87,16 +87,16 @@ def test_a_core_that_draws_from_torchs_random_state_drops_the_same_again(mode):
     def core(query, key, value, *, dropout, **settings):
         return torch.nn.functional.dropout(attention(query, key, value), dropout)
 
-    found = []
+    outputs = []
     for parallel in ({}, MODES[mode]):
         model = build("tiny-gpt")
         for layer in model.layers.values():
             layer.self_attention.core = core
         apply_recompute(model, ParallelConfig(**parallel))
         torch.manual_seed(8)
-        found.append(loss_and_gradients(model)[1])
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        outputs.append(loss_and_gradients(model)[1])
+    for name, gradient in outputs[0].items():
+        assert torch.equal(gradient, outputs[1][name]), name
 
 
 @pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen"])
@@ -124,8 +124,8 @@ def losses_and_kernel_calls(
         losses = [model(x[:, :-1], labels=x[:, 1:], document_ends=ends) for x in ids]
         for loss in losses:
             loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
-    return found | {"losses": torch.stack(losses).detach()}, computed.call_count
+    outputs = {name: p.grad for name, p in model.named_parameters()}
+    return outputs | {"losses": torch.stack(losses).detach()}, computed.call_count
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode]["recompute_granularity"] == "full"])
@@ -134,18 +134,18 @@ def test_attention_that_is_saved_is_computed_once(family, mode):
     options = dict(num_layers=3, vocab_size=VOCAB, max_position_embeddings=32, hidden_dropout=0.1)
     config = ModelConfig(**{**PRESETS[family], **options, "attention_dropout": 0.0})
     plain, none = losses_and_kernel_calls(config)
-    found, calls = losses_and_kernel_calls(config, **MODES[mode], recompute_saves_attention=True)
+    outputs, calls = losses_and_kernel_calls(config, **MODES[mode], recompute_saves_attention=True)
     assert (none, calls) == (0, 2 * config.num_layers)
-    assert all((found[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
+    assert all((outputs[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
 
 
 def test_attention_that_is_saved_is_computed_once_in_layers_compiled_for_pairs():
     config = ModelConfig(**{**PRESETS["tiny-qwen"], "vocab_size": VOCAB, "max_position_embeddings": 32})
     pairs = MODES["uniform, pairs, and a rest"]
     plain, _ = losses_and_kernel_calls(config)
-    found, calls = losses_and_kernel_calls(config, compiled=True, **pairs, recompute_saves_attention=True)
+    outputs, calls = losses_and_kernel_calls(config, compiled=True, **pairs, recompute_saves_attention=True)
     assert calls == 2 * config.num_layers
-    assert all((found[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
+    assert all((outputs[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -218,7 +218,7 @@ def kept_inputs(distribute: bool) -> tuple[list[int], list[bool], list[torch.Ten
     parts, wholes = [], []
     for layer in model.layers.values():
         layer.register_forward_pre_hook(
-            lambda _, given: wholes.append(StorageWeakRef(given[0].untyped_storage()))
+            lambda _, arguments: wholes.append(StorageWeakRef(arguments[0].untyped_storage()))
         )
 
     class Counted(saved_tensors_hooks):
@@ -280,9 +280,9 @@ def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_w
     full = dict(recompute_granularity="full")
     plain, again = compiled(), compiled(**full)
     saving = compiled(**full, recompute_saves_attention=True)
-    for found, matmuls, attends_again in ((plain, 8, False), (again, 8 + 3, True), (saving, 8 + 3, False)):
-        torch.testing.assert_close(found[:2], plain[:2], rtol=1e-5, atol=1e-7)
-        calls = found[2]
+    for outputs, matmuls, attends_again in ((plain, 8, False), (again, 8 + 3, True), (saving, 8 + 3, False)):
+        torch.testing.assert_close(outputs[:2], plain[:2], rtol=1e-5, atol=1e-7)
+        calls = outputs[2]
         assert sum(call.startswith("aten.mm.default") for call in calls) == matmuls
         attention = re.compile(r"flash_attention_for_cpu(\.default|')")  # called, or given to a call
         assert any(attention.search(call) for call in calls) == attends_again

@@ -81,9 +81,9 @@ def test_axes_change_nothing_in_a_module_but_its_seams(name):
         DeferredWgrads([model])
     finally:
         dist.destroy_process_group()
-    for module_name, (kind, found) in attributes(model).items():
+    for module_name, (kind, results) in attributes(model).items():
         old_kind, old = before[module_name]
-        changed = {key for key in found.keys() | old.keys() if found.get(key) is not old.get(key)}
+        changed = {key for key in results.keys() | old.keys() if results.get(key) is not old.get(key)}
         assert kind is old_kind and changed <= declared(model.get_submodule(module_name)), module_name
 
 

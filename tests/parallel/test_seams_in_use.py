@@ -130,12 +130,12 @@ def outcome(name: str, parallel: dict) -> tuple[float, dict[str, Tensor], float]
     config = configuration(name, parallel)
     mesh = build_mesh(config.parallel, dist.get_world_size() if dist.is_initialized() else 1, "cpu")
     model = parallel_model(MODELS[name][0](config.model), config, mesh)
-    own = micro_batches()[mesh.dp.rank :: mesh.dp.size]
-    loss = model.backward(own).item()
+    local = micro_batches()[mesh.dp.rank :: mesh.dp.size]
+    loss = model.backward(local).item()
     shards = model.parameters.shards
     gradients = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
     gradients = {name: x.gather() for name, x in global_tensors(gradients, mesh.world).items()}
-    evaluated, tokens = model.evaluate(own)
+    evaluated, tokens = model.evaluate(local)
     return loss, gradients, (evaluated / tokens).item()
 
 

@@ -176,8 +176,8 @@ def test_stages_hold_every_parameter_once_under_its_name_and_a_tied_head_its_cop
     for rank in range(2):
         whole = Transformer(config, device="meta")
         chunks = split_stages(whole, assignment, rank)
-        own = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-        names += [name for name in own if name not in counted_elsewhere(chunks, of_stage(rank))]
+        local = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+        names += [name for name in local if name not in counted_elsewhere(chunks, of_stage(rank))]
         assert [[*chunk.layers] for chunk in chunks] == [[*map(str, s.layers)] for s in assignment[rank]]
     assert sorted(names) == sorted(dict(Transformer(config, device="meta").named_parameters()))
     last = chunks[-1]

@@ -105,8 +105,8 @@ def test_compiled_rows_of_static_dispatch_are_those_of_eager_and_of_plain_indexi
         ways = [expected, by_turns(x, weights, destinations, False), by_turns(x, weights, destinations, True)]
         factors = torch.linspace(-1, 1, expected.numel()).view_as(expected)
         plain, *ours = ([y, *torch.autograd.grad((y * factors).sum(), (x, weights))] for y in ways)
-        for found in ours:
-            torch.testing.assert_close(found, plain)
+        for results in ours:
+            torch.testing.assert_close(results, plain)
 
 
 def test_its_bits_in_bf16_are_those_of_exact_sizes(pool):

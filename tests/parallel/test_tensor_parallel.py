@@ -93,14 +93,14 @@ SHARDED = [
 def partial_roles(model: ModelConfig, size: int) -> set[tuple[str, str]]:
     """The parameters of the model whose gradient is a rank's part with and without sequence parallelism."""
     transformer = Transformer(model, seed=0, device="meta")
-    found = set()
+    outputs = set()
     for name, module in transformer.named_modules():
         for kind, _ in module.named_parameters(recurse=False):
             owner = transformer.get_submodule(name.rpartition(".")[0])
             role = role_of(name, module, model.query_groups < size, owner)
             if (role.partial_weight if kind == "weight" else role.partial_bias) == ALWAYS:
-                found.add((name.rpartition(".")[2], kind))
-    return found
+                outputs.add((name.rpartition(".")[2], kind))
+    return outputs
 
 
 def test_every_gradient_that_is_always_partial_is_shown_without_sequence_parallelism():
@@ -117,13 +117,13 @@ def test_every_gradient_that_is_always_partial_is_shown_without_sequence_paralle
 @pytest.fixture(scope="module")
 def passes(pool):
     """By number of ranks, name, and whether with sequence parallelism, or the strategy of data parallelism."""
-    found = {}
+    outputs = {}
     for size, ways in WAYS.items():
         cases = {(size, name, sp): (MODELS[name], layout(size, sp)) for name, sp in ways}
         if size == 4:
             cases |= {(4, name, kind): (MODELS[name], layout(2, True, kind)) for name, kind in SHARDED}
-        found |= pool.run_cases(outcome, cases, size)
-    return found
+        outputs |= pool.run_cases(outcome, cases, size)
+    return outputs
 
 
 @pytest.mark.parametrize(
