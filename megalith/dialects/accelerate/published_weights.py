@@ -185,7 +185,7 @@ class ModuleWeights:
     groups: list[Group]
     state: Mapping[str, Tensor]
 
-    def ours(
+    def read(
         self, group: Group, seed: int, offset: Sequence[int] | None, shape: Sequence[int] | None
     ) -> Tensor:
         return to_ours(group, self.state.__getitem__, offset, shape)
