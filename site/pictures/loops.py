@@ -11,9 +11,9 @@ from megalith.models.linear import Linear
 from megalith.ops.fp8.recipes import CurrentScaling, Fp8Gemm
 from megalith.ops.gemm import Operand
 from megalith.parallel.seams import plug
-from megalith.rl.advantages import advantages
-from megalith.rl.named_rewards import NAMED
+from megalith.rl.advantages import compute_advantages
 from megalith.rl.prompts import Prompt
+from megalith.rl.reward_functions.arithmetic import arithmetic
 from pictures.svg import Picture
 
 FORMATS = {
@@ -128,9 +128,9 @@ def grpo() -> str:
     """One prompt's group through the loop, judged by a reward that has a name."""
     rl = RlConfig(num_generations=len(COMPLETIONS), max_completion_length=16)
     prompt = Prompt(0, [], QUESTION, columns={"answer": ANSWER})
-    rewards = [NAMED["arithmetic"](text, prompt, [], rl.max_completion_length) for text in COMPLETIONS]
+    rewards = [arithmetic(text, prompt, [], rl.max_completion_length) for text in COMPLETIONS]
     lengths = np.array([[len(text) for text in COMPLETIONS]])
-    found = advantages(rl, np.array(rewards)[None, :, None], lengths)
+    found = compute_advantages(rl, np.array(rewards)[None, :, None], lengths)
     picture = Picture(
         "GRPO's loop: prompts, completions, rewards, advantages, steps, weights back to the engine"
     )

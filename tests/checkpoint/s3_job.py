@@ -9,7 +9,7 @@ import signal
 import numpy as np
 
 from megalith.config import RunConfig
-from megalith.data.idx_format import _fetched
+from megalith.data.idx_format import _fetch
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import CheckpointError
 from megalith.parity.job import start
@@ -66,7 +66,7 @@ def read_again_behind_a_fork(environment: dict[str, str], prefix: str, local: st
         try:
             faulthandler.register(signal.SIGALRM, chain=True)  # tells where it waits, and ends it
             signal.alarm(60)
-            _fetched.cache_clear()
+            _fetch.cache_clear()
             os._exit(0 if np.array_equal(ours.get(5), theirs.get(5)) else 1)
         finally:
             os._exit(2)
