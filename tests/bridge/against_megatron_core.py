@@ -47,7 +47,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def grouped_matmul(
     x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, trans_b: bool
 ) -> torch.Tensor:
-    """What the library grouped_gemm computes, which is for GPUs alone."""
+    """Compute what the GPU library grouped_gemm does."""
     assert not trans_b
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weight)])
 
@@ -147,7 +147,7 @@ def core_model(args: types.SimpleNamespace) -> GPTModel | BertModel:
 
 
 def core_config(args: types.SimpleNamespace) -> TransformerConfig:
-    """As Megatron-LM makes it of its arguments."""
+    """Return the configuration that Megatron-LM derives from its arguments."""
     kind = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
     fields = {field.name for field in dataclasses.fields(kind)}
     said = {name: value for name, value in vars(args).items() if name in fields and value is not None}
@@ -295,8 +295,8 @@ def check_optimizer(run: Path, ours: Transformer, out: Path) -> str:
     optimizer.init_state_fn, optimizer.is_stub_optimizer = begin_state, False
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     wanted = model.sharded_state_dict(metadata=metadata)
-    asked = {"model": wanted, "optimizer": optimizer.sharded_state_dict(wanted, is_loading=True)}
-    loaded = dist_checkpointing.load(asked, str(folder))
+    requested = {"model": wanted, "optimizer": optimizer.sharded_state_dict(wanted, is_loading=True)}
+    loaded = dist_checkpointing.load(requested, str(folder))
     optimizer.load_state_dict(loaded["optimizer"])
     weights = {  # as the distributed optimizer asks for the fp32 weights
         name: dataclasses.replace(

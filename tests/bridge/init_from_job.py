@@ -1,4 +1,4 @@
-"""What the ranks of a layout do with a Hugging Face folder."""
+"""Jobs in which the ranks of a layout read a Hugging Face folder."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -44,7 +44,7 @@ class Counted:
 
 
 def reads(config: RunConfig) -> int:
-    """How many bytes of the folder's weights this rank uses while it begins."""
+    """Return the number of bytes of the folder's weights that this rank reads."""
     taken: list[int] = []
     read = SourceFolder.read
     with patch.object(SourceFolder, "read", lambda folder, name: Counted(read(folder, name), taken)):

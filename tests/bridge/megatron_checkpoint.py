@@ -94,7 +94,7 @@ def save_run(
 
 
 def arguments(model: ModelConfig, **others: object) -> argparse.Namespace:
-    """What Megatron keeps of its command line, an enum of its own included."""
+    """Return the arguments that Megatron stores in a checkpoint, with one of its enums."""
     return argparse.Namespace(
         num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_size,
         num_attention_heads=model.num_attention_heads, group_query_attention=model.num_query_groups > 0,
@@ -125,7 +125,7 @@ def forget_megatron() -> None:
 
 
 def write_torch_dist(folder: Path, state: dict[str, Tensor], args: argparse.Namespace) -> None:
-    """`iter_0000005` as torch_dist has it: layers stacked, optimizer state and bytes beside the model."""
+    """`iter_0000005` as torch_dist has it: layers stacked, with optimizer state and other bytes."""
     stacked: dict[str, list[Tensor]] = {}
     flat: dict[str, object] = {}
     for name, value in state.items():
@@ -148,7 +148,7 @@ def write_torch_dist(folder: Path, state: dict[str, Tensor], args: argparse.Name
 def write_legacy(
     folder: Path, state: dict[str, Tensor], args: argparse.Namespace, tp: int, pp: int, chunks: int
 ) -> None:
-    """`iter_0000005/mp_rank_TT_PPP`: matrices cut by tensor rank, layers numbered anew in each chunk of each stage."""
+    """`iter_0000005/mp_rank_TT_PPP`: matrices split by tensor rank, layers from 0 in each chunk of a stage."""
     layers = args.num_layers // (pp * chunks)
     for tensor_rank in range(tp):
         for stage in range(pp):

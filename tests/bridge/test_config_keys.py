@@ -1,4 +1,4 @@
-"""Every key of a config.json that changes transformers' function changes ours alike, or is refused."""
+"""Every key of a config.json that changes transformers' function changes Megalith's too, or is rejected."""
 
 import warnings
 from pathlib import Path

@@ -59,8 +59,10 @@ def test_logits_are_those_of_the_published_formula_and_a_folder_comes_back_bitwi
     source.mkdir()
     tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    told = LLAMA | MOE | {"norm_topk_prob": normalized, "architectures": ["DeepseekForCausalLM"]}
-    (source / "config.json").write_text(json.dumps(told | {"model_type": "deepseek", "rms_norm_eps": 1e-6}))
+    hf_config = LLAMA | MOE | {"norm_topk_prob": normalized, "architectures": ["DeepseekForCausalLM"]}
+    (source / "config.json").write_text(
+        json.dumps(hf_config | {"model_type": "deepseek", "rms_norm_eps": 1e-6})
+    )
     ids = torch.randint(0, LLAMA["vocab_size"], (2, 20))
     with torch.no_grad():
         expected = model(ids).logits
@@ -69,4 +71,4 @@ def test_logits_are_those_of_the_published_formula_and_a_folder_comes_back_bitwi
     export_hf(tmp_path / "run", tmp_path / "again", show_progress=False)
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in again)
-    assert told.items() <= json.loads((tmp_path / "again" / "config.json").read_text()).items()
+    assert hf_config.items() <= json.loads((tmp_path / "again" / "config.json").read_text()).items()

@@ -283,7 +283,7 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
     latest = Path("legacy/latest_checkpointed_iteration.txt")
     Path("empty").mkdir()
     (file,) = Path("legacy").rglob("model_optim_rng.pt")
-    for spoil, folder, told in (
+    for spoil, folder, message in (
         (
             lambda: latest.write_text("700"),
             "legacy",
@@ -300,6 +300,6 @@ def test_what_is_missing_of_a_megatron_folder_is_named(
         (Path("dist/iter_0000005/.metadata").unlink, "dist", "no .metadata, which is written last"),
     ):
         spoil()
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             convert(folder, "out", "hf", "megatron", trust=True)
     assert not Path("out").exists()

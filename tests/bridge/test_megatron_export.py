@@ -1,4 +1,4 @@
-"""What is exported to Megatron is read again as it was, and stands where Megatron core looks for it.
+"""Exports to Megatron can be imported again unchanged and have the structure that Megatron core expects.
 
 That Megatron core itself loads it is what `make megatron-core` shows (against_megatron_core.py).
 """
@@ -252,7 +252,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     further = dict(window_size=[15, 0], window_attn_skip_freq=2, mtp_num_layers=1)
     save_run(tmp_path / "further", ModelConfig(**LLAMA, **further))
     before = set(tmp_path.iterdir())
-    for source, options, told in (
+    for source, options, message in (
         ("run", dict(tp=4), "tp is 4, which does not divide num_query_groups 2"),
         ("run", dict(pp=3), "pp is 3, which does not divide num_layers 4"),
         ("run", dict(tp=0), "tp is 0"),
@@ -266,7 +266,7 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
             "cannot express this model: mtp_num_layers with a window in only one of the first",
         ),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             export_megatron(tmp_path / source, tmp_path / "out", **options)
     assert set(tmp_path.iterdir()) == before
     (tmp_path / "out").mkdir()

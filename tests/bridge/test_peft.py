@@ -1,4 +1,4 @@
-"""What a run with adapters computes, saves, loads and merges to is PEFT's formula on transformers' model."""
+"""A run with adapters computes, saves, loads and merges by PEFT's formula on transformers' model."""
 
 import json
 import shutil
@@ -130,7 +130,7 @@ def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not
     merge(run, tmp_path / "merged", show_progress=False)
     further = run_config(hf_folder(name), base, checkpoint={"load": str(base)})
     megalith.train(further.with_settings({"train.train_iters": 4}))
-    told = (
+    message = (
         r"step_00000003 were trained on other weights than those in .*base, which have been trained further"
     )
     for refused in (
@@ -138,7 +138,7 @@ def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not
         lambda: megalith.load(run),
         lambda: merge(run, tmp_path / "other", show_progress=False),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             refused()
     assert not (tmp_path / "other").exists()
     assert megalith.train(run_config(step, run, **goes_on)).step == 3
@@ -164,7 +164,7 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"use_dora": True}, "has use_dora True, but only plain LoRA is supported"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
@@ -173,11 +173,11 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
     ],
 )
 def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
-    hf_folder, tmp_path: Path, change, told
+    hf_folder, tmp_path: Path, change, message
 ) -> None:
     tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
     folder = save(tensors, tmp_path / "given", 5.0, **change)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         prepare(run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(folder)}), 1)
 
 
@@ -185,7 +185,7 @@ def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_
     tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
     config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(tmp_path / "given")})
     some = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
-    for found, told in (
+    for found, message in (
         (some, "has adapters on linear_qkv in some layers and none"),
         (
             {**some, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 64)},
@@ -197,7 +197,7 @@ def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_
         ),
     ):
         save(found, tmp_path / "given", 5.0)
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             prepare(config, 1)
         shutil.rmtree(tmp_path / "given")
 
@@ -210,12 +210,12 @@ def test_rank_alpha_and_targets_beside_a_folder_have_to_be_its_own(hf_folder, tm
     )
     found = prepare(config, 1)[0].lora
     assert (found.rank, found.alpha) == (3, pytest.approx(5.0 * 3**0.5))
-    for given, told in (
+    for given, message in (
         ({"rank": 4}, "lora.rank is 4, but .* have 3"),
         ({"targets": ["q_proj"]}, "lora.targets is"),
     ):
         config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": folder, **given})
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             prepare(config, 1)
 
 

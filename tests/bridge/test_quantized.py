@@ -1,4 +1,4 @@
-"""Exports with a byte a weight: transformers computes with them as with the weights that the codes stand for."""
+"""Exports with one byte per weight: transformers computes with them as with the dequantized weights."""
 
 import json
 
@@ -84,9 +84,9 @@ def test_an_output_matrix_that_is_the_embedding_is_told_as_not_quantized(form, t
     whole.save_pretrained(tmp_path / "whole")
     import_hf(tmp_path / "whole", tmp_path / "run", show_progress=False)
     export_hf(tmp_path / "run", tmp_path / "small", quantize=form, show_progress=False)
-    told = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    quantization = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
     linears = {name for name, one in whole.named_modules() if isinstance(one, torch.nn.Linear)}
-    kept = told.get("ignore") or told["modules_to_not_convert"]
+    kept = quantization.get("ignore") or quantization["modules_to_not_convert"]
     tensors = load_file(tmp_path / "small" / "model.safetensors")
     stored = {name for name in linears if f"{name}.weight{SUFFIX[form]}" in tensors}
     assert linears - set(kept) == stored
@@ -181,10 +181,10 @@ def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path):
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         whole[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    told = json.loads((tmp_path / "config.json").read_text())
-    told["dtype"] = "bfloat16"
-    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    hf_config["dtype"] = "bfloat16"
+    hf_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
     model.load_state_dict({name: x.float() for name, x in {**tensors, **whole}.items()}, strict=False)
     ids = torch.randint(0, config.vocab_size, (2, 12), generator=generator)
     with torch.no_grad():

@@ -167,7 +167,7 @@ def test_a_run_learns_pairs_and_its_loss_is_that_of_transformers(tmp_path: Path)
 
 
 def test_a_matrix_of_its_own_is_the_models_whatever_the_configuration_says(tmp_path: Path) -> None:
-    """As transformers 5 saves what it has loaded of T5 1.1 or Flan."""
+    """Return what transformers 5 saves after loading T5 1.1 or Flan-T5."""
     model, tokens = reference("v1.1", tmp_path), batch()
     settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(settings))

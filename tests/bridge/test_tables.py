@@ -110,7 +110,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() 
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
@@ -134,10 +134,12 @@ def test_a_model_that_no_family_can_say_is_refused_with_what_the_nearest_lack() 
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )
-def test_a_config_json_that_asks_for_more_is_refused_by_its_key(name: str, change: dict, told: str) -> None:
+def test_a_config_json_that_asks_for_more_is_refused_by_its_key(
+    name: str, change: dict, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         family_named_by(name).read_config(their_tree(name) | change)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_two_names_of_a_key_that_disagree_are_refused_and_a_changed_model_is_exported_with_one() -> None:
@@ -160,7 +162,7 @@ def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name: str) -> None:
-    """Of the class's own defaults each key is left out in turn; sizes, which have to be there, are told."""
+    """Each key of the class's defaults is removed in turn; missing sizes are reported."""
     family = family_named_by(name)
     defaults = json.loads(type(CASES[name][0]())().to_json_string(use_diff=False))
     if defaults.get("num_experts_per_tok", 1) is None:  # DeepSeek-V2's own, of which no model can be made

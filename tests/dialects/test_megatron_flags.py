@@ -1,4 +1,4 @@
-"""Megatron-LM's flags: each is classified, an omitted one means Megatron's default, and all that is wrong is told."""
+"""Megatron-LM's flags: each is classified, an omitted one has Megatron's default, and all problems are reported."""
 
 import ast
 import csv
@@ -124,16 +124,20 @@ def published_command_lines() -> dict[str, tuple[int, list[str], list[str]]]:
         if first.startswith("@"):
             common[first] = rest.split()
         elif first != "#":
-            head, *told = row.split(" | ")
+            head, *messages = row.split(" | ")
             name, processes = head.split()
             words = next(rows).split()
-            lines[name] = int(processes), told, [more for word in words for more in common.get(word, [word])]
+            lines[name] = (
+                int(processes),
+                messages,
+                [more for word in words for more in common.get(word, [word])],
+            )
     return lines
 
 
 def test_published_training_scripts_pass_whole_or_are_told_what_is_not_there():
     whole, lines = 0, published_command_lines()
-    for name, (processes, told, words) in lines.items():
+    for name, (processes, messages, words) in lines.items():
         try:
             tree = translate(words, processes).tree
             tree["model"].setdefault("vocab_size", 50257)  # the tokenizer's, where there is one
@@ -141,11 +145,11 @@ def test_published_training_scripts_pass_whole_or_are_told_what_is_not_there():
                 check_training(RunConfig.from_tree(tree), processes)
         except ConfigError as error:
             refusals = str(error).split("\n")
-            assert len(refusals) == len(told) and all(
-                any(few in line for line in refusals) for few in told
+            assert len(refusals) == len(messages) and all(
+                any(few in line for line in refusals) for few in messages
             ), (name, refusals)
             continue
-        assert not told, name
+        assert not messages, name
         whole += 1
     assert (whole, len(lines)) == (16, 22)
 
@@ -170,9 +174,9 @@ def test_sinkhorn_weights_are_megatrons_whatever_the_flags_of_the_other_losses_s
 def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_new_ones():
     notes = translated(LEAST + "--data-impl mmap --DDP-impl local --use-legacy-models").notes
     assert any("--data-impl --DDP-impl" in note and "Megatron has removed it" in note for note in notes)
-    told = problems(LEAST + "--data-impl lazy --fp8-hybrid --checkpoint-num-layers 1")
-    assert told[0] == "--data-impl is lazy: one of mmap, infer is needed"
-    assert "give --fp8-format hybrid" in told[1] and "give --recompute-num-layers" in told[2]
+    messages = problems(LEAST + "--data-impl lazy --fp8-hybrid --checkpoint-num-layers 1")
+    assert messages[0] == "--data-impl is lazy: one of mmap, infer is needed"
+    assert "give --fp8-format hybrid" in messages[1] and "give --recompute-num-layers" in messages[2]
     assert not (OLDER | MODELOPT).keys() & FLAGS.keys()
     given = config_of("--cpu-offload-optimizer --enable-straggler-detection --dp-comm-overlap-bucket-size 9")
     assert given.optim.optimizer_cpu_offload and given.runtime.enable_straggler_detection
@@ -344,7 +348,7 @@ def test_what_flags_mean(flags, means, note, tmp_path, monkeypatch):
         for name in names:
             found = getattr(found, name)
         assert found == value, path
-    assert any(note in told for told in result.notes) if note else not result.notes
+    assert any(note in message for message in result.notes) if note else not result.notes
 
 
 def test_data_is_named_in_each_of_megatrons_ways(tmp_path):
@@ -397,7 +401,7 @@ def test_finetune_begins_from_the_weights_alone(tmp_path):
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    told = problems(
+    messages = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
         "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
         "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft "
@@ -421,12 +425,12 @@ def test_all_that_is_wrong_is_told_at_once():
         "--sft is refused",
         "--seed is -3",
     ):
-        assert any(words in line for line in told), words
-    assert len(told) == 16 and not any("--hidden-size is missing" in line for line in told)
+        assert any(words in line for line in messages), words
+    assert len(messages) == 16 and not any("--hidden-size is missing" in line for line in messages)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("−−lr 3", "'−−lr' begins with another character than -; write --lr"),
         ("stray", "--save is out stray: one value is needed"),
@@ -472,12 +476,12 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--lr-warmup-fraction .1 --lr-warmup-iters 5", "contradict each other"),
     ],
 )
-def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
-    assert any(told in line for line in problems(LEAST + flags))
+def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, message):
+    assert any(message in line for line in problems(LEAST + flags))
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--seed -3", "--seed is -3: input should be greater than or equal to 0"),
         ("--save-interval 0", "--save-interval is 0:"),
@@ -501,14 +505,14 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
         ("--seq-length 64", "--seq-length 64 is longer than --max-position-embeddings 32"),
     ],
 )
-def test_what_the_settings_refuse_is_told_in_flags(flags, told):
+def test_what_the_settings_refuse_is_told_in_flags(flags, message):
     with pytest.raises(ConfigError) as raised, in_flags():
         check_training(config_of(flags))
-    assert str(raised.value).startswith(told)
+    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags", "told"),
+    ("world_size", "flags", "message"),
     [
         (3, "--tensor-model-parallel-size 3", "4 is not divisible by --tensor-model-parallel-size 3"),
         (6, "--tensor-model-parallel-size 4", "lower --tensor-model-parallel-size to 3, or start 8 processes"),
@@ -520,10 +524,10 @@ def test_what_the_settings_refuse_is_told_in_flags(flags, told):
          "--seq-length 31 / --context-parallel-size 1) over --tensor-model-parallel-size 2 ranks"),
     ],
 )  # fmt: skip
-def test_layouts_are_refused_in_flags_without_a_setting_of_ours(world_size, flags, told):
+def test_layouts_are_refused_in_flags_without_a_setting_of_ours(world_size, flags, message):
     with pytest.raises(ConfigError) as raised, in_flags():
         prepare(config_of(flags), world_size)
-    assert told in str(raised.value) and "_" not in str(raised.value)
+    assert message in str(raised.value) and "_" not in str(raised.value)
 
 
 def test_what_has_no_effect_without_another_flag_is_told_in_flags_once():
@@ -551,8 +555,8 @@ def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else
         "warning: --record-memory-history",
         "warning: --inprocess-restart",
     ]
-    told = problems(flags + "--moe-latent-size 8 --hiden-dropout 0", ignore_unknown=True)
-    assert [line.split(" is refused")[0] for line in told] == [
+    messages = problems(flags + "--moe-latent-size 8 --hiden-dropout 0", ignore_unknown=True)
+    assert [line.split(" is refused")[0] for line in messages] == [
         "there is no flag --hiden-dropout; did you mean --hidden-dropout?; `megalith megatron flags` lists them all",
         "--moe-latent-size",
     ]

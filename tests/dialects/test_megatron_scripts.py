@@ -58,7 +58,7 @@ SHRUNK = (
 
 
 def words_of(script: str, arguments: list[str], tmp_path: Path) -> list[str]:
-    """What a script gives to torchrun: torchrun here is one that writes it down."""
+    """Return the arguments that a script passes to torchrun, which is replaced by one that records them."""
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n')
     (tmp_path / "torchrun").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
@@ -86,7 +86,7 @@ def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
 
 
 def trained_as(words: list[str], folder: str, program: str = "pretrain-gpt") -> str:
-    """What a script's words print when they train, in a folder with its data. Every rank calls it."""
+    """Train with a script's arguments in a folder with its data and return the output. Every rank calls it."""
     os.chdir(folder)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = translate(words, world_size, program=program).config()
