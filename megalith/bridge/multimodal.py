@@ -1,7 +1,7 @@
 """The language model inside a multimodal model of transformers: its configuration and its tensors.
 
-A wrapper's config.json has that of its language model under `text_config`; its files have the tensors of a vision
-tower and a projector too, which are left out.
+A wrapper's config.json contains the language model's under `text_config`. Its files also contain the tensors of a
+vision tower and a projector, which are ignored.
 """
 
 from __future__ import annotations

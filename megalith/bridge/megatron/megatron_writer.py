@@ -53,7 +53,7 @@ from megalith.bridge.transfer import to_theirs
 from megalith.config import ModelConfig
 
 Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""Returns a box of a Megalith tensor in float32: (part, name, offset, shape); part is "model" or an optimizer state."""
+"""Reader of a box of a tensor in float32: (part, name, offset, shape); part is "model" or an optimizer state."""
 
 
 class CoreTensors:
