@@ -159,6 +159,7 @@ SET_IN_PARALLEL = {
         "micro_batch.logged_weight",
     },
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
+    "replication.py": {"chunk.replication"},  # a record, which no pass reads
     "shards.py": {
         "plain.grad",
         "parameter.grad",
@@ -233,15 +234,16 @@ HOPS = {
         ("_forward", "forward"),
     ],
     "parallel/model_spec.py": [("forward", "chunk")],
-    "models/transformer.py": [("forward", "forward"), ("run_layers", "layer"), ("forward", "mlp")],
+    "models/transformer.py": [("forward", "forward"), ("run_layers", "layer")],
+    "models/layer.py": [("forward", "mlp_branch"), ("mlp_branch", "mlp")],
     "models/linear.py": [("forward", "linear_fc2"), ("forward", "style")],
     "parallel/tensor/tensor_parallel.py": [("row", "reduce"), ("reduce", "all_reduce")],
     "comm/collectives.py": [("all_reduce", "apply")],
 }
 
 
-def test_seven_files_lead_from_a_step_to_a_collective():
-    assert len(HOPS) <= 7
+def test_eight_files_lead_from_a_step_to_a_collective():
+    assert len(HOPS) <= 8
     for name, hops in HOPS.items():
         calls = set()
         for node in ast.walk(parsed(PACKAGE / name)):

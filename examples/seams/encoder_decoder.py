@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.data.batch import Batch
+from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import Encoded
 from megalith.models.transformer import Stack, Transformer
 
@@ -38,20 +39,18 @@ class EncoderDecoder(Transformer):
         *,
         encoder_input_ids: Tensor,
         encoder_padding_mask: Tensor,
+        token_inputs: TokenInputs | None = None,
         streams: Mapping[str, Tensor] | None = None,
-        sample_numbers: Tensor | None = None,
         **rest,
     ) -> Tensor | dict[str, Tensor]:
+        numbers = None if token_inputs is None else token_inputs.sample_numbers
         context = self.encoder.context(
             encoder_input_ids,
+            TokenInputs(padding_mask=encoder_padding_mask, sample_numbers=numbers),
             trains=rest.get("labels") is not None,
-            padding_mask=encoder_padding_mask,
-            sample_numbers=sample_numbers,
         )
         x = self.embed(encoder_input_ids, context) if streams is None else streams["encoded"]
         x = self.encoder(x, context)  # this stage's layers
         encoded = Encoded(x, context, mask=encoder_padding_mask[:, None, None])
-        y = super().forward(
-            input_ids, streams=streams, encoded=encoded, sample_numbers=sample_numbers, **rest
-        )
+        y = super().forward(input_ids, token_inputs=token_inputs, streams=streams, encoded=encoded, **rest)
         return y if isinstance(y, Tensor) else {"encoded": x} | y

@@ -29,8 +29,8 @@ from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.optim.moments import Moment
-from megalith.parallel.data.replicas import replica_axes
 from megalith.parallel.gather import ALONE
+from megalith.parallel.replication import replica_axes
 from megalith.parallel.shards import LocalShard, local_shard
 from megalith.progress import Progress
 

@@ -25,6 +25,7 @@ from megalith.generation.requests import (
     make_sequences,
 )
 from megalith.models.encoders.t5 import T5
+from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import rotary_tables
 from megalith.models.transformer import Stack
@@ -146,7 +147,7 @@ def _encode(model: T5, prompts: Sequence[Sequence[int]]) -> Encoded:
     ids = torch.tensor([[*prompt, *[DECODER_START] * (longest - len(prompt))] for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     real = torch.arange(longest) < lengths[:, None]
-    return model.encode(ids.to(model.device), real.to(model.device), trains=False)
+    return model.encode(ids.to(model.device), TokenInputs(padding_mask=real.to(model.device)), trains=False)
 
 
 def _hidden(model: T5, tokens: Tensor, position: int, encoded: Encoded, cache: GrowingCache) -> Tensor:

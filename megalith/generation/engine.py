@@ -54,7 +54,7 @@ from megalith.ops.compiled import run_eagerly, run_with_breaks
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
-from megalith.parallel.data.replicas import replica_axes
+from megalith.parallel.replication import replica_axes
 from megalith.parallel.seams import plug
 from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
 from megalith.parallel.tensor.lora_shards import shard_adapters
@@ -384,7 +384,7 @@ class Engine:
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, positions)
         if self.config.num_experts:
-            context.numbers = torch.arange(ids.numel(), device=ids.device)
+            context.global_token_ids = torch.arange(ids.numel(), device=ids.device)
         model = self.model
         return Stack.forward(model, model.embed(ids, context), context)
 

@@ -15,7 +15,7 @@ waits for it, once a layer. It is not where there is room for any number of rows
 
 A compiled layer is cut at its experts, for no graph is made for a number of rows that is data. All that does not depend
 on it, the router and where each row goes, belongs to the graph before (`MoE.plan`); what does is no part of one
-(`MoE.forward`), and nor is the addition to the stream where nothing but that follows.
+(`MoE.forward`), and nor is the addition to the residual stream that follows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import MLP, Linear
 from megalith.models.pass_context import Context, PassLayout
+from megalith.models.residual import Residual
 from megalith.models.router import Router, Routing
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
@@ -151,17 +152,24 @@ class MoE(Runnable):
 
     def plan(self, x: Tensor, context: Context) -> NamedTuple:
         """What `forward` takes beside x: where each token goes, as `dispatch` puts it."""
-        routing = self.router(x.flatten(0, -2), context.numbers, context.batch, context.balance_scale)
+        routing = self.router(
+            x.flatten(0, -2), context.global_token_ids, context.batch, context.balance_scale
+        )
         return self.dispatch.plan(routing, context.layout)
 
     # What is worth a kernel of its own is compiled by itself. torch.compiler.disable imports the compiler: seconds.
     @disable_tracing
     @runnable
-    def forward(self, x: Tensor, plan: NamedTuple, context: Context, stream: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""
+    def forward(
+        self, x: Tensor, plan: NamedTuple, context: Context, residual: Residual | None = None
+    ) -> Tensor:
+        """Return the experts' output for x [batch, seq, hidden], added to the residual stream if there is one.
+
+        `plan` is the result of `plan` for the same x.
+        """
         shared = None if self.shared_experts is None else partial(self._shared, x, context)
         y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared, context.layout).view_as(x)
-        return y if stream is None else stream + y
+        return y if residual is None else residual.add(y)
 
     def _shared(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
         y = self.shared_experts(x, context)

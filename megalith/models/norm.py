@@ -9,8 +9,8 @@ from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.identity import identity
 from megalith.models.runnable import Runnable, runnable
+from megalith.ops import fused_norm
 from megalith.ops.dropout import Mask
-from megalith.ops.fused_norm import add, add_norm, norm
 
 
 class Norm(Runnable):
@@ -30,12 +30,12 @@ class Norm(Runnable):
 
     @runnable
     def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        return norm(x, *self._formula())
+        return fused_norm.norm(x, *self._formula())
 
     @runnable
-    def after(self, x: Tensor, y: Tensor | None, dropout: Mask | None) -> tuple[Tensor, Tensor]:
-        """x + y after dropout of y, the residual stream [..., width], and that normed."""
-        return add_norm(x, y, dropout, *self._formula())
+    def add_norm(self, x: Tensor, y: Tensor | None, dropout: Mask | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream x + dropout(y) [..., width], and its norm."""
+        return fused_norm.add_norm(x, y, dropout, *self._formula())
 
     def _formula(self) -> tuple[Tensor, Tensor | None, float, bool]:
         bias = self._buffers.get("no_bias") if self.bias is None else local(self.bias)
@@ -54,17 +54,17 @@ class RootMeanSquare(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
 
 
-def normed(norm: Norm | None, x: Tensor) -> Tensor:
+def norm_or_identity(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def normed_after(
+def add_norm(
     norm: Norm | None, x: Tensor, y: Tensor | None = None, dropout: Mask | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As Norm.after; without a norm twice the residual stream."""
+    """Return the residual stream x + dropout(y), and its norm: the stream again if there is no norm."""
     if norm is not None:
-        return norm.after(x, y, dropout)
-    x = add(x, y, dropout)
+        return norm.add_norm(x, y, dropout)
+    x = fused_norm.residual_add(x, y, dropout)
     return x, x
 
 

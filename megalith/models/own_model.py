@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +22,6 @@ class Model(nn.Module):
     """
 
     compute_dtype = torch.float32
-    replicated: Any = None  # seams: parallel/seams.py says what each is for
-    copied: Mapping[str, Any] = {}
-    partial_gradients: frozenset[str] = frozenset()
 
     def forward(self, batch: Batch, head: Any) -> Tensor:
         """batch.input_ids int64 [batch, seq], and what else the batch names → head(hidden, output layer)."""

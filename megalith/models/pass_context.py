@@ -50,7 +50,9 @@ class Context:
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: Cache | None = None  # None: every token is here
-    numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
+    global_token_ids: Tensor | None = (
+        None  # int64 [tokens of the stream]: token_index · batch + sequence, for experts
+    )
     mtp_embeddings: Tensor | None = (
         None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
     )

@@ -12,7 +12,8 @@ dtype, and every layer computes in the dtype it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -24,16 +25,15 @@ from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.local_shards import local
 from megalith.models.identity import identity
-from megalith.models.linear import MLP
-from megalith.models.loss import Objective, all_logits, cross_entropy_sum, target_logprobs
+from megalith.models.inputs import LossInputs, TokenInputs
+from megalith.models.layer import TransformerLayer, layer_class
+from megalith.models.loss import all_logits, cross_entropy_sum, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
-from megalith.models.mixers.attention import CrossAttention, RelativeBias
-from megalith.models.moe import MoE
-from megalith.models.mtp import MTPProjection, MTPTargets, add_mtp_losses
-from megalith.models.norm import Norm, normed, normed_after
+from megalith.models.mixers.attention import RelativeBias
+from megalith.models.mtp import add_mtp_losses
+from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context, Encoded, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.models.runnable import Runnable, runnable
 from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import (
     document_ids,
@@ -42,123 +42,20 @@ from megalith.ops.documents import (
     same_document_mask,
 )
 from megalith.ops.dropout import (
-    ATTENTION_OUTPUT,
-    CROSS_ATTENTION_OUTPUT,
     EMBEDDING_OUTPUT,
-    MLP_OUTPUT,
     DropoutKeys,
-    Mask,
     column_keys,
     counter_dropout,
     output_rows,
     token_keys,
 )
-from megalith.ops.fused_norm import add
 
-
-class TransformerLayer(Runnable):
-    """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
-    `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
-    x + mixer(norm(x)) + mlp(norm(x)), the norms two or one. With apply_residual_connection_post_layernorm every norm(x)
-    takes the place of x, so that the stream is what the norm behind an addition gives (Vaswani et al. 2017)."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        number: int,
-        device: torch.device | None = None,
-        *,
-        cross: bool = False,
-        mixer: MakeMixer = make_mixer,
-    ):
-        super().__init__()
-        self.number = number
-        self.dropout = config.hidden_dropout
-        self.side_by_side = config.parallel_attn_mlp
-        self.goes_on_normed = config.apply_residual_connection_post_layernorm
-        self.multiplier = config.residual_multiplier
-
-        def norm(*placements: str) -> Norm | None:
-            wanted = config.norm_placement in placements
-            return Norm(config, config.hidden_size, device) if wanted else None
-
-        self.input_layernorm = norm("pre", "sandwich")
-        self.self_attention = mixer(config, number, device)  # its name in checkpoints, whatever it is
-        self.post_attention_layernorm = norm("post", "sandwich")
-        self.pre_cross_attn_layernorm = self.cross_attention = self.post_cross_attn_layernorm = None
-        if cross:
-            self.pre_cross_attn_layernorm = norm("pre", "sandwich")
-            self.cross_attention = CrossAttention(config, number, device)
-            self.post_cross_attn_layernorm = norm("post", "sandwich")
-        self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
-        self.join = self.final_layernorm = None
-        if number in config.mtp_layers:
-            self.join, self.final_layernorm = (
-                MTPProjection(config, device),
-                Norm(config, config.hidden_size, device),
-            )
-        self.has_experts = number in config.expert_layers
-        self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
-        self.post_mlp_layernorm = norm("post", "sandwich")
-
-    @runnable
-    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        """Of several micro-batches, with a context each, a tuple: side by side in one graph."""
-        if isinstance(x, tuple):
-            return tuple(self.forward(*each) for each in zip(x, context, strict=True))
-        if self.join is not None:
-            x = self.join(x, context)
-        x, h = self._normed_after(self.input_layernorm, x)
-        y = self._added(self.post_attention_layernorm, self.self_attention(h, context))
-        mask = self._mask(context, ATTENTION_OUTPUT)
-        if self.side_by_side:
-            h = h if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
-            x = add(add(x, y, mask), self._added(None, self.mlp(h, context)), self._mask(context, MLP_OUTPUT))
-            return normed(self.final_layernorm, x)
-        if self.cross_attention is not None:
-            x, h = self._normed_after(self.pre_cross_attn_layernorm, x, y, mask)
-            y = self._added(self.post_cross_attn_layernorm, self.cross_attention(h, context))
-            mask = self._mask(context, CROSS_ATTENTION_OUTPUT)
-        x, h = self._normed_after(self.pre_mlp_layernorm, x, y, mask)
-        mask = self._mask(context, MLP_OUTPUT)
-        if self.has_experts:  # they are no part of a graph, but what routes tokens to them is: see moe.py
-            plan = self.mlp.plan(h, context)
-            if mask is None and self.post_mlp_layernorm is None and self.multiplier == 1:
-                return normed(self.final_layernorm, self.mlp(h, plan, context, x))
-            y = self.mlp(h, plan, context)
-        else:
-            y = self.mlp(h, context)
-        x = add(x, self._added(self.post_mlp_layernorm, y), mask)
-        return normed(self.final_layernorm, x)
-
-    def _normed_after(self, norm: Norm | None, x: Tensor, *added) -> tuple[Tensor, Tensor]:
-        """The residual stream with what is `added`, and that normed: one and the same where the stream goes on so."""
-        x, h = normed_after(norm, x, *added)
-        return (h, h) if self.goes_on_normed else (x, h)
-
-    def _added(self, norm: Norm | None, y: Tensor) -> Tensor:
-        """What goes into the residual stream of what a half has given."""
-        y = normed(norm, y)
-        return y if self.multiplier == 1 else y * self.multiplier
-
-    def _mask(self, context: Context, site: int) -> Mask | None:
-        if context.dropout is None or self.dropout == 0:
-            return None
-        return Mask(self.dropout, context.dropout.output_rows(site), context.dropout.columns)
-
-    @property
-    def mixers(self) -> list[nn.Module]:
-        return [self.self_attention] + ([] if self.cross_attention is None else [self.cross_attention])
-
-
-PADDING = -1  # the document of tokens that fill up: they see each other alone, and nobody sees them
-
-
+PADDING = -1  # document id of padding, which attends only to padding
 Runner = Callable[[Sequence[TransformerLayer], Tensor, Context], Tensor]
 
 
 def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-    """x [batch, seq, hidden] through these layers."""
+    """Return x [batch, seq, hidden] after these layers."""
     for layer in layers:
         x = layer(x, context.at_layer(layer.number))
     return x
@@ -191,7 +88,7 @@ class Stack(nn.Module):
         numbers = list(numbers)
         self.first_layer = numbers[0] if numbers else 0
         self.layers = nn.ModuleDict(
-            {str(n): TransformerLayer(config, n, device, cross=cross, mixer=mixer) for n in numbers}
+            {str(n): layer_class(config, n, cross)(config, n, device, mixer=mixer) for n in numbers}
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
         self.relative_attention_bias = None
@@ -205,33 +102,33 @@ class Stack(nn.Module):
         self.reduce_sequence = identity
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        further = self.config.mtp_layers
-        x = self.runner([layer for layer in self.layers.values() if layer.number not in further], x, context)
-        return normed(self.final_layernorm, x)
+        mtp_layers = self.config.mtp_layers
+        x = self.runner(
+            [layer for layer in self.layers.values() if layer.number not in mtp_layers], x, context
+        )
+        return norm_or_identity(self.final_layernorm, x)
 
     def context(
-        self,
-        input_ids: Tensor,  # int64 [batch, seq], of which the shape matters alone
-        *,
-        trains: bool = True,  # whether a loss follows; else generation
-        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: token_index
-        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        document_ends: Tensor
-        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
-        padding_mask: Tensor
-        | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
-        padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
-        sample_numbers: Tensor | None = None,  # int64 [batch]: positions in the data stream; keys of dropout
+        self, input_ids: Tensor, token_inputs: TokenInputs | None = None, *, trains: bool = True
     ) -> Context:
-        """What the layers need to know of these tokens.
+        """Return what all layers share in a pass: positions, masks, dropout keys, the layout.
 
-        Raises ConfigError for more tokens than there are learned positions.
+        Args:
+            input_ids: int64 [batch, seq], of which only the shape matters.
+            token_inputs: positions, documents and padding of these tokens.
+            trains: True if a loss follows, False for generation.
+
+        Raises:
+            ConfigError: there are more tokens than learned positions.
         """
+        inputs = token_inputs or TokenInputs()
         (batch, seq), device = input_ids.shape, input_ids.device
+        token_index, padding_mask = inputs.token_index, inputs.padding_mask
         layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=token_index is not None)
         if token_index is None:
             _check_positions(self.config, seq)
             token_index = torch.arange(seq, device=device)
+        position_ids = inputs.position_ids
         if position_ids is None:
             position_ids = token_index.expand(batch, seq)
         context = Context(batch, layout, self.causal, position_ids=position_ids)
@@ -242,22 +139,21 @@ class Stack(nn.Module):
         if self.relative_attention_bias is not None and self.layers:  # a pipeline stage may have none
             context.bias = self.relative_attention_bias(token_index, layout)
         if self.config.num_experts:
-            numbers = token_index[None] * batch + torch.arange(batch, device=device)[:, None]
-            context.numbers = self.shard_sequence(numbers, layout).flatten()
+            token_ids = token_index[None] * batch + torch.arange(batch, device=device)[:, None]
+            context.global_token_ids = self.shard_sequence(token_ids, layout).flatten()
         if padding_mask is not None:
-            numbers = padding_mask.long() - 1  # PADDING, and document 0
-            if document_ends is not None:
-                numbers = document_ids(document_ends, padding_mask.shape[1]).masked_fill(
-                    ~padding_mask, PADDING
-                )
-            context.mask = same_document_mask(numbers, numbers, self.causal)
-        elif document_ends is not None:
-            context.documents = mark_dynamic_documents(document_ends)
-        elif padding is not None:
-            context.mask = padding_attention_mask(padding)
-        context.padding = padding
+            documents = padding_mask.long() - 1  # PADDING, and document 0
+            if inputs.document_ends is not None:
+                documents = document_ids(inputs.document_ends, padding_mask.shape[1])
+                documents = documents.masked_fill(~padding_mask, PADDING)
+            context.mask = same_document_mask(documents, documents, self.causal)
+        elif inputs.document_ends is not None:
+            context.documents = mark_dynamic_documents(inputs.document_ends)
+        elif inputs.padding is not None:
+            context.mask = padding_attention_mask(inputs.padding)
+        context.padding = inputs.padding
         if self.training and self.draws_dropout:
-            self._key_dropout(context, sample_numbers, token_index)
+            self._key_dropout(context, inputs.sample_numbers, token_index)
         return context
 
     def _key_dropout(self, context: Context, sample_numbers: Tensor | None, token_index: Tensor) -> None:
@@ -344,61 +240,79 @@ class Transformer(Stack):
 
     def forward(
         self,
-        input_ids: Tensor,  # int64 [batch, seq]
+        input_ids: Tensor,
         *,
-        streams: Mapping[str, Tensor] | None = None,  # of the stage before; None: this is the first
-        labels: Tensor | None = None,  # int64 [batch, seq], or what an objective asks for: [batch, seq, k]
-        loss_mask: Tensor | None = None,  # float32 [batch, seq]; None: every token counts
-        objective: Objective | None = None,  # of the labels' log-probabilities; None: −their sum by loss_mask
-        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: token_index
-        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        document_ends: Tensor
-        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
-        padding_mask: Tensor
-        | None = None,  # bool [batch, seq], of whole sequences everywhere, False for what fills up; None: nothing does
-        padding: Tensor | None = None,  # bool [batch, seq], as a Batch has it
-        sample_numbers: Tensor | None = None,  # int64 [batch]: positions in the data stream; keys of dropout
-        encoded: Encoded | None = None,  # what cross-attention attends to
-        balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none
-        mtp_targets: MTPTargets | None = None,  # what further layers predict; None: they are left out
-        loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
-        max_label_tokens: int
-        | None = None,  # tokens whose loss_mask is not 0, at most; None: that is not known
+        token_inputs: TokenInputs | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        loss_inputs: LossInputs | None = None,
+        streams: Mapping[str, Tensor] | None = None,
+        encoded: Encoded | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits [batch, seq, vocab] in the compute dtype, or with labels the loss: a float32 scalar.
+        """Return logits, or the loss if there are labels, or this pipeline stage's `streams` if it is not the last.
 
-        A pipeline stage that is not the last gives its `streams`. Raises ConfigError for more tokens than there
-        are learned positions.
+        Args:
+            input_ids: int64 [batch, seq].
+            token_inputs: positions, documents, padding; None: one document per sequence, no padding.
+            labels: int64 [batch, seq], or [batch, seq, k] for an objective with k candidates.
+            loss_mask: float32 [batch, seq]; None: every token counts.
+            loss_inputs: objective, scales, MTP targets; None: cross-entropy.
+            streams: residual streams of the previous pipeline stage; None: this is the first stage.
+            encoded: another sequence, for cross-attention.
+
+        Returns:
+            Logits [batch, seq, vocab] in the compute dtype, or the loss, a float32 scalar: a sum over tokens.
+
+        Raises:
+            ConfigError: there are more tokens than learned positions.
         """
-        context = self.context(
-            input_ids,
-            trains=labels is not None,
-            position_ids=position_ids,
-            token_index=token_index,
-            document_ends=document_ends,
-            padding_mask=padding_mask,
-            padding=padding,
-            sample_numbers=sample_numbers,
-        )
-        context.balance_scale, context.encoded, context.max_label_tokens = (
-            balance_scale,
-            encoded,
-            max_label_tokens,
-        )
+        loss_inputs = loss_inputs or LossInputs()
+        context = self.context(input_ids, token_inputs, trains=labels is not None)
+        context.encoded, context.balance_scale = encoded, loss_inputs.balance_scale
+        context.max_label_tokens = loss_inputs.max_label_tokens
         x = self.embed(input_ids, context) if streams is None else streams["hidden"]
         x = super().forward(x, context)  # [batch, seq, hidden]
         if self.final_layernorm is None:
             return {"hidden": x}
         if labels is None:
             return self.vocabulary_logits(x, context)
-        loss = self.vocabulary_loss(x, context, labels, loss_mask, objective, loss_scale)
-        if mtp_targets is None:
+        loss = self.vocabulary_loss(x, context, labels, loss_mask, loss_inputs)
+        if loss_inputs.mtp_targets is None:
             return loss
-        return self._add_mtp_loss(loss, x, mtp_targets, context, loss_scale)
+        return self._add_mtp_loss(loss, x, context, loss_inputs)
+
+    def stage(self, layers: Collection[int], *, is_first: bool, is_last: bool) -> Transformer:
+        """Return a pipeline stage: a copy of this model, on the meta device, without the modules of other stages.
+
+        Parameters keep their names. The first stage has the embedding, the last one the MTP layers, the final norm and
+        `heads`, and a copy of the word embedding if it is the output matrix too or the MTP layers read it. Every stage
+        with layers of a stack has a copy of the stack's relative positions.
+
+        Args:
+            layers: numbers of the stage's layers.
+            is_first: True for the first stage.
+            is_last: True for the last stage.
+        """
+        numbers = {*map(str, layers), *(map(str, self.config.mtp_layers) if is_last else ())}
+        others = [layer for s in stacks_of(self) for name, layer in s.layers.items() if name not in numbers]
+        stage = copy.deepcopy(self, {id(layer): layer for layer in others})  # does not copy what is removed
+        if is_last and self.config.embedding_at_head and not is_first:
+            stage.embedding.keep_words_only()
+        elif not is_first:
+            stage.embedding = None
+        for stack in stacks_of(stage):
+            ends_here = is_last if stack is stage else [*stack.layers][-1] in numbers
+            for number in set(stack.layers) - numbers:
+                del stack.layers[number]
+            if not ends_here:
+                stack.final_layernorm = None
+        for name in () if is_last else self.heads:
+            setattr(stage, name, None)
+        return stage
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         """Those of x, the head's input [batch, seq, hidden]: [batch, seq, vocab]."""
-        return self._by_output(self.logits, self.head_input(x), *self._vocabulary, context)
+        return self._call_head(self.logits, self.head_input(x), *self._vocabulary, context)
 
     def vocabulary_loss(
         self,
@@ -406,26 +320,24 @@ class Transformer(Stack):
         context: Context,
         labels: Tensor,
         loss_mask: Tensor | None,
-        objective: Objective | None,
-        loss_scale: Tensor | None,
+        inputs: LossInputs,
     ) -> Tensor:
-        """That of the labels' log-probabilities, as `forward` gives it: a float32 scalar."""
-        x = self.head_input(x)
-        if objective is not None:
-            sizes = self._vocabulary
-            found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
-            return objective.loss(*found, loss_scale)
+        """Return the loss of x, the last norm's output [batch, seq, hidden]: a float32 scalar."""
+        x, sizes, scale = self.head_input(x), self._vocabulary, inputs.loss_scale
+        if inputs.objective is not None:
+            outputs = self._call_head(self.logprobs, x, labels, *sizes, context, inputs.objective, scale)
+            return inputs.objective.loss(*outputs, scale)
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        return self._by_output(self.loss, x, labels, loss_mask, *self._vocabulary, context, loss_scale)
+        return self._call_head(self.loss, x, labels, loss_mask, *sizes, context, scale)
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the output matrix is given of the last norm's output."""
         scaling = self.config.logits_scaling
         return x if scaling == 1 else x / scaling
 
-    def _by_output(self, function: Callable, x: Tensor, *args):
-        """function(x, the output matrix, *args), with the bias behind the matrix where there is one"""
+    def _call_head(self, function: Callable, x: Tensor, *args):
+        """Call function(x, output matrix, *args), with the output bias if there is one."""
         if self.output_bias is not None:
             function = partial(function, bias=self.output_bias)
         if self.output_layer is None:
@@ -436,27 +348,20 @@ class Transformer(Stack):
     def _vocabulary(self) -> tuple[int, float | None]:
         return self.config.vocab_size, self.config.final_logit_softcapping
 
-    def _add_mtp_loss(
-        self,
-        loss: Tensor,
-        x: Tensor,
-        mtp_targets: MTPTargets,
-        context: Context,
-        scale: Tensor | None,
-    ) -> Tensor:
-        """`loss` with the gradient of the further layers' losses; x [batch, seq, hidden] is what the head has read."""
-        losses, factor = [], self.config.mtp_loss_scaling_factor / len(self.config.mtp_layers)
+    def _add_mtp_loss(self, loss: Tensor, x: Tensor, context: Context, inputs: LossInputs) -> Tensor:
+        """Return `loss` with the gradient of the MTP losses added; x [batch, seq, hidden] is the head's input."""
+        targets, scale, count = inputs.mtp_targets, inputs.loss_scale, len(self.config.mtp_layers)
+        losses, factor = [], self.config.mtp_loss_scaling_factor / count
         scale = torch.full((), factor, device=x.device) if scale is None else scale * factor
-        scales = (scale * mtp_targets.weights).expand(len(self.config.mtp_layers))
+        scales = (scale * targets.weights).expand(count)
         for k, number in enumerate(map(str, self.config.mtp_layers)):
-            told = replace(context, mtp_embeddings=self.embed(mtp_targets.tokens[k], context))
-            x = self.runner([self.layers[number]], x, told)
-            labels, loss_mask = mtp_targets.labels[k], mtp_targets.loss_mask[k]
-            sizes = self._vocabulary
-            given = labels, loss_mask, *sizes, replace(context, max_label_tokens=None), scales[k]
-            losses.append(self._by_output(self.loss, self.head_input(x), *given))
-        if mtp_targets.sums is not None:
-            mtp_targets.sums += torch.stack(losses).detach()
+            embeddings = self.embed(targets.tokens[k], context)
+            x = self.runner([self.layers[number]], x, replace(context, mtp_embeddings=embeddings))
+            head_context = replace(context, max_label_tokens=None)
+            args = targets.labels[k], targets.loss_mask[k], *self._vocabulary, head_context, scales[k]
+            losses.append(self._call_head(self.loss, self.head_input(x), *args))
+        if targets.sums is not None:
+            targets.sums += torch.stack(losses).detach()
         return add_mtp_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:

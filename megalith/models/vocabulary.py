@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import Linear
-from megalith.models.norm import Norm, normed
+from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context
 
 
@@ -32,6 +32,10 @@ class Embedding(nn.Module):
         self.tokentype_embeddings = _table(config.tokentypes, width, device) if config.tokentypes else None
         self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
 
+    def keep_words_only(self) -> None:
+        """Remove all but word_embeddings: a last pipeline stage has them as the output matrix, or for MTP."""
+        self.position_embeddings = self.tokentype_embeddings = self.layernorm = None
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None
     ) -> Tensor:
@@ -41,7 +45,7 @@ class Embedding(nn.Module):
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
         if self.tokentype_embeddings is not None:
             x = x + nn.functional.embedding(tokentype_ids, local(self.tokentype_embeddings.weight))
-        return normed(self.layernorm, x)
+        return norm_or_identity(self.layernorm, x)
 
 
 class OutputMatrix(Linear):

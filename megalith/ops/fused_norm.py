@@ -29,7 +29,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_ce
     return _normalized(x, weight.to(x.dtype), bias, epsilon)
 
 
-def add(x: Tensor, y: Tensor | None, dropout: Mask | None) -> Tensor:
+def residual_add(x: Tensor, y: Tensor | None, dropout: Mask | None) -> Tensor:
     """Return x + y, with `dropout` applied to y; x if there is no y."""
     if y is None:
         return x
@@ -45,9 +45,9 @@ def add_norm(
     epsilon: float,
     zero_centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + y, as from `add`, and its norm, as from `norm`, in their dtypes."""
+    """Return x + y, as from `residual_add`, and its norm, as from `norm`, in their dtypes."""
     if not (kernels.fuses_backward(x) and kernels.MIN_WIDTH <= x.shape[-1] <= kernels.MAX_WIDTH):
-        x = add(x, y, dropout)
+        x = residual_add(x, y, dropout)
         return x, norm(x, weight, bias, epsilon, zero_centred)
     probability, rows, columns = (0.0, None, None) if dropout is None else dropout
     weight = weight + 1 if zero_centred else weight

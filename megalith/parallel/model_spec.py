@@ -8,7 +8,7 @@ or expert parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from megalith.errors import ConfigError
 from megalith.hardware import to_device
 from megalith.local_shards import local
 from megalith.models.encoders.bert import BertCrossEntropy, BertMicroBatchMean
+from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective
 from megalith.models.mtp import MTPTargets
 from megalith.models.own_model import Model
@@ -35,6 +36,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Streams
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.building_blocks import replicate_plain_parameters, vocab_parallel_of
+from megalith.parallel.tensor.tensor_parallel import partial_gradients
 
 
 class Head:
@@ -126,6 +128,10 @@ class ModelSpec:
         """True if expert weights are cast once per step. FSDP already gathers them in the compute dtype."""
         return False
 
+    def partial_gradients(self, chunk: nn.Module, ranks: int, sequence_parallel: bool) -> Collection[str]:
+        """Return the names of the chunk's parameters whose gradients must be summed over `ranks` tensor ranks."""
+        return ()
+
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """Return the matrices in a parameter of this global shape, for Muon (`Placement.matrices`).
 
@@ -181,6 +187,9 @@ class TransformerSpec(ModelSpec):
     def casts_experts_once(self, mesh: Mesh) -> bool:
         return self.has_experts and self.run.train.moe_cache_weights is True and mesh.expert_fsdp is None
 
+    def partial_gradients(self, chunk: Transformer, ranks: int, sequence_parallel: bool) -> Collection[str]:
+        return partial_gradients(chunk, ranks, sequence_parallel)
+
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """Return the matrices of linears and experts. AdamW updates routers, embeddings, head and adapters."""
         config, module = self.config, name.split(".")[-2]
@@ -209,19 +218,23 @@ class TransformerSpec(ModelSpec):
         batch = micro_batch.batch
         return chunk(
             batch.input_ids,
-            streams=streams,
+            token_inputs=TokenInputs(
+                position_ids=batch.position_ids,
+                token_index=micro_batch.token_index,
+                document_ends=batch.document_ends,
+                padding=batch.padding,
+                sample_numbers=batch.sample_numbers,
+            ),
             labels=batch.labels,
             loss_mask=batch.loss_mask,
-            objective=micro_batch.objective,
-            position_ids=batch.position_ids,
-            token_index=micro_batch.token_index,
-            document_ends=batch.document_ends,
-            padding=batch.padding,
-            sample_numbers=batch.sample_numbers,
-            balance_scale=micro_batch.balance_scale,
-            mtp_targets=micro_batch.mtp_targets,
-            loss_scale=micro_batch.loss_scale,
-            max_label_tokens=micro_batch.max_label_tokens,
+            loss_inputs=LossInputs(
+                objective=micro_batch.objective,
+                loss_scale=micro_batch.loss_scale,
+                balance_scale=micro_batch.balance_scale,
+                mtp_targets=micro_batch.mtp_targets,
+                max_label_tokens=micro_batch.max_label_tokens,
+            ),
+            streams=streams,
             **{name: batch[name] for name in chunk.reads},
         )
 

@@ -62,6 +62,9 @@ class ParallelModel:
         self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
         self.step_casts = StepCasts(self.chunks, spec.casts_experts_once(mesh))
         self.parameters = LocalParameters(self.chunks)
+        self._partial_gradients = [
+            spec.partial_gradients(chunk, mesh.tp.size, parallel.sequence_parallel) for chunk in self.chunks
+        ]
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # token counts per expert in the last step: see gather_tallies
         self._ids = TokenIds(self._vocab_size(), WRONG_IDS)
@@ -117,8 +120,8 @@ class ParallelModel:
         if self.amaxes is not None:
             self.amaxes.end_passes(self.mesh.world)
         wait_for_gradients(self.chunks, self._parallel)
-        for chunk in self.chunks:
-            reduce_partial_gradients(chunk, self.mesh.tp)
+        for chunk, names in zip(self.chunks, self._partial_gradients, strict=True):
+            reduce_partial_gradients(chunk, self.mesh.tp, names)
         reduce_shared_gradients(self.chunks, self.mesh)
         self.parameters.attach_gradients()
         if self.spec.has_experts:

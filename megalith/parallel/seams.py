@@ -13,13 +13,11 @@ from torch import nn
 
 from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
-from megalith.models.encoders.bert import Bert
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention, RelativeBias
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
-from megalith.models.own_model import Model
 from megalith.models.router import Router
 from megalith.models.runnable import Runnable
 from megalith.models.transformer import Stack, Transformer
@@ -31,30 +29,15 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "runner": "runs a list of layers: (layers, x, context) → x",
         "shard_sequence": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "reduce_sequence": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
-        "embedding": "None where another pipeline stage has it",
-        "final_layernorm": "None where another pipeline stage has it",
     },
     Transformer: {
         "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
         "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, objective, "
         "scale) → [batch, seq] or [batch, seq, k], the entropies, and the sum of the objective's losses of tokens",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
-        "output_layer": "None where another pipeline stage has it",
-        "vocabulary": "None where another pipeline stage has it",
-        "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
-        "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
-    },
-    Bert: {head: "None where another pipeline stage has it" for head in ("lm_head", "pooler", "binary_head")},
-    Model: {
-        "copied": "by name the plain parameters that stand alike on the ranks of an axis",
-        "partial_gradients": "as a Transformer's",
-        "replicated": "as a Transformer's",
     },
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",
-        "position_embeddings": "None where another pipeline stage has them",
-        "tokentype_embeddings": "None where another pipeline stage has them",
-        "layernorm": "None where another pipeline stage has it",
     },
     Linear: {
         "gemm": "the three matmuls: a Gemm of ops/gemm.py",

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megalith.comm.collectives import Axis, gather_json
 from megalith.local_shards import local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
-from megalith.parallel.data.replicas import replica_axes
+from megalith.parallel.replication import replica_axes
 from megalith.parallel.seams import replace_parameter
 
 

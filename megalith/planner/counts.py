@@ -26,12 +26,12 @@ from torch import nn
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from megalith.models.adapters import ADAPTER, add_adapters
+from megalith.models.layer import TransformerLayer, layer_class
 from megalith.models.linear import Linear
 from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
 from megalith.models.router import Router
-from megalith.models.transformer import TransformerLayer
 from megalith.models.transformer import layers_of as layers_in
 from megalith.parallel.expert.expert_parallel import EXPERT_SHARDING
 from megalith.parallel.pipeline.stages import Stage, split_stages
@@ -82,12 +82,14 @@ class MetaModel:
             encoders := model.encoder_layers
         ):  # the last encoder layer, whose stage also has the encoder's norm
             self._first |= dict.fromkeys(range(encoders), encoders - 1)
-            self._model.encoder.layers[str(encoders - 1)] = TransformerLayer(model, encoders - 1, "meta")
+            self._model.encoder.layers[str(encoders - 1)] = layer_class(model, encoders - 1)(
+                model, encoders - 1, "meta"
+            )
             first = {"decoder": encoders}
             self._first |= dict.fromkeys(range(encoders, model.num_layers), encoders)
         self._model.layers.update(
             {
-                str(number): TransformerLayer(model, number, "meta", cross=encoders > 0)
+                str(number): layer_class(model, number, cross=encoders > 0)(model, number, "meta")
                 for number in first.values()
             }
         )

@@ -17,6 +17,7 @@ from megalith.bridge.importer import import_hf, open_hf_folder
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.models.encoders.bert import Bert
+from megalith.models.inputs import TokenInputs
 from megalith.training.loading import load_with_tokenizer
 
 VOCAB, SEQ, LENGTHS = 151, 24, [24, 17, 9]
@@ -66,7 +67,8 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 def assert_same_function(model: Bert, expected_model: torch.nn.Module, padded_by: str) -> None:
     tokens = batch()
-    given = {name: tokens[name] for name in ("input_ids", "tokentype_ids", padded_by)}
+    given = {name: tokens[name] for name in ("input_ids", "tokentype_ids")}
+    given["token_inputs"] = TokenInputs(**{padded_by: tokens[padded_by]})
     real = tokens["padding_mask"]
     with torch.no_grad():
         expected, found = theirs(expected_model, tokens), model.encodings(**given)
@@ -109,7 +111,8 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path)
     expected.backward()
     weights = tokens.pop("loss_mask") / (labels != -100).sum()
     del tokens["padding_mask"]
-    loss = model(**tokens, loss_mask=weights)
+    inputs = TokenInputs(document_ends=tokens.pop("document_ends"))
+    loss = model(**tokens, token_inputs=inputs, loss_mask=weights)
     loss.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)
     gradients, found = {name: p.grad for name, p in expected_model.named_parameters()}, {}

@@ -10,6 +10,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.data.batch import document_ends
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.ops.attention_blocks import block_backward, block_forward
 from megalith.ops.attention_core import attention
@@ -263,7 +264,7 @@ def test_a_compiled_layer_takes_batches_of_any_documents_in_one_graph():
     first = None  # the layers' graph, and those of what stands before and behind them
     for share in (0.01, 0.02, 0.1, 0.5, 0.9):  # of tokens at which a document begins: from 8 to 512 documents
         ends = document_ends(random.random((BATCH, SEQ)) < share)
-        loss = model(ids, labels=ids, document_ends=ends.cuda())
+        loss = model(ids, labels=ids, token_inputs=TokenInputs(document_ends=ends.cuda()))
         loss.backward()
         assert loss.isfinite()
         first = first or counts["unique_graphs"]

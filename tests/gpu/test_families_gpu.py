@@ -11,6 +11,7 @@ from torch import Tensor
 import megalith
 from megalith.config import RunConfig
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.model_types import make_model
 from megalith.models.transformer import layers_of
 from megalith.ops.attention_core import attention
@@ -45,15 +46,17 @@ def loss_and_gradients(family: str, device: str, dtype: torch.dtype) -> tuple[Te
             layer.compile(fullgraph=not layer.has_experts)
     random = torch.Generator().manual_seed(7)
     ids = torch.randint(1, VOCAB, (BATCH, SEQ), generator=random)
-    given = {"labels": ids.roll(-1, 1)}
+    given, ends = {"labels": ids.roll(-1, 1)}, None
     if family == "bert":
         given["tokentype_ids"] = (torch.arange(SEQ) > 80).long().expand(BATCH, SEQ)
         given["sentence_order"] = torch.tensor([0, 1])
-        given["document_ends"] = torch.tensor([[150, SEQ], [SEQ, SEQ]], dtype=torch.int32)
+        ends = torch.tensor([[150, SEQ], [SEQ, SEQ]], dtype=torch.int32)
     if family == "t5":
         given["encoder_input_ids"] = torch.randint(1, VOCAB, (BATCH, 160), generator=random)
         given["encoder_padding_mask"] = torch.arange(160) < torch.tensor([[100], [160]])
-    loss = model(ids.to(device), **{name: x.to(device) for name, x in given.items()}) / ids.numel()
+    inputs = TokenInputs(document_ends=None if ends is None else ends.to(device))
+    given = {name: x.to(device) for name, x in given.items()}
+    loss = model(ids.to(device), token_inputs=inputs, **given) / ids.numel()
     (loss * SCALE).backward()
     return loss.detach().cpu(), {name: p.grad.cpu() / SCALE for name, p in model.named_parameters()}
 

@@ -11,7 +11,7 @@ from megalith.ops import kernels as fused
 from megalith.ops.activation import ACTIVATIONS, gelu_tanh, weighted_activation
 from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
-from megalith.ops.fused_norm import add, add_norm
+from megalith.ops.fused_norm import add_norm, residual_add
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
 from megalith.optim.adam import MIN_KERNEL_NUMEL, AdamW
 
@@ -63,7 +63,7 @@ def test_norm_beside_a_stream_has_the_gradients_of_both(dtype, centred, branch, 
     assert [t.dtype for t in found] == [t.dtype for t in inputs]
 
     wide = [t.detach().to(dtype).double().requires_grad_() for t in inputs]
-    stream, affine = add(wide[0], None if y is None else wide[1], mask), wide[1 + (y is not None) :]
+    stream, affine = residual_add(wide[0], None if y is None else wide[1], mask), wide[1 + (y is not None) :]
     normed = (
         F.layer_norm(stream, (width,), *affine) if centred else F.rms_norm(stream, (width,), *affine, 1e-5)
     )

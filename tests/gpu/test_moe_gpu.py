@@ -8,6 +8,7 @@ from benchmarks.mirrored_rank import init_mirror
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.models.init import initialize
+from megalith.models.inputs import LossInputs
 from megalith.models.moe import MoE, bounded_rows
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
@@ -181,7 +182,7 @@ def layer(**settings) -> MoE:
 def context() -> Context:
     numbers = torch.arange(SEQ, device="cuda")[None] * BATCH + torch.arange(BATCH, device="cuda")[:, None]
     return Context(
-        BATCH, PassLayout(), numbers=numbers.flatten(), balance_scale=torch.ones((), device="cuda")
+        BATCH, PassLayout(), global_token_ids=numbers.flatten(), balance_scale=torch.ones((), device="cuda")
     )
 
 
@@ -275,7 +276,7 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager(settings, dtype, r
             for block in model.layers.values():
                 block.compile()
         ids = torch.randint(0, 512, (BATCH, SEQ), generator=torch.Generator().manual_seed(2)).cuda()
-        loss = model(ids, labels=ids, balance_scale=torch.ones((), device="cuda"))
+        loss = model(ids, labels=ids, loss_inputs=LossInputs(balance_scale=torch.ones((), device="cuda")))
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for ours, expected in zip(*reversed(results)):

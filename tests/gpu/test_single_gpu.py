@@ -10,6 +10,7 @@ import megalith
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.batch import document_ends
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.ops.attention_core import attention
 from megalith.ops.cross_entropy import linear_cross_entropy
@@ -44,7 +45,7 @@ def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: to
     if compiled:
         for layer in model.layers.values():
             layer.compile(fullgraph=True)
-    loss = model(ids, labels=ids.roll(-1, 1), document_ends=documents) / ids.numel()
+    loss = model(ids, labels=ids.roll(-1, 1), token_inputs=TokenInputs(document_ends=documents)) / ids.numel()
     (loss * SCALE).backward()
     return loss, {name: p.grad / SCALE for name, p in model.named_parameters()}
 

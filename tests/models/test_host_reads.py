@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megalith.config import OptimConfig, ParallelConfig, RunConfig
 from megalith.models.encoders.t5 import T5
+from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.ops import cross_entropy, grouped_gemm
 from megalith.optim import build_optimizer
@@ -46,10 +47,11 @@ def step(shape: dict, kernel: bool = True, spread: Callable | None = None) -> No
             spread(model)
             to_local_parameters(model)
         ids, numbers = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.zeros(BATCH, dtype=torch.int64)
-        given = dict(labels=ids, loss_mask=torch.ones(BATCH, SEQ), sample_numbers=numbers)
-        given |= dict(balance_scale=torch.ones(()), document_ends=torch.zeros(BATCH, 4, dtype=torch.int32))
+        ends = torch.zeros(BATCH, 4, dtype=torch.int32)
+        inputs = TokenInputs(sample_numbers=numbers, document_ends=ends)
+        losses = dict(loss_mask=torch.ones(BATCH, SEQ), loss_inputs=LossInputs(balance_scale=torch.ones(())))
         with mock.patch.object(grouped_gemm, "has_kernel", lambda rows, width: kernel):
-            model(ids, **given).backward()
+            model(ids, token_inputs=inputs, labels=ids, **losses).backward()
     optim = OptimConfig(lr=0.1)
     optimizer_step(
         build_optimizer(model.named_parameters(), optim), build_loss_scale("fp16", optim, "meta"), 1.0

@@ -8,6 +8,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.planner.counts import count_parameters, flops_per_token
 
@@ -77,7 +78,9 @@ def test_dropout_is_of_what_goes_into_an_adapter_and_of_training_alone():
     still = model(IDS)
     model.train()
     numbers = torch.tensor([7, 8])
-    once, again, other = (model(IDS, sample_numbers=n) for n in (numbers, numbers, numbers + 2))
+    once, again, other = (
+        model(IDS, token_inputs=TokenInputs(sample_numbers=n)) for n in (numbers, numbers, numbers + 2)
+    )
     assert torch.equal(once, again) and not torch.equal(once, other) and not torch.equal(once, still)
     assert torch.equal(model.eval()(IDS), still)
     assert torch.equal(build("llama", LoraConfig(rank=3, dropout=0.5)).train()(IDS), plain("llama")(IDS))

@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.models.init import initialize
+from megalith.models.inputs import LossInputs
 from megalith.models.mtp import make_mtp_targets
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
@@ -32,7 +33,8 @@ def test_the_gradient_is_that_of_both_losses_and_the_loss_that_of_the_next_token
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     mask = torch.ones(BATCH, SEQ)
     mask[0, 3] = 0
-    loss = model(ids, labels=labels, loss_mask=mask, mtp_targets=make_mtp_targets(labels, mask, None, 2))
+    inputs = LossInputs(mtp_targets=make_mtp_targets(labels, mask, None, 2))
+    loss = model(ids, labels=labels, loss_mask=mask, loss_inputs=inputs)
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     plain = model(ids, labels=labels, loss_mask=mask)

@@ -9,6 +9,7 @@ from examples.seams.causal_convolution import TAPS, CausalConvolution
 from examples.seams.encoder_decoder import EncoderDecoder
 from megalith.config import ModelConfig
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.transformer import Stack, Transformer, layers_of, stacks_of
 
@@ -75,13 +76,14 @@ def test_a_layer_with_cross_attention_is_its_formula(placement):
 def test_padding_is_seen_by_no_token(causal):
     model = filled(Transformer(config(), causal=causal))
     ids, mask = padded()
-    logits = model(ids, padding_mask=mask)
+    logits = model(ids, token_inputs=TokenInputs(padding_mask=mask))
     torch.testing.assert_close(logits[:1], model(ids[:1]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[1:, :-3], model(ids[1:, :-3]), rtol=1e-5, atol=1e-5)
     documents = torch.tensor([[4, 9]] * BATCH, dtype=torch.int32)
     changed = ids.clone()
     changed[:, :4] = changed[:, -3:-2] = 7
-    first, second = (model(x, document_ends=documents, padding_mask=mask) for x in (ids, changed))
+    inputs = TokenInputs(document_ends=documents, padding_mask=mask)
+    first, second = (model(x, token_inputs=inputs) for x in (ids, changed))
     assert torch.equal(first[1, 4:-3], second[1, 4:-3]) and torch.isfinite(first).all()
 
 
@@ -127,9 +129,10 @@ def test_dropout_of_the_two_streams_and_of_cross_attention_has_masks_of_its_own(
     assert len({tuple(each.flatten().tolist()) for each in rows}) == 5
     given = dict(encoder_input_ids=ids, encoder_padding_mask=mask)
     numbers = torch.tensor([4, 9])
-    first, again = (model(ids, sample_numbers=numbers, **given) for _ in range(2))
+    inputs, others = TokenInputs(sample_numbers=numbers), TokenInputs(sample_numbers=numbers + 1)
+    first, again = (model(ids, token_inputs=inputs, **given) for _ in range(2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, model(ids, sample_numbers=numbers + 1, **given))
+    assert not torch.equal(first, model(ids, token_inputs=others, **given))
 
 
 def test_a_convolution_sees_its_last_tokens_alone():

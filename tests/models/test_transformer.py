@@ -9,6 +9,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.ops.activation import ACTIVATIONS
 
@@ -37,7 +38,8 @@ def tokens(batch: int = 2, seq: int = 16, seed: int = 0) -> Tensor:
 
 def loss_and_gradients(model: Transformer, **extra) -> tuple[float, dict[str, Tensor]]:
     ids = tokens(seq=17)
-    loss = model(ids[:, :-1], labels=ids[:, 1:], sample_numbers=torch.tensor([5, 2**33]), **extra)
+    inputs = TokenInputs(sample_numbers=torch.tensor([5, 2**33]), **extra)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], token_inputs=inputs)
     model.zero_grad()
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -81,7 +83,7 @@ def test_without_a_causal_mask_a_token_sees_all_others_of_its_document():
     changed[:, 9] = (ids[:, 9] + 1) % VOCAB
     assert ((model(ids) - model(changed)).abs().amax(-1) > 1e-6).all()
     documents = torch.tensor([[8, 16]] * 2, dtype=torch.int32)
-    difference = [model(x, document_ends=documents) for x in (ids, changed)]
+    difference = [model(x, token_inputs=TokenInputs(document_ends=documents)) for x in (ids, changed)]
     moved = (difference[0] - difference[1]).abs().amax(-1)
     assert not moved[:, :8].any() and (moved[:, 8:] > 1e-6).all()
 
@@ -93,7 +95,7 @@ def test_a_document_does_not_see_the_one_before_it(family, training):
     documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
     changed = ids.clone()
     changed[:, :7] = (ids[:, :7] + 5) % VOCAB
-    first, second = (model(x, document_ends=documents) for x in (ids, changed))
+    first, second = (model(x, token_inputs=TokenInputs(document_ends=documents)) for x in (ids, changed))
     assert torch.equal(first[:, 7:], second[:, 7:])
     assert not torch.equal(first[:, :7], second[:, :7])
     assert not torch.equal(model(ids)[:, 7:], first[:, 7:])
@@ -104,7 +106,7 @@ def test_with_positions_reset_a_document_in_a_sample_is_the_document_alone(famil
     model, ids = build(family).eval(), tokens()
     documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
     positions = torch.tensor([[*range(7), *range(9)]] * 2)
-    together = model(ids, document_ends=documents, position_ids=positions)
+    together = model(ids, token_inputs=TokenInputs(document_ends=documents, position_ids=positions))
     torch.testing.assert_close(together[:, :7], model(ids[:, :7]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(together[:, 7:], model(ids[:, 7:]), rtol=1e-5, atol=1e-5)
 
@@ -112,17 +114,23 @@ def test_with_positions_reset_a_document_in_a_sample_is_the_document_alone(famil
 def test_learned_positions_that_are_not_reset_tell_the_second_document_from_one_alone():
     model, ids = build("gpt").eval(), tokens()
     documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
-    assert (model(ids, document_ends=documents)[:, 7:] - model(ids[:, 7:])).abs().max() > 1e-3
+    assert (
+        model(ids, token_inputs=TokenInputs(document_ends=documents))[:, 7:] - model(ids[:, 7:])
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_follows_the_sample_and_not_its_place_in_the_batch(family):
     model, ids = build(family, dropout=0.2).train(), tokens(batch=4)
     numbers = torch.tensor([40, 41, 42, 43])
-    together = model(ids, sample_numbers=numbers)
-    apart = torch.cat([model(ids[i : i + 1], sample_numbers=numbers[i : i + 1]) for i in range(4)])
+    together = model(ids, token_inputs=TokenInputs(sample_numbers=numbers))
+    apart = torch.cat(
+        [model(ids[i : i + 1], token_inputs=TokenInputs(sample_numbers=numbers[i : i + 1])) for i in range(4)]
+    )
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(together, model(ids, sample_numbers=numbers + 4), rtol=1e-2)
+    assert not torch.allclose(
+        together, model(ids, token_inputs=TokenInputs(sample_numbers=numbers + 4)), rtol=1e-2
+    )
     assert not torch.allclose(together, model.eval()(ids), rtol=1e-2)
 
 

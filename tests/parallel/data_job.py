@@ -14,6 +14,7 @@ from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
 from megalith.parallel.data.data_parallel import (
@@ -28,7 +29,7 @@ from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.deferred_wgrad import DeferredWgrads, compute_wgrads
 from megalith.parallel.shards import LocalParameters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
+from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,7 +129,9 @@ class Trained:
                 "input_ids": tokens[row : row + MICRO_BATCH, :-1],
                 "labels": tokens[row : row + MICRO_BATCH, 1:],
                 "loss_mask": mask[row : row + MICRO_BATCH],
-                "sample_numbers": torch.arange(row, row + MICRO_BATCH) + self.step * job.samples,
+                "token_inputs": TokenInputs(
+                    sample_numbers=torch.arange(row, row + MICRO_BATCH) + self.step * job.samples
+                ),
             }
             for row in rows
         ]
@@ -150,7 +153,8 @@ class Trained:
             compute_wgrads(work)
             finish_weight_gradients([self.model], self.job.parallel, is_last=number == len(later) - 1)
         wait_for_gradients([self.model], self.job.parallel)
-        reduce_partial_gradients(self.model, self.mesh.tp)
+        names = partial_gradients(self.model, self.mesh.tp.size, self.job.parallel.sequence_parallel)
+        reduce_partial_gradients(self.model, self.mesh.tp, names)
         self.local.attach_gradients()
         return all_reduce_no_grad(loss, self.mesh.dp_cp) / tokens
 

@@ -12,6 +12,7 @@ from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import (
     apply_data,
@@ -23,7 +24,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.pipeline.tied_parameters import reduce_shared_gradients
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
+from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
 
@@ -91,7 +92,8 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     wait_for_gradients(chunks, parallel)
     reduce_shared_gradients(chunks, mesh)
     for chunk in chunks:
-        reduce_partial_gradients(chunk, mesh.tp)
+        names = partial_gradients(chunk, mesh.tp.size, parallel.sequence_parallel)
+        reduce_partial_gradients(chunk, mesh.tp, names)
     gradients = {name: whole_tensor(p.grad) for chunk in chunks for name, p in chunk.named_parameters()}
     for chunk in chunks:
         chunk.eval()
@@ -148,9 +150,11 @@ def forward(chunk: Transformer, batch: Batch, streams: Streams | None) -> Stream
         streams=streams,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
-        position_ids=batch.position_ids,
-        document_ends=batch.document_ends,
-        sample_numbers=batch.sample_numbers,
+        token_inputs=TokenInputs(
+            position_ids=batch.position_ids,
+            document_ends=batch.document_ends,
+            sample_numbers=batch.sample_numbers,
+        ),
     )
 
 

@@ -15,10 +15,11 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.local_shards import local, local_shape_and_offset
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import apply_data, prepare_backward, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
+from megalith.parallel.tensor.tensor_parallel import apply_tensor, partial_gradients, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
 ALONE = ParallelConfig()
@@ -116,11 +117,12 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
     local_values = {
         name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()
     }
-    loss = transformer(**local_values)
+    inputs = TokenInputs(sample_numbers=local_values.pop("sample_numbers"))
+    loss = transformer(**local_values, token_inputs=inputs)
     prepare_backward([transformer], parallel, is_last=True)
     (loss / 19).backward()
     wait_for_gradients([transformer], parallel)
-    gradients = whole_gradients(transformer, mesh)
+    gradients = whole_gradients(transformer, mesh, parallel)
     transformer.eval()
     with torch.no_grad():
         logits = transformer(batch(model.vocab_size)["input_ids"][:1, :-1])
@@ -135,7 +137,7 @@ def outcome_of_logits(model: ModelConfig, parallel: ParallelConfig = ALONE) -> O
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     loss = (logits.log_softmax(-1) * weights).sum()
     loss.backward()
-    return Outcome(loss.detach(), logits.detach(), whole_gradients(transformer, mesh))
+    return Outcome(loss.detach(), logits.detach(), whole_gradients(transformer, mesh, parallel))
 
 
 def generated(model: ModelConfig, parallel: ParallelConfig = ALONE) -> list[list[int]]:
@@ -151,8 +153,9 @@ def generated(model: ModelConfig, parallel: ParallelConfig = ALONE) -> list[list
     return [each.ids for each in done]
 
 
-def whole_gradients(transformer: Transformer, mesh: Mesh) -> dict[str, Tensor]:
-    reduce_partial_gradients(transformer, mesh.tp)
+def whole_gradients(transformer: Transformer, mesh: Mesh, parallel: ParallelConfig) -> dict[str, Tensor]:
+    names = partial_gradients(transformer, mesh.tp.size, parallel.sequence_parallel)
+    reduce_partial_gradients(transformer, mesh.tp, names)
     return {name: full(parameter.grad) for name, parameter in transformer.named_parameters()}
 
 

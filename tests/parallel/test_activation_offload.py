@@ -13,6 +13,7 @@ from megalith.config.rules.notes import offload_notes
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.memory import activation_offload as offload
 from megalith.parallel.memory.activation_offload import apply_activation_offload
@@ -68,7 +69,7 @@ def build(
 def loss_of(model: Transformer, seed: int = 0) -> torch.Tensor:
     ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(seed))
     documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
-    return model(ids[:, :-1], labels=ids[:, 1:], document_ends=documents)
+    return model(ids[:, :-1], labels=ids[:, 1:], token_inputs=TokenInputs(document_ends=documents))
 
 
 def gradients(model: Transformer) -> dict[str, torch.Tensor]:

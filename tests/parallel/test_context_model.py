@@ -10,6 +10,7 @@ from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard
 from megalith.parallel.mesh import build_mesh
@@ -77,10 +78,12 @@ def loss_and_gradients(model: Transformer, batch: Batch, token_index: torch.Tens
         batch.input_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
-        position_ids=batch.position_ids,
-        token_index=token_index,
-        document_ends=batch.document_ends,
-        sample_numbers=batch.sample_numbers,
+        token_inputs=TokenInputs(
+            position_ids=batch.position_ids,
+            token_index=token_index,
+            document_ends=batch.document_ends,
+            sample_numbers=batch.sample_numbers,
+        ),
     )
     loss.backward()
     gradients = {name: all_reduce_no_grad(p.grad, axis) for name, p in model.named_parameters()}
@@ -152,11 +155,10 @@ def logits_in_parts_and_at_once(way: tuple, family: str) -> tuple[torch.Tensor, 
     whole = a_batch("one document")
     with torch.no_grad():
         part, token_index = shard_batch(whole, axis)
-        in_parts = unshard(
-            model(part.input_ids, position_ids=part.position_ids, token_index=token_index), axis
-        )
+        inputs = TokenInputs(position_ids=part.position_ids, token_index=token_index)
+        in_parts = unshard(model(part.input_ids, token_inputs=inputs), axis)
         at_once = model(whole.input_ids)
-        again = unshard(model(part.input_ids, position_ids=part.position_ids, token_index=token_index), axis)
+        again = unshard(model(part.input_ids, token_inputs=inputs), axis)
         assert torch.equal(in_parts, again)
     return in_parts, at_once
 

@@ -9,6 +9,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.generation.sampling import generate
 from megalith.models.init import initialize
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
 
@@ -46,7 +47,7 @@ def test_loss_and_gradients_equal_those_of_the_whole_with_dropout(family, docume
     settings["position_ids"] = (torch.arange(16) % 5).expand(4, 16) if documents else None
     runs = []
     for model in whole_and_halved(family):
-        loss = model(ids, labels=ids.roll(-1, 1), **settings)
+        loss = model(ids, labels=ids.roll(-1, 1), token_inputs=TokenInputs(**settings))
         loss.backward()
         runs.append((loss, {name: parameter.grad for name, parameter in model.named_parameters()}))
     (loss, gradients), (halved_loss, halved_gradients) = runs

@@ -17,7 +17,9 @@ from traced_layers import BATCH, LLAMA, SEQ, layer_graphs, tracing
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
-from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.models.inputs import TokenInputs
+from megalith.models.layer import TransformerLayer
+from megalith.models.transformer import Transformer
 from megalith.ops import block_attention
 from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
@@ -58,7 +60,7 @@ def build(family: str, **parallel) -> Transformer:
 def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
-    loss = model(ids[:, :-1], labels=ids[:, 1:], document_ends=documents)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], token_inputs=TokenInputs(document_ends=documents))
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -121,7 +123,9 @@ def losses_and_kernel_calls(
     ids = torch.randint(0, VOCAB, (2, 2, 17), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
     with mock.patch.object(block_attention, "block_forward", wraps=block_attention.block_forward) as computed:
-        losses = [model(x[:, :-1], labels=x[:, 1:], document_ends=ends) for x in ids]
+        losses = [
+            model(x[:, :-1], labels=x[:, 1:], token_inputs=TokenInputs(document_ends=ends)) for x in ids
+        ]
         for loss in losses:
             loss.backward()
     outputs = {name: p.grad for name, p in model.named_parameters()}
@@ -300,13 +304,13 @@ def test_layers_beside_experts_stay_compiled_and_are_recomputed_so(tmp_path):
     }  # fmt: skip
     eager = []
 
-    def watched(layer: TransformerLayer, *args) -> torch.Tensor:
+    def watched(layer: TransformerLayer, *args) -> tuple:
         if not torch.compiler.is_compiling():
             eager.append(layer.number)
-        return added(layer, *args)
+        return attention_branch(layer, *args)
 
-    added = TransformerLayer._added
-    with tracing(), mock.patch.object(TransformerLayer, "_added", watched):
+    attention_branch = TransformerLayer.attention_branch
+    with tracing(), mock.patch.object(TransformerLayer, "attention_branch", watched):
         run = start(RunConfig.from_tree(tree))
         with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
             for _ in range(2):

@@ -16,6 +16,7 @@ from megalith.config import ParallelConfig
 from megalith.parallel.data.data_parallel import prepare_backward, wait_for_gradients
 from megalith.parallel.data.replicas import GradientBucket, Replicated
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.replication import Replication, record_replication
 
 ORDER = ["layers.1", "layers.0", "embedding"]
 
@@ -60,8 +61,8 @@ def test_nothing_is_summed_before_the_last_micro_batch(pool):
 def buckets(job: Job) -> list[list[tuple[str, int]]]:
     model = Trained(job).model
     sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
-    assert len(sizes) == sum(len(bucket.names) for bucket in model.replicated._buckets)
-    return [[(name, sizes[name]) for name in bucket.names] for bucket in model.replicated._buckets]
+    assert len(sizes) == sum(len(bucket.names) for bucket in model.replication.reducer._buckets)
+    return [[(name, sizes[name]) for name in bucket.names] for bucket in model.replication.reducer._buckets]
 
 
 def test_buckets_hold_the_bytes_asked_for_from_the_last_layer_on(pool):
@@ -139,8 +140,10 @@ def test_the_first_of_the_ranks_that_hold_copies_owns_them(pool):
 def test_a_model_that_nobody_needs_is_freed_with_its_hooks():
     """Else each model of a process that makes several, a sweep's or a notebook's, would stay to its end."""
     chunk = nn.Linear(2, 2)
-    chunk.replicated = Replicated(chunk, [GradientBucket(Axis(2), ["weight", "bias"])])
-    chunk.replicated.prepare_backward(is_last=False)
+    replicated = Replicated(chunk, [GradientBucket(Axis(2), ["weight", "bias"])])
+    record_replication(chunk, Replication(replicated.axes, replicated))
+    replicated.prepare_backward(is_last=False)
+    del replicated
     chunk(torch.ones(1, 2)).sum().backward()
     freed = weakref.ref(chunk)
     del chunk

@@ -19,6 +19,7 @@ from megalith.data.pairs import T5Batch
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
 from megalith.models.encoders.t5 import T5
+from megalith.models.inputs import TokenInputs
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import global_tensors
@@ -56,6 +57,10 @@ class Padded(T5Batch):
 
 class Encoder(Transformer):
     reads = ("padding_mask",)
+
+    def forward(self, input_ids, *, padding_mask=None, token_inputs=None, **rest):
+        token_inputs = (token_inputs or TokenInputs()).with_padding_mask(padding_mask)
+        return super().forward(input_ids, token_inputs=token_inputs, **rest)
 
 
 MODELS = {

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.local_shards import local
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.ops import compiled
 from megalith.parallel.context.context_parallel import apply_context
@@ -100,6 +101,6 @@ def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
         ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
         stream = (1, BATCH * SEQ // tp) if config.parallel.sequence_parallel else ids.shape
         x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        context = model.context(ids, position_ids=ids, token_index=ids[0])
+        context = model.context(ids, TokenInputs(position_ids=ids, token_index=ids[0]))
         model.runner(list(model.layers.values()), x, context).sum().backward()
     return graphs

@@ -21,8 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from megalith.config import ModelConfig
 from megalith.local_shards import local
+from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.linear import Linear
-from megalith.models.loss import CrossEntropy, MicroBatchMean, Objective, scale_gradient
+from megalith.models.loss import CrossEntropy, MicroBatchMean, scale_gradient
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Stack, Transformer
@@ -32,14 +33,6 @@ from megalith.ops.cross_entropy import NO_LABEL
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
-
-OF_TOKENS = (
-    "position_ids",
-    "token_index",
-    "document_ends",
-    "padding_mask",
-    "sample_numbers",
-)  # what `context` takes
 
 
 class LMHead(nn.Module):
@@ -79,23 +72,38 @@ class Bert(Transformer):
 
     def forward(
         self,
-        input_ids: Tensor,  # int64 [batch, seq]
+        input_ids: Tensor,
         *,
-        tokentype_ids: Tensor | None = None,  # int64 [batch, seq]; None: all are of segment 0
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        token_inputs: TokenInputs | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        sentence_order: Tensor | None = None,
+        order_weights: Tensor | None = None,
+        loss_inputs: LossInputs | None = None,
         streams: Mapping[str, Tensor] | None = None,
-        labels: Tensor | None = None,  # int64 [batch, seq]
-        loss_mask: Tensor | None = None,  # float32 [batch, seq]
-        sentence_order: Tensor
-        | None = None,  # int64 [batch], 0: in order, 1: not, NO_LABEL; None: no loss of it
-        order_weights: Tensor | None = None,  # float32 [batch]; None: the mean of those with a label
-        objective: Objective | None = None,
-        loss_scale: Tensor | None = None,
-        **tokens,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits [batch, seq, vocab], or with labels the loss: that of the masked tokens, and of the segments' order
-        where that is given. Without an LM head the hidden states. All other arguments are those of
-        Transformer.forward."""
-        x, context = self._hidden(input_ids, tokentype_ids, streams, labels is not None, tokens)
+        """Return logits, or with labels the loss of the masked tokens and of the sentence order.
+
+        Args:
+            input_ids: int64 [batch, seq].
+            tokentype_ids: int64 [batch, seq], each token's segment; None: all 0.
+            padding_mask: bool [batch, seq], False for padding; None: that of `token_inputs`.
+            token_inputs, labels, loss_mask, loss_inputs, streams: see Transformer.forward.
+            sentence_order: int64 [batch], 0 in order, 1 swapped, NO_LABEL for neither; None: no such loss.
+            order_weights: float32 [batch], weights of the samples' order losses; None: their mean.
+
+        Returns:
+            Logits [batch, seq, vocab], without an LM head hidden states [batch, seq, hidden], or the loss.
+        """
+        token_inputs = (token_inputs or TokenInputs()).with_padding_mask(padding_mask)
+        loss_inputs = loss_inputs or LossInputs()
+        context = self.context(input_ids, token_inputs, trains=labels is not None)
+        context.balance_scale = loss_inputs.balance_scale
+        context.max_label_tokens = loss_inputs.max_label_tokens
+        x = self._embed(input_ids, tokentype_ids, context) if streams is None else streams["hidden"]
+        x = Stack.forward(self, x, context)
         if self.final_layernorm is None:
             return {"hidden": x}
         if self.lm_head is None:
@@ -103,55 +111,45 @@ class Bert(Transformer):
         h = self.lm_head(x, context)
         if labels is None:
             return self.vocabulary_logits(h, context)
-        loss = self.vocabulary_loss(h, context, labels, loss_mask, objective, loss_scale)
+        loss = self.vocabulary_loss(h, context, labels, loss_mask, loss_inputs)
         if self.binary_head is None or sentence_order is None:
             return loss
-        token_index = tokens.get("token_index")
-        order = self.binary_head(self._pooled(x, context, token_index))
-        of_order = order_loss(order, sentence_order, order_weights)
-        if token_index is not None:  # of context parallelism's ranks one has the first tokens
-            of_order = of_order * (token_index == 0).any()
-        return loss + scale_gradient(of_order, loss_scale)
+        token_index = token_inputs.token_index
+        order_logits = self.binary_head(self._pooled(x, context, token_index))
+        loss_of_order = order_loss(order_logits, sentence_order, order_weights)
+        if token_index is not None:  # with context parallelism one rank has the first tokens
+            loss_of_order = loss_of_order * (token_index == 0).any()
+        return loss + scale_gradient(loss_of_order, loss_inputs.loss_scale)
 
     def encodings(
-        self, input_ids: Tensor, tokentype_ids: Tensor | None = None, **tokens: Tensor | None
-    ) -> Encodings:
-        """Of int64 [batch, seq], which are taken as `forward` takes them."""
-        x, context = self._hidden(input_ids, tokentype_ids, None, False, tokens)
-        pooled = None if self.pooler is None else self._pooled(x, context, tokens.get("token_index"))
-        return Encodings(x, pooled, None if self.binary_head is None else self.binary_head(pooled))
-
-    def _hidden(
         self,
         input_ids: Tensor,
-        tokentype_ids: Tensor | None,
-        streams: Mapping[str, Tensor] | None,
-        trains: bool,
-        tokens: Mapping[str, Tensor | None],
-    ) -> tuple[Tensor, Context]:
-        """What the stack gives: the residual stream [batch, seq, hidden]."""
-        context = self.context(input_ids, trains=trains, **{name: tokens.get(name) for name in OF_TOKENS})
-        context.balance_scale, context.max_label_tokens = (
-            tokens.get("balance_scale"),
-            tokens.get("max_label_tokens"),
-        )
-        if streams is not None:
-            return Stack.forward(self, streams["hidden"], context), context
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        token_inputs: TokenInputs | None = None,
+    ) -> Encodings:
+        """Return hidden states, pooled first tokens and order logits; arguments as in `forward`."""
+        token_inputs = (token_inputs or TokenInputs()).with_padding_mask(padding_mask)
+        context = self.context(input_ids, token_inputs, trains=False)
+        x = Stack.forward(self, self._embed(input_ids, tokentype_ids, context), context)
+        pooled = None if self.pooler is None else self._pooled(x, context, token_inputs.token_index)
+        return Encodings(x, pooled, None if self.binary_head is None else self.binary_head(pooled))
+
+    def _embed(self, input_ids: Tensor, tokentype_ids: Tensor | None, context: Context) -> Tensor:
+        """Return the embedding's output [batch, seq, hidden]."""
         if tokentype_ids is None:
             tokentype_ids = torch.zeros_like(input_ids)
-        return Stack.forward(self, self.embed(input_ids, context, tokentype_ids), context), context
+        return self.embed(input_ids, context, tokentype_ids)
 
     def _pooled(self, x: Tensor, context: Context, token_index: Tensor | None) -> Tensor:
-        """Of each sequence's first token in the residual stream x: [batch, hidden]. Where context parallelism has put
-        it on another rank, of zeros."""
+        """Return [batch, hidden] from each sequence's first token in the residual stream x. With context parallelism,
+        ranks without the first tokens pool zeros."""
         if token_index is None:
             token_index = torch.arange(context.position_ids.shape[1], device=x.device)
-        numbers = torch.arange(context.batch, device=x.device)[:, None]  # [batch, 1]
-        firsts = torch.where(token_index == 0, numbers, -1)  # [batch, seq]
-        found = (
-            self.shard_sequence(firsts, context.layout).flatten() == numbers
-        )  # [batch, tokens of the stream]
-        first = x.flatten(0, -2)[found.int().argmax(1)] * found.any(1, keepdim=True)
+        rows = torch.arange(context.batch, device=x.device)[:, None]  # [batch, 1]
+        row_of_first = torch.where(token_index == 0, rows, -1)  # [batch, seq]
+        is_first = self.shard_sequence(row_of_first, context.layout).flatten() == rows  # [batch, tokens here]
+        first = x.flatten(0, -2)[is_first.int().argmax(1)] * is_first.any(1, keepdim=True)
         return torch.tanh(self.pooler(self.reduce_sequence(first, context.layout)))
 
     @property

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
+from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import Context, Encoded
 from megalith.models.transformer import Stack, Transformer
 
@@ -36,60 +37,72 @@ class T5(Transformer):
 
     def forward(
         self,
-        input_ids: Tensor,  # int64 [batch, seq], the decoder's
+        input_ids: Tensor,
         *,
-        encoder_input_ids: Tensor | None = None,  # int64 [batch, encoder seq]; None: the decoder's
-        encoder_padding_mask: Tensor
-        | None = None,  # bool [batch, encoder seq], False for what fills up; of whole sequences everywhere
-        encoder_document_ends: Tensor
-        | None = None,  # int32 [batch, 2], in its place: where what is real ends, and all
-        encoder_token_index: Tensor | None = None,  # int64 [encoder seq], as `token_index` of the decoder's
+        encoder_input_ids: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        encoder_document_ends: Tensor | None = None,
+        encoder_token_index: Tensor | None = None,
+        token_inputs: TokenInputs | None = None,
+        labels: Tensor | None = None,
         streams: Mapping[str, Tensor] | None = None,
         **rest,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits [batch, seq, vocab] of the decoder, or its loss. All other arguments are those of Transformer.forward,
-        and of the decoder's tokens."""
+        """Return the decoder's logits, or its loss if there are labels.
+
+        Args:
+            input_ids: int64 [batch, seq], the decoder's.
+            encoder_input_ids: int64 [batch, encoder seq]; None: the decoder's.
+            encoder_padding_mask: bool [batch, encoder seq] of full sequences, False for padding.
+            encoder_document_ends: int32 [batch, 2], instead of the mask: the end of the real tokens, and of all.
+            encoder_token_index: int64 [encoder seq], as `TokenInputs.token_index` of the decoder's.
+            token_inputs, labels, streams, rest: see Transformer.forward; of the decoder's tokens.
+
+        Returns:
+            Logits [batch, seq, vocab], or the loss, a float32 scalar.
+        """
         if encoder_input_ids is None:
             encoder_input_ids = input_ids
         encoded = self.encode(
             encoder_input_ids,
-            encoder_padding_mask,
-            encoder_document_ends,
-            trains=rest.get("labels") is not None,
-            sample_numbers=rest.get("sample_numbers"),
-            token_index=encoder_token_index,
+            TokenInputs(
+                token_index=encoder_token_index,
+                padding_mask=encoder_padding_mask,
+                document_ends=encoder_document_ends,
+                sample_numbers=None if token_inputs is None else token_inputs.sample_numbers,
+            ),
+            trains=labels is not None,
             stream=None if streams is None else streams["encoded"],
         )
         if encoder_document_ends is not None:
             length = input_ids.shape[1] * encoded.context.layout.cp_size
-            queries = torch.full_like(encoder_document_ends, length)  # all see what is real
+            queries = torch.full_like(encoder_document_ends, length)  # every query attends to the real tokens
             encoded = replace(encoded, documents=torch.stack([queries, encoder_document_ends]))
-        y = super().forward(input_ids, streams=streams, encoded=encoded, **rest)
+        decoder = dict(token_inputs=token_inputs, labels=labels, streams=streams, encoded=encoded)
+        y = super().forward(input_ids, **decoder, **rest)
         return y if isinstance(y, Tensor) else {"encoded": encoded.hidden} | y
 
     def encode(
         self,
-        input_ids: Tensor,  # int64 [batch, seq], the encoder's
-        padding_mask: Tensor | None,  # bool [batch, seq], False for what fills up
-        document_ends: Tensor | None = None,  # int32 [batch, 2], as `forward` has them
+        input_ids: Tensor,
+        token_inputs: TokenInputs | None = None,
         *,
         trains: bool,
-        sample_numbers: Tensor | None = None,  # int64 [batch]
-        token_index: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        stream: Tensor | None = None,  # of the stage before; None: this is the first
+        stream: Tensor | None = None,
     ) -> Encoded:
-        """What the encoder's layers on this stage make of these tokens, for the decoder to attend to."""
-        context = self.encoder.context(
-            input_ids,
-            trains=trains,
-            token_index=token_index,
-            padding_mask=padding_mask,
-            document_ends=document_ends,
-            sample_numbers=sample_numbers,
-        )
+        """Return the output of this stage's encoder layers, for the decoder to attend to.
+
+        Args:
+            input_ids: int64 [batch, seq], the encoder's.
+            token_inputs: padding and positions of these tokens.
+            trains: True if a loss follows.
+            stream: the encoder's residual stream from the previous pipeline stage; None: this is the first stage.
+        """
+        token_inputs = token_inputs or TokenInputs()
+        context = self.encoder.context(input_ids, token_inputs, trains=trains)
         x = self.embed(input_ids, context) if stream is None else stream
-        seen = None if padding_mask is None else padding_mask[:, None, None]
-        return Encoded(self.encoder(x, context), context, seen)
+        mask = token_inputs.padding_mask
+        return Encoded(self.encoder(x, context), context, None if mask is None else mask[:, None, None])
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         return super().vocabulary_logits(self._scaled(x), context)

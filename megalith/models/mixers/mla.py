@@ -21,7 +21,7 @@ from megalith.config import ModelConfig
 from megalith.models.identity import identity
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention, by_head
-from megalith.models.norm import Norm, normed
+from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context
 from megalith.models.rope import rotate
 from megalith.models.runnable import runnable
@@ -58,7 +58,7 @@ class LatentAttention(Attention):
         query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
 
         latent, turning = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
-        up = self.linear_kv_up_proj(normed(self.kv_down_layernorm, latent), context)
+        up = self.linear_kv_up_proj(norm_or_identity(self.kv_down_layernorm, latent), context)
         sizes = [self.parts[0], self.value_size]
         plain, value = by_head(up, context.batch, sum(sizes)).split(sizes, dim=-1)  # [batch, seq, heads, ·]
         turning = by_head(self.gather(turning, context), context.batch, self.parts[1])
@@ -73,7 +73,7 @@ class LatentAttention(Attention):
         if self.linear_q_proj is not None:
             return self.linear_q_proj(x, context)
         return self.linear_q_up_proj(
-            normed(self.q_down_layernorm, self.linear_q_down_proj(x, context)), context
+            norm_or_identity(self.q_down_layernorm, self.linear_q_down_proj(x, context)), context
         )
 
 

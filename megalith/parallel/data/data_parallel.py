@@ -98,7 +98,7 @@ def prepare_backward(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_l
     """
     if _is_replicated(parallel):
         for chunk in chunks:
-            chunk.replicated.prepare_backward(is_last)
+            chunk.replication.reducer.prepare_backward(is_last)
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     for root in _roots(chunks):
@@ -118,7 +118,7 @@ def finish_weight_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfi
     """
     if _is_replicated(parallel):
         for chunk in chunks if is_last else ():
-            chunk.replicated.start_all_reduces()
+            chunk.replication.reducer.start_all_reduces()
         return
     roots = _roots(chunks)
     prepare_backward(roots, parallel, is_last)
@@ -132,7 +132,7 @@ def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) ->
     FSDP2 already waits at the end of each backward pass.
     """
     for chunk in chunks if _is_replicated(parallel) else ():
-        chunk.replicated.wait()
+        chunk.replication.reducer.wait()
 
 
 def wait_for_reductions(chunks: Iterable[nn.Module]) -> None:

@@ -15,7 +15,7 @@ model's order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +27,7 @@ from megalith.comm.collectives import Axis
 from megalith.local_shards import local
 from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.seams import plug
+from megalith.parallel.replication import Replication, record_replication
 
 EXPERTS = "mlp.experts."  # prefix of expert parameters within a layer
 
@@ -121,7 +121,7 @@ class Replicated:
 
 
 def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) -> None:
-    """Replicate the chunk's parameters, in place: `chunk.replicated` all-reduces their gradients.
+    """Replicate the chunk's parameters, in place, and record what all-reduces their gradients.
 
     Args:
         chunk: replicated over mesh.dp_cp, its experts over mesh.edp.
@@ -143,7 +143,8 @@ def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) ->
         ]
     buckets.append(GradientBucket(mesh.dp_cp, sorted(names)))
     buckets = [bucket for bucket in buckets if bucket.names and bucket.axis.size > 1]
-    plug(chunk, "replicated", Replicated(chunk, buckets))
+    replicated = Replicated(chunk, buckets)
+    record_replication(chunk, Replication(replicated.axes, replicated))
 
 
 def _merge_buckets(
@@ -159,9 +160,3 @@ def _merge_buckets(
         merged[-1].names.append(name)
         missing -= 4 * local(parameters[name]).numel()  # fp32
     return merged
-
-
-def replica_axes(chunk: nn.Module) -> Mapping[str, Axis]:
-    """Return the axes that replicate plain parameters of a chunk, by name. DTensors record this in their placements."""
-    replicated = getattr(chunk, "replicated", None)
-    return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}

@@ -26,8 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megalith.config import ParallelConfig
 from megalith.local_shards import local
+from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context
-from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
+from megalith.models.transformer import Runner, Transformer, stacks_of
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
 from megalith.parallel.step_casts import step_cast_tensors

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.rules.parallel_rules import check_saved_attention
+from megalith.models.layer import TransformerLayer
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
-from megalith.models.moe import MoE
 from megalith.models.pass_context import Context
-from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
+from megalith.models.transformer import Runner, Stack, Transformer, layers_of, stacks_of
 from megalith.ops.block_attention import saved_attention_contexts
 from megalith.ops.compiled import compiled_recompute, compiled_save_attention
 from megalith.ops.gemm import GEMM
@@ -87,8 +87,9 @@ def apply_recompute(
                 _recompute_activations(layer, in_graph)
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
-                    if (module := getattr(layer, part)) is not None:  # experts are not part of a graph
-                        plug(module, "runner", recompute if isinstance(module, MoE) else in_graph)
+                    if (module := getattr(layer, part, None)) is not None:
+                        outside = layer.has_experts and part in ("mlp", "post_mlp_layernorm")  # of a graph
+                        plug(module, "runner", recompute if outside else in_graph)
 
 
 def _layers_to_recompute(model: Transformer, parallel: ParallelConfig) -> list[TransformerLayer]:

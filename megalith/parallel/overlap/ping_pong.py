@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from megalith.config import ParallelConfig
+from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import Tables
-from megalith.models.transformer import Transformer, TransformerLayer, layers_of, stacks_of
+from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.dropout import output_rows
 from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
@@ -49,6 +50,8 @@ def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: Tensor
     for stack in stacks_of(model):
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout))
         plug(stack, "runner", _run_ping_pong)
+        for layer in stack.layers.values():
+            plug(layer, "runner", _run_layer_on_parts)
 
 
 def interleaving() -> dict[str, Any]:
@@ -81,6 +84,13 @@ def _pass_layout(
     """Use two micro-batches in training and evaluation, but not in generation."""
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     return replace(layout, micro_batches=2 if trains else 1)
+
+
+def _run_layer_on_parts(
+    forward: Callable[[Tensor, Context], Tensor], parts: Sequence[Tensor], contexts: Sequence[Context]
+) -> tuple[Tensor, ...]:
+    """Run a layer on each part of the micro-batch. All layers have this runner, so that they share compiled code."""
+    return tuple(forward(x, context) for x, context in zip(parts, contexts, strict=True))
 
 
 def _run_ping_pong(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:

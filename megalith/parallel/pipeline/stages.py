@@ -7,15 +7,13 @@ as a layer each; or a layout gives every stage explicitly (stage_layout.py).
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
-from megalith.models.transformer import Transformer, stacks_of
+from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule, fitting_micro_batches
 from megalith.parallel.pipeline.stage_layout import expand_layout, suggested_layout
-from megalith.parallel.seams import plug
 
 LONGEST_SIMULATED = 3  # micro-batches per stage; each further one takes as long as the slowest stage
 
@@ -129,36 +127,9 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
     """
     if len(assignment) == 1:
         return [model]
-    return [_keep(_copy(model, stage), stage) for stage in assignment[rank]]
-
-
-def _copy(model: Transformer, stage: Stage) -> Transformer:
-    """Copy `model`, except for the layers that `_keep` removes."""
-    layers = {*map(str, stage.layers), *(map(str, model.config.mtp_layers) if stage.head else ())}
-    others = [
-        layer for stack in stacks_of(model) for name, layer in stack.layers.items() if name not in layers
+    return [
+        model.stage(stage.layers, is_first=stage.embedding, is_last=stage.head) for stage in assignment[rank]
     ]
-    return copy.deepcopy(model, {id(layer): layer for layer in others})
-
-
-def _keep(model: Transformer, stage: Stage) -> Transformer:
-    """Remove from `model` all that `stage` does not hold."""
-    if stage.head and model.config.embedding_at_head and not stage.embedding:
-        plug(model.embedding, "position_embeddings", None)
-        plug(model.embedding, "tokentype_embeddings", None)
-        plug(model.embedding, "layernorm", None)
-    elif not stage.embedding:
-        plug(model, "embedding", None)
-    layers = {*map(str, stage.layers), *(map(str, model.config.mtp_layers) if stage.head else ())}
-    for stack in stacks_of(model):
-        ends_here = stage.head if stack is model else [*stack.layers][-1] in layers
-        for number in set(stack.layers) - layers:
-            del stack.layers[number]
-        if not ends_here:
-            plug(stack, "final_layernorm", None)
-    for name in () if stage.head else model.heads:
-        plug(model, name, None)
-    return model
 
 
 def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[int]:

@@ -19,6 +19,7 @@ from megalith.local_shards import local
 from megalith.models.linear import Linear
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
+from megalith.parallel.replication import Replication, record_replication
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.roles import COLUMNS, REPLICATED, ROWS, Role
 from megalith.parallel.tensor.tensor_parallel import TensorParallel, VocabParallel, distribute_parameters
@@ -99,14 +100,14 @@ def vocab_parallel_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int
 def replicate_plain_parameters(model: Model, axis: Axis, fully_sharded: bool) -> None:
     """Mark the parameters outside of sharded layers as replicated over the axis, in place.
 
-    They become replicated DTensors. If FSDP2 will shard them, they stay plain and are listed in `model.copied`, because
-    otherwise the user's modules would compute with DTensors.
+    They become replicated DTensors. If FSDP2 will shard them, they stay plain and are recorded as the model's
+    Replication, because FSDP2 would give a user's own modules DTensors to compute with.
     """
     if axis.size == 1:
         return
     plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
     if fully_sharded:
-        plug(model, "copied", dict.fromkeys(plain, axis))
+        record_replication(model, Replication(dict.fromkeys(plain, axis)))
         return
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(prefix, recurse=False)):

@@ -20,6 +20,7 @@ embedding comes from one rank, and the others add zeros. In the loss no rank has
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -247,10 +248,8 @@ def apply_tensor(
         saves_gathered_inputs: see TensorParallel.
 
     Returns:
-        The collectives, or None for an axis of size 1. `model.partial_gradients` has the names of the parameters that
-        `reduce_partial_gradients` sums.
+        The collectives, or None for an axis of size 1.
     """
-    plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
         return None
     tensor = TensorParallel(axis, sequence_parallel, saves_gathered_inputs)
@@ -259,21 +258,12 @@ def apply_tensor(
         plug(stack, "shard_sequence", tensor.shard_sequence)
         plug(stack, "reduce_sequence", tensor.reduce_sequence)
     groups = model.config.query_groups
-    partial_names = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear):  # sharded by expert_parallel.py
-            continue
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        role = role_of(name, module, groups < axis.size, model.get_submodule(name.rpartition(".")[0]))
+    for _, module, role in _roles(model, axis.size):
         if isinstance(module, HeadsNorm):
             plug(module, "total", tensor.sum_over_ranks)
         distribute_parameters(module, role, axis)
         if role.style is not None:
             plug(module, "style", getattr(tensor, role.style))
-        for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
-            if when == ALWAYS or (when == UNDER_SP and sequence_parallel):
-                partial_names.append(f"{name}.{kind}")
     for layer in layers_of(model).values():
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
@@ -284,24 +274,40 @@ def apply_tensor(
     plug(model, "logits", vocabulary.logits)
     if model.embedding is not None:
         plug(model.embedding, "lookup", vocabulary.lookup)
-    plug(model, "partial_gradients", frozenset(partial_names))
     return tensor
 
 
-def partial_parameters(model: Transformer) -> list[nn.Parameter]:
-    """Return the parameters whose gradients must be summed over the tensor axis, in the model's order."""
-    return [parameter for name, parameter in model.named_parameters() if name in model.partial_gradients]
+def _roles(model: Transformer, ranks: int) -> list[tuple[str, nn.Module, Role]]:
+    """Return name, module and role of every module with parameters, except experts (expert_parallel.py)."""
+    shares_groups, roles = model.config.query_groups < ranks, []
+    for name, module in model.named_modules():
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if has_parameters and not isinstance(module, GroupedLinear):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            roles.append((name, module, role_of(name, module, shares_groups, owner)))
+    return roles
+
+
+def partial_gradients(model: Transformer, ranks: int, sequence_parallel: bool) -> frozenset[str]:
+    """Return the names of the parameters whose gradients must be summed over a tensor axis of `ranks` ranks."""
+    if ranks == 1:
+        return frozenset()
+    return frozenset(
+        f"{name}.{kind}"
+        for name, _, role in _roles(model, ranks)
+        for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias))
+        if when == ALWAYS or (when == UNDER_SP and sequence_parallel)
+    )
 
 
 @torch.no_grad()
-def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
-    """Sum the gradients of `partial_parameters` over the tensor axis, in one fp32 all-reduce.
+def reduce_partial_gradients(model: nn.Module, axis: Axis, names: Collection[str]) -> None:
+    """Sum the gradients of these parameters (`partial_gradients`) over the tensor axis, in one fp32 all-reduce.
 
     Call it after the backward pass and before the gradient norm. Gradients may be plain tensors or DTensors.
     """
-    if axis.size == 1:
-        return
-    gradients = [local(p.grad) for p in partial_parameters(model) if p.grad is not None]
+    parameters = model.named_parameters()
+    gradients = [local(p.grad) for name, p in parameters if name in names and p.grad is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten().float() for gradient in gradients])

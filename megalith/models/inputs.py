@@ -1,0 +1,45 @@
+"""Optional inputs of a model's forward pass: about its tokens, and about its loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megalith.models.loss import Objective
+from megalith.models.mtp import MTPTargets
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Properties of a pass's tokens besides their ids.
+
+    Context parallelism shards position_ids, token_index and padding along the sequence, and nothing else.
+    """
+
+    position_ids: Tensor | None = None  # int64 [batch, seq]; None: token_index
+    token_index: Tensor | None = None  # int64 [seq], each token's index in the full sequence; None: 0, 1, …
+    document_ends: Tensor | None = None  # int32 [batch, documents] (ops/documents.py): attention stays inside
+    padding_mask: Tensor | None = (
+        None  # bool [batch, seq] of full sequences, False for padding; None: no padding
+    )
+    padding: Tensor | None = None  # bool [batch, seq], as in Batch
+    sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
+
+    def with_padding_mask(self, padding_mask: Tensor | None) -> TokenInputs:
+        return self if padding_mask is None else replace(self, padding_mask=padding_mask)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Inputs of a training pass's loss besides labels and loss_mask."""
+
+    objective: Objective | None = (
+        None  # of the labels' log-probabilities; None: −their sum weighted by loss_mask
+    )
+    loss_scale: Tensor | None = None  # float32 scalar, multiplies the loss's gradient; None: 1
+    balance_scale: Tensor | None = (
+        None  # float32 scalar, multiplies the balancing losses' gradient; None: no such loss
+    )
+    mtp_targets: MTPTargets | None = None  # None: the MTP layers are not run
+    max_label_tokens: int | None = None  # tokens with a nonzero loss_mask, at most; None: unknown

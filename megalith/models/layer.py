@@ -1,0 +1,235 @@
+"""Transformer layers: one class per residual topology, whose `forward` is its formula.
+
+A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
+each token by itself. Their outputs are branches: normalized where `norm_placement` says, scaled by
+`residual_multiplier`, dropped out, and added to the residual stream.
+
+    class                     formula                                                     models
+    SequentialLayer           x + mixer(norm(x)), then x + mlp(norm(x))                   GPT-2, Llama, OLMo 2, Gemma
+    MoELayer                  the same with experts                                       Mixtral, DeepSeek, Qwen3
+    CrossAttentionLayer       x + cross_attention(norm(x)) between the two                decoders of T5
+    ParallelLayer             x + mixer(norm(x)) + mlp(other_norm(x))                     GPT-NeoX, Falcon-40B
+    SharedNormParallelLayer   the same with one norm                                      GPT-J, Falcon-7B, Phi
+    PostNormLayer             h + mixer(h) with h = norm(x), then h + mlp(h)              BERT
+    PostNormMoELayer          the same with experts
+    mtp_layer(topology)       norm(layer(join(x, embedding)))                             DeepSeek-V3's MTP
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
+from megalith.models.linear import MLP
+from megalith.models.mixers import MakeMixer, make_mixer
+from megalith.models.mixers.attention import CrossAttention
+from megalith.models.moe import MoE
+from megalith.models.mtp import MTPProjection
+from megalith.models.norm import Norm, add_norm
+from megalith.models.pass_context import Context
+from megalith.models.residual import Residual, branch_output
+from megalith.models.runnable import Runnable, runnable, without_runner
+from megalith.ops.dropout import ATTENTION_OUTPUT, CROSS_ATTENTION_OUTPUT, MLP_OUTPUT, Mask
+from megalith.ops.fused_norm import residual_add
+
+Branch = tuple[Tensor, Mask | None]
+"""A branch's output [batch, seq, hidden] and the dropout that is applied before it is added to the residual stream."""
+
+
+class TransformerLayer(Runnable):
+    """The modules and branches that all residual topologies share.
+
+    Args:
+        config: sizes, placement of the norms, dropout.
+        number: the layer's number in the model, from 0.
+        device: where parameters are created, without values.
+        mixer: makes the mixer from (config, number, device).
+    """
+
+    has_experts: ClassVar[bool] = False
+    has_cross_attention: ClassVar[bool] = False
+    is_mtp: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        device: torch.device | None = None,
+        *,
+        mixer: MakeMixer = make_mixer,
+    ):
+        super().__init__()
+        self.number = number
+        self.dropout = config.hidden_dropout
+        self.multiplier = config.residual_multiplier
+
+        def norm(*placements: str) -> Norm | None:
+            return Norm(config, config.hidden_size, device) if config.norm_placement in placements else None
+
+        self.input_layernorm = norm("pre", "sandwich")
+        self.self_attention = mixer(config, number, device)  # its name in checkpoints, whatever the mixer is
+        self.post_attention_layernorm = norm("post", "sandwich")
+        if self.has_cross_attention:
+            self.pre_cross_attn_layernorm = norm("pre", "sandwich")
+            self.cross_attention = CrossAttention(config, number, device)
+            self.post_cross_attn_layernorm = norm("post", "sandwich")
+        self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
+        if self.is_mtp:
+            self.join = MTPProjection(config, device)
+            self.final_layernorm = Norm(config, config.hidden_size, device)
+        self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
+        self.post_mlp_layernorm = norm("post", "sandwich")
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """The modules in which tokens see each other."""
+        return [self.self_attention, *([self.cross_attention] if self.has_cross_attention else [])]
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Return the residual stream after the layer, of x's shape and dtype: [batch, seq, hidden], or with sequence
+        parallelism [1, tokens / tp, hidden]."""
+        raise NotImplementedError(f"{type(self).__name__} has no formula")
+
+    def attention_branch(self, h: Tensor, context: Context) -> Branch:
+        y = branch_output(self.self_attention(h, context), self.post_attention_layernorm, self.multiplier)
+        return y, self.dropout_mask(context, ATTENTION_OUTPUT)
+
+    def mlp_branch(self, h: Tensor, context: Context) -> Branch:
+        y = branch_output(self.mlp(h, context), self.post_mlp_layernorm, self.multiplier)
+        return y, self.dropout_mask(context, MLP_OUTPUT)
+
+    def dropout_mask(self, context: Context, site: int) -> Mask | None:
+        if context.dropout is None or self.dropout == 0:
+            return None
+        return Mask(self.dropout, context.dropout.output_rows(site), context.dropout.columns)
+
+
+class SequentialLayer(TransformerLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)). With norm_placement "post" the branches' outputs are normalized
+    instead of their inputs, with "sandwich" both."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        x, h = add_norm(self.pre_mlp_layernorm, x, *self.attention_branch(h, context))
+        return residual_add(x, *self.mlp_branch(h, context))
+
+
+class MoELayer(TransformerLayer):
+    """x + mixer(norm(x)), then x + experts(norm(x))."""
+
+    has_experts = True
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        x, h = add_norm(self.pre_mlp_layernorm, x, *self.attention_branch(h, context))
+        plan = self.mlp.plan(h, context)  # the end of the compiled graph: see moe.py
+        return self.mlp(h, plan, context, self.residual(x, context))
+
+    def residual(self, x: Tensor, context: Context) -> Residual:
+        """Return the residual stream x for the experts, which add their output to it outside the compiled graph."""
+        mask = self.dropout_mask(context, MLP_OUTPUT)
+        return Residual(x, self.post_mlp_layernorm, self.multiplier, mask)
+
+
+class CrossAttentionLayer(TransformerLayer):
+    """x + mixer(norm(x)), then x + cross_attention(norm(x)), then x + mlp(norm(x)) (Vaswani et al. 2017)."""
+
+    has_cross_attention = True
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        x, h = add_norm(self.pre_cross_attn_layernorm, x, *self.attention_branch(h, context))
+        x, h = add_norm(self.pre_mlp_layernorm, x, *self.cross_attention_branch(h, context))
+        return residual_add(x, *self.mlp_branch(h, context))
+
+    def cross_attention_branch(self, h: Tensor, context: Context) -> Branch:
+        y = branch_output(self.cross_attention(h, context), self.post_cross_attn_layernorm, self.multiplier)
+        return y, self.dropout_mask(context, CROSS_ATTENTION_OUTPUT)
+
+
+class ParallelLayer(TransformerLayer):
+    """x + mixer(norm(x)) + mlp(other_norm(x)) (Wang and Komatsuzaki 2021)."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        attention = self.attention_branch(h, context)
+        mlp = self.mlp_branch(self.pre_mlp_layernorm(x), context)
+        return residual_add(residual_add(x, *attention), *mlp)
+
+
+class SharedNormParallelLayer(TransformerLayer):
+    """x + mixer(h) + mlp(h) with h = norm(x)."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = add_norm(self.input_layernorm, x)
+        attention, mlp = self.attention_branch(h, context), self.mlp_branch(h, context)
+        return residual_add(residual_add(x, *attention), *mlp)
+
+
+class PostNormLayer(TransformerLayer):
+    """h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x): each norm's output continues the residual
+    stream (apply_residual_connection_post_layernorm)."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        _, h = add_norm(self.input_layernorm, x)
+        _, h = add_norm(self.pre_mlp_layernorm, h, *self.attention_branch(h, context))
+        return residual_add(h, *self.mlp_branch(h, context))
+
+
+class PostNormMoELayer(MoELayer):
+    """PostNormLayer with experts."""
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        _, h = add_norm(self.input_layernorm, x)
+        _, h = add_norm(self.pre_mlp_layernorm, h, *self.attention_branch(h, context))
+        plan = self.mlp.plan(h, context)  # the end of the compiled graph: see moe.py
+        return self.mlp(h, plan, context, self.residual(h, context))
+
+
+@cache
+def mtp_layer(topology: type[TransformerLayer]) -> type[TransformerLayer]:
+    """Return the class of MTP layers (mtp.py) of a residual topology: norm(layer(join(x, embedding)))."""
+    formula = without_runner(topology.forward)
+
+    class MTPLayer(topology):
+        is_mtp = True
+
+        @runnable
+        def forward(self, x: Tensor, context: Context) -> Tensor:
+            return self.final_layernorm(formula(self, self.join(x, context), context))
+
+    return MTPLayer
+
+
+def layer_class(config: ModelConfig, number: int, cross: bool = False) -> type[TransformerLayer]:
+    """Return the class of layer `number`; `cross`: with cross-attention.
+
+    Raises ConfigError for cross-attention with a topology that has none.
+    """
+    experts, post_norm = number in config.expert_layers, config.apply_residual_connection_post_layernorm
+    if cross:
+        if experts or post_norm or config.parallel_attn_mlp:
+            raise ConfigError(
+                "a layer with cross-attention has no experts (model.num_experts), no parallel_attn_mlp and no "
+                "apply_residual_connection_post_layernorm; leave them out"
+            )
+        topology = CrossAttentionLayer
+    elif config.parallel_attn_mlp:
+        topology = SharedNormParallelLayer if config.shared_layernorm else ParallelLayer
+    elif post_norm:
+        topology = PostNormMoELayer if experts else PostNormLayer
+    else:
+        topology = MoELayer if experts else SequentialLayer
+    return mtp_layer(topology) if number in config.mtp_layers else topology
