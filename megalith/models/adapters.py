@@ -1,12 +1,12 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): a frozen linear gets a small trained product beside it.
+"""Low-rank adapters (LoRA, Hu et al. 2021): a small trained product is added to a frozen linear.
 
     y = x · Wᵀ + bias + (alpha / rank) · dropout(x) · Aᵀ · Bᵀ        A [rank, in], B [out, rank]
 
-A begins random and B zero, so the model begins as it was. linear_qkv and linear_fc1 hold several matrices of other
-libraries in one, so their adapters come in parts: a pair A, B for queries, for keys and for values, another for gate
-and for up. The rows of each B stand as in the matrix of its own: heads in order, units in order; `join` gives them the
-order of the fused rows. So a part is to the bit what PEFT trains on q_proj or gate_proj. A part `whole` is one pair
-for all fused rows, in our order, for models whose matrices are fused elsewhere too (GPT-2, Phi-3).
+A is initialized randomly and B to zero, so an adapter does not change the model at first. linear_qkv and linear_fc1
+fuse matrices that other libraries keep separate, so their adapters have parts: a pair A, B each for queries, keys and
+values, or for gate and up. The rows of each B are ordered as in the separate matrix (heads in order, units in order);
+`join` puts them into the order of the fused rows. A part is therefore bitwise what PEFT trains on q_proj or gate_proj.
+A part `whole` is one pair for all fused rows, for models whose matrices are fused elsewhere too (GPT-2, Phi-3).
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no
 
 
 class Adapter(nn.Module):
-    """The adapters of one linear. `gather` is a seam of tensor parallelism."""
+    """The adapters of one linear. `gather` and `first_column` are seams of tensor parallelism."""
 
     def __init__(self, lora: LoraConfig, linear: str, inputs: int, rows: Mapping[str, int]):
-        """`linear` is its role's name, `rows` the rows of each part's B. Made on the meta device."""
+        """Create the adapters of the linear `linear` on the meta device.
+
+        Args:
+            lora: rank, alpha and dropout.
+            linear: name of the linear in the layer, such as linear_qkv.
+            inputs: columns of every A.
+            rows: rows of each part's B, by the part's name.
+        """
         super().__init__()
         self.rank, self.scaling, self.dropout = lora.rank, lora.alpha / lora.rank, lora.dropout
         self.site = ADAPTER_INPUTS[linear]
-        self.takes_stream = linear in ("linear_qkv", "linear_fc1")  # and not what a rank has of all tokens
-        self.first_column = 0  # of x among all columns; a seam, for tensor parallelism cuts them
+        self.takes_stream = linear in ("linear_qkv", "linear_fc1")  # its input is the residual stream
+        self.first_column = 0  # global index of x's first column: tensor parallelism shards the columns
         self.gather: Callable[[Tensor, Context | None], Tensor] = identity
         self.lora_A = nn.ModuleDict(
             {part: Linear(inputs, lora.rank, bias=False, device="meta") for part in rows}
@@ -58,17 +65,17 @@ class Adapter(nn.Module):
         return self.join(high) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
-        """The parts [..., rows of the part] in the order of the linear's rows: [..., out]. Zeros for those without."""
+        """Return the parts [..., rows of the part] in the order of the linear's rows: [..., out]; absent ones are 0."""
         return parts[WHOLE]
 
     def delta(self) -> Tensor:
-        """What merging adds to the weight: [out, in], from the whole of A and B."""
+        """Return the matrix [out, in] that merging adds to the weight; A and B are unsharded."""
         products = {part: (b.weight @ self.lora_A[part].weight).T for part, b in self.lora_B.items()}
         return self.join(products).T * self.scaling
 
 
 class QKVAdapter(Adapter):
-    """Of linear_qkv, whose rows stand by KV group: its queries, its key, its value."""
+    """Adapters of linear_qkv, whose rows are ordered by KV group: its queries, its key, its value."""
 
     heads: Heads
     head_dim: int
@@ -78,13 +85,13 @@ class QKVAdapter(Adapter):
             return parts[WHOLE]
         heads = {"q": self.heads.in_group, "k": 1, "v": 1}
         grouped = {part: x.unflatten(-1, (-1, heads[part], self.head_dim)) for part, x in parts.items()}
-        some = next(iter(grouped.values()))  # [..., groups, heads, head_dim]
-        missing = {part: some.new_zeros(*some.shape[:-2], heads[part], self.head_dim) for part in heads}
-        return torch.cat([grouped.get(part, missing[part]) for part in heads], dim=-2).flatten(-3)
+        first = next(iter(grouped.values()))  # [..., groups, heads, head_dim]
+        zeros = {part: first.new_zeros(*first.shape[:-2], heads[part], self.head_dim) for part in heads}
+        return torch.cat([grouped.get(part, zeros[part]) for part in heads], dim=-2).flatten(-3)
 
 
 class GateUpAdapter(Adapter):
-    """Of a gated linear_fc1, whose rows alternate: gate 0, up 0, gate 1, up 1, …"""
+    """Adapters of a gated linear_fc1, whose rows alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         if WHOLE in parts:
@@ -94,7 +101,7 @@ class GateUpAdapter(Adapter):
 
 
 def add_adapters(model: Transformer, lora: LoraConfig) -> None:
-    """Gives the linears that `lora` names their adapters, on the meta device, and freezes everything else, in place."""
+    """Add adapters on the meta device to the linears that `lora` names, and freeze everything else, in place."""
     config = model.config
     model.requires_grad_(False)
     model.has_adapters = True
@@ -109,7 +116,7 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> None:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Every adapter in a model or a part of one, with the name of its linear."""
+    """Iterate over the adapters in a module, each with the name of its linear."""
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name.removesuffix(".adapter"), module

@@ -1,4 +1,4 @@
-"""Interface of the cache of earlier tokens, with which generating a token costs the work of one token."""
+"""Interface of the cache of keys and values that generation uses, so that a new token costs the work of one token."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens before those of a pass: generation/static_cache.py has two."""
+    """Keys and values of earlier tokens. The implementations are in generation/static_cache.py."""
 
     def at_layer(self, number: int) -> Cache:
-        """What a layer gets: the cache of its own keys and values."""
+        """Return the cache of one layer."""
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        """What `core` gives with these arguments over the layer's cached tokens and the new ones, which are kept."""
+        """Store the new keys and values, and return `core`'s attention over the cached and the new ones."""
 
     def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
-        """As ops.delta_rule.causal_conv of the new tokens behind the layer's last ones, which are kept."""
+        """Return ops.delta_rule.causal_conv of x after the layer's last tokens, and store x's last tokens."""
 
     def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
-        """As ops.delta_rule.gated_delta_rule of the new tokens behind the layer's state, which is kept."""
+        """Return ops.delta_rule.gated_delta_rule starting from the layer's state, and store the new state."""

@@ -1,8 +1,8 @@
 """A linear layer, and the MLP that two of them make.
 
-`gemm` (its matmuls), `style` (the collectives around them) and `rows` are a linear's seams. It may have an adapter
-(adapters.py), whose result is added to its own. An MLP's activation is GELU as in GPT-2, or gated (Shazeer 2020): SiLU
-as in Llama, GELU as in Gemma.
+A linear's seams are `gemm` (its matmuls), `style` (the collectives around them) and `rows` (which rows it uses). An
+adapter's output (adapters.py) is added to the linear's. An MLP's activation is GELU as in GPT-2, or gated (Shazeer
+2020): SiLU as in Llama, GELU as in Gemma.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
 
 
 class Linear(nn.Module):
-    """y = x · weightᵀ + bias, with weight [out, in] kept in fp32 and cast to x's dtype where it is used."""
+    """y = x · weightᵀ + bias, with an fp32 weight [out, in] that is cast to x's dtype."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, device: torch.device | None = None
@@ -42,8 +42,10 @@ class Linear(nn.Module):
         context: Context | None = None,
         then: Callable[[Tensor, Tensor | None], Tensor] = add_bias_gradient,
     ) -> Tensor:
-        """[..., out], or what `then`, a function of ops/, makes of it: it is given y and the bias of its columns, which
-        y has had added without its gradient."""
+        """Return `then`(y, bias), with y [..., out].
+
+        y includes the bias without a gradient; `then`, a function of ops/, computes the bias gradient.
+        """
         weight = self.rows(local(self.weight)).to(x.dtype)
         bias = None if self.bias is None else self.rows(local(self.bias))
         added = None if bias is None else bias.detach().to(x.dtype)
@@ -54,23 +56,23 @@ class Linear(nn.Module):
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context | None) -> Tensor:
-    """The style of one device: x [..., in], weight [out, in] → [..., out]."""
+    """Return x [..., in] · weightᵀ + bias: the style of one device."""
     return linear(x, weight, bias, gemm)
 
 
 class MLP(Runnable):
-    """linear_fc1, non-linearity, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
+    """linear_fc1, activation, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
-        """`ffn_size`: a width other than the configuration's."""
+        """Create an MLP of width `ffn_size`; None: the configuration's."""
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
         plain = ACTIVATIONS[config.mlp_activation]
         self.activation = plain
         if config.gated:
             clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
-            changed = {} if clamp is None and not offset else dict(clamp=clamp, offset=offset)
-            self.activation = partial(gated_activation, plain, **changed)
+            options = {} if clamp is None and not offset else dict(clamp=clamp, offset=offset)
+            self.activation = partial(gated_activation, plain, **options)
         width = ffn_size * (2 if config.gated else 1)
         bias = config.mlp_bias
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)

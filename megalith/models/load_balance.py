@@ -1,19 +1,19 @@
-"""Losses that balance the experts and keep the router's logits small, and the tally of how balanced they are.
+"""Losses that balance the experts and keep the router's logits small, and the tally of tokens per expert.
 
-With p_te the scores of token t as probabilities and n_e the number of the T tokens of a micro-batch whose scores (the
-expert bias left out) chose expert e:
+p_te is the score of token t for expert e as a probability; n_e is the number of a micro-batch's T tokens that choose
+expert e by their scores, without the expert bias:
 
-    aux       E / (topk · T²) · Σ_e (Σ_t p_te) · n_e       (Fedus et al. 2021); 1 when all is even
-    seq aux   the same over each sequence, averaged over the sequences
+    aux       E / (topk · T²) · Σ_e (Σ_t p_te) · n_e       (Fedus et al. 2021); 1 if perfectly balanced
+    seq aux   the same per sequence, averaged over the sequences
     z         1 / T · Σ_t (log Σ_e exp logit_te)²          (Zoph et al. 2022)
 
-A step's gradient is that of the tokens' mean loss plus, for every layer, the mean over the micro-batches of the global
-batch of coefficient · loss. The losses are of whole micro-batches: ranks that share one each add their own tokens'
-part, in which the counts alone are those of all. So they depend on micro_batch_size and on nothing else of the layout.
+The gradient of coefficient · loss, averaged over the micro-batches of the global batch, is added to the gradient of the
+tokens' mean loss. The losses are defined per micro-batch: ranks that share one add the terms of their own tokens, with
+counts over all tokens. They therefore depend on micro_batch_size, and on no other part of the layout.
 
-The losses join the graph where the weights of the chosen experts do: that edge passes their gradient on, and hands
-the losses theirs. Every forward pass that counts has one backward pass, even where it is computed again, so that is
-where the tally is taken.
+The losses are attached to the weights of the chosen experts: in the backward pass that node passes on the weights'
+gradient and starts the losses'. The tally is counted there too, because each forward pass that counts has exactly one
+backward pass, even with recomputation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.ops.permute import count_values
 
-# A tally, float32 [experts + 3]: the tokens of each expert, then these.
-DROPPED, AUX, Z = -3, -2, -1  # dropped pairs of token and expert; the two losses before their coefficients
+# A tally, float32 [experts + 3]: tokens per expert, dropped (token, expert) pairs, the losses without coefficients.
+DROPPED, AUX, Z = -3, -2, -1
 
-
-TINY = 1e-20  # added to sums that are divided by
-SINKHORN_ROUNDS = 20  # a fixed number, so that the host never waits
+TINY = 1e-20  # added to divisors
+SINKHORN_ROUNDS = 20  # a fixed number, so that the host never waits for the device
 
 
 class LocalTokens:
@@ -55,12 +54,12 @@ def auxiliary_losses(
     config: ModelConfig,
     logits: Tensor,  # float32 [tokens, experts]
     scores: Tensor,  # float32 [tokens, experts]
-    chosen: Tensor,  # int64 [tokens, topk], by score
-    sequences: Tensor,  # int64 [tokens]: of `batch` ones
+    chosen: Tensor,  # int64 [tokens, topk], best experts by score
+    sequences: Tensor,  # int64 [tokens], each token's sequence
     batch: int,
     local_tokens: LocalTokens,
 ) -> tuple[Tensor, Tensor]:
-    """The part of these tokens in the micro-batch's losses: float32 [aux, z], and the same by their coefficients."""
+    """Return these tokens' terms of the micro-batch's losses: float32 [aux, z], and their sum with coefficients."""
     tokens, experts = len(logits) * local_tokens.shards, config.num_experts
     kind = config.moe_router_load_balancing_type
     aux = z = torch.zeros((), device=logits.device)
@@ -81,16 +80,17 @@ def auxiliary_losses(
 
 
 def sinkhorn_factors(shares: Tensor) -> Tensor:
-    """A factor for each expert, float32 [experts], by Sinkhorn's iteration (Sinkhorn and Knopp 1967).
+    """Return a factor per expert, float32 [experts], by Sinkhorn's iteration (Sinkhorn and Knopp 1967).
 
-    Of `shares` float32 [tokens, experts], the softmax of the logits of a whole micro-batch. Multiplied by its expert's
-    factor and by one of its token, every token's sum is 1 / tokens and every expert's 1 / experts.
+    Args:
+        shares: float32 [tokens, experts], the softmax of the logits of a full micro-batch. Multiplied by the expert's
+            factor and by a factor per token, each token's sum is 1 / tokens and each expert's is 1 / experts.
     """
     tokens, experts = shares.shape
     factors = shares.new_ones(experts)
     for _ in range(SINKHORN_ROUNDS):
-        of_tokens = 1 / (tokens * (shares * factors).sum(1) + TINY)
-        factors = 1 / (experts * (shares * of_tokens[:, None]).sum(0) + TINY)
+        token_factors = 1 / (tokens * (shares * factors).sum(1) + TINY)
+        factors = 1 / (experts * (shares * token_factors[:, None]).sum(0) + TINY)
     return factors
 
 
@@ -106,30 +106,35 @@ def tallied(
     experts: Tensor,  # int64 [tokens, topk]
     kept: Tensor | None,  # bool [tokens, topk]
 ) -> Tensor:
-    """`weights`; in the backward pass the losses get their gradient, `scale`, and the tally is added to."""
+    """Return `weights`; the backward pass starts the losses' gradient with `scale` and adds to the tally."""
     counts = count_values(experts.flatten(), len(tally) - 3).float()
     dropped = torch.zeros_like(counts[:1]) if kept is None else (~kept).sum().float()[None]
     values, loss = losses
-    return _Join.apply(weights, loss, scale, torch.cat([counts, dropped, values]), tally)
+    return _AttachLosses.apply(weights, loss, scale, torch.cat([counts, dropped, values]), tally)
 
 
-class _Join(torch.autograd.Function):
+class _AttachLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weights: Tensor, loss: Tensor, scale: Tensor, figures: Tensor, tally: Tensor) -> Tensor:
-        ctx.save_for_backward(scale, figures)
+    def forward(ctx, weights: Tensor, loss: Tensor, scale: Tensor, counts: Tensor, tally: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, counts)
         ctx.tally = tally
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        scale, figures = ctx.saved_tensors
-        ctx.tally += figures
+        scale, counts = ctx.saved_tensors
+        ctx.tally += counts
         return grad, scale, None, None, None
 
 
 @torch.no_grad()
 def move_bias(bias: Tensor, counts: Tensor, rate: float, skipped: Tensor) -> None:
-    """The expert bias after a step: each expert's goes up by `rate` where it had fewer tokens than the mean, down
-    where it had more (Wang et al. 2024). `counts` float32 [experts] are of the whole step; a skipped one changes none.
+    """Update the expert bias after a step, in place (Wang et al. 2024).
+
+    Args:
+        bias: float32 [experts]; increases for experts with fewer tokens than the mean, decreases for others.
+        counts: float32 [experts], tokens per expert of the full step.
+        rate: amount of the change.
+        skipped: 1 if the step was skipped, which leaves the bias unchanged, else 0.
     """
     bias += rate * (1 - skipped) * (counts.mean() - counts).sign()

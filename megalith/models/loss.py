@@ -1,15 +1,15 @@
-"""What a backward pass makes the gradient of: a function of the log-probabilities of given tokens.
+"""Losses: functions of the log-probabilities of tokens.
 
-A loss is written as for one device. In every layout it gets whole micro-batches: log-probabilities [batch, seq] of
-whole sequences, though tensor parallelism shards the vocabulary, context parallelism the sequences, and the last
-pipeline stage alone has them. No rank ever holds whole logits.
+A loss is written for one device. In every layout it gets full micro-batches, log-probabilities [batch, seq] of full
+sequences, although tensor parallelism shards the vocabulary and context parallelism the sequences, and only the last
+pipeline stage computes them. No rank materializes the logits of the full vocabulary.
 
     class Policy(Loss):                                      # REINFORCE, averaged over the tokens of the step
         def __call__(self, logprobs, entropy, batch):
             return -(batch.advantages[:, None] * logprobs * batch.loss_mask).sum()
 
-The loss of a step is Σ of these over all micro-batches of all data-parallel ranks / Σ of their `denominator`. To that
-the model adds losses of its own: the balance of experts, and multi-token prediction.
+The loss of a step is the sum over all micro-batches of all data-parallel ranks, divided by the sum of their
+`denominator`s. The model adds its own losses: expert balancing and multi-token prediction.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ if TYPE_CHECKING:
 
 
 FusedHeadLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
-"""(hidden [..., hidden], weight [rows here, hidden], labels [...], tokens, vocab_size, softcap, scale, **shard) → what
-`observe` sees, twice float32 [...] or None, and the sum of losses, its gradient times scale. As `compute_logprobs`."""
+"""(hidden [..., hidden], weight [local rows, hidden], labels [...], tokens, vocab_size, softcap, scale, **shard) → the
+arguments of `observe`, float32 [...] or None, and the sum of losses with its gradient times scale."""
 
 
 class Loss:
-    """A loss of a step. Subclasses give `__call__`, or `weights` where it is linear, and change what else they need.
+    """Base class of losses. A subclass defines `__call__`, or `weights` if the loss is linear in the log-probabilities.
 
-    Every method gets a whole micro-batch of a data-parallel rank. What else than tokens a loss reads (advantages, the
-    log-probabilities of a reference) are fields of the Batch's subclass that the caller passes.
+    Every method gets a full micro-batch of a data-parallel rank. Further inputs, such as advantages or a reference's
+    log-probabilities, are fields of the caller's subclass of Batch.
     """
 
     temperature: float = 1.0
-    """The log-probabilities are those of logits / temperature."""
+    """Log-probabilities are computed from logits / temperature."""
     needs_entropy: bool = False
+    """True if the loss reads the entropy of each token's distribution."""
     vocab_size: int | None = None
-    """And over the first so many entries of the vocabulary; None: all that the model has."""
+    """Number of vocabulary entries, from the first on, that log-probabilities are normalized over; None: all."""
 
     def denominator(self, batch: Batch) -> Tensor | float:
-        """What the micro-batch adds to the step's divisor: a scalar, known before any pass. Here its valid tokens.
+        """Return the micro-batch's term of the step's divisor, a scalar: by default its number of valid tokens.
 
-        Where the step's is 0 it counts as 1.
+        It is called before any pass. A step's divisor of 0 is replaced by 1.
         """
         return batch.loss_mask.sum(dtype=torch.float64)
 
@@ -67,50 +68,53 @@ class Loss:
         return None
 
     def targets(self, batch: Batch) -> Tensor:
-        """The tokens whose log-probabilities are asked for: int64 [batch, seq], or [batch, seq, k] for k candidates
-        each, as distillation from a teacher's likeliest tokens has them."""
+        """Return the tokens whose log-probabilities are computed, int64 [batch, seq], or [batch, seq, k] for k
+        candidates per token, as in distillation from a teacher's top k."""
         return batch.labels
 
     def weights(self, batch: Batch) -> Tensor | None:
-        """float32 w [batch, seq], of any sign, where the loss is −Σ w · log-probability; None: it is not linear.
+        """Return float32 w [batch, seq], of any sign, if the loss is −Σ w · log-probability; None if it is not linear.
 
-        A linear loss takes one pass over the output matrix where one of several tokens at once takes two; `__call__` is
-        not called, unless the temperature is not 1, it needs the entropy, or has a `vocab_size`.
+        A linear loss takes one pass over the output matrix instead of two. `__call__` is then only called if the
+        temperature is not 1, or if the loss needs the entropy or has a `vocab_size`.
         """
         return None
 
     def tokens(self, batch: Batch) -> dict[str, Tensor] | None:
-        """What `token_losses` reads, [batch, seq] each, where the loss is a sum over tokens; None: it is not.
+        """Return the inputs of `token_losses`, [batch, seq] each, if the loss is a sum over tokens; None if it is not.
 
-        Such a loss takes one pass too; in the place of `__call__` come `token_losses` and `observe`. `batch` is on the
-        model's device.
+        Such a loss takes one pass too, and `token_losses` and `observe` are called instead of `__call__`. `batch` is on
+        the model's device.
         """
         return None
 
     def token_losses(self, logprobs: Tensor, entropy: Tensor | None, tokens: Mapping[str, Tensor]) -> Tensor:
-        """Each token's loss, float32 of the shape of the arguments: any of the micro-batch's tokens, in any order.
+        """Return each token's loss, float32 of the arguments' shape.
 
-        A token's depends on its own entries alone.
+        The arguments are of some of the micro-batch's tokens, in any order; a token's loss depends only on its own
+        entries.
         """
         raise NotImplementedError(f"{type(self).__name__} has tokens but no token_losses")
 
     def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
-        """Sees what `token_losses` was given, of the whole micro-batch and without a gradient: for figures."""
+        """Receive the full micro-batch's log-probabilities and entropies, without gradient, for metrics."""
 
     def fused_head_loss(self, batch: Batch) -> FusedHeadLoss | None:
-        """What is made of the output matrix's own input, for a loss that the log-probabilities of given tokens are not
-        enough for; None: they are. It takes `tokens`, and gives `observe` something in the place of these."""
+        """Return a function that computes the loss from the output matrix's input, for a loss that needs more than the
+        log-probabilities of `targets`; None otherwise. It gets `tokens`, and its outputs go to `observe`."""
         return None
 
     def given(self, batch: Batch, weights: Tensor) -> Batch:
-        """The batch as the model gets it: with `targets` for its labels, and these weights for its loss_mask."""
+        """Return the batch that the model gets, with `targets` as labels and these weights as loss_mask."""
         return replace(batch, labels=self.targets(batch), loss_mask=weights)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
-        """The micro-batch's sum, a float32 scalar with a gradient.
+        """Return the micro-batch's sum of losses, a float32 scalar with a gradient.
 
-        `logprobs`: float32, as `targets`, with a gradient. `entropy`: float32 [batch, seq], that of each token's
-        distribution, with a gradient; None unless `needs_entropy`. `batch` is on their device.
+        Args:
+            logprobs: float32, of the shape of `targets`, with a gradient.
+            entropy: float32 [batch, seq], of each token's distribution, with a gradient; None unless `needs_entropy`.
+            batch: on the same device.
         """
         weights = self.weights(batch)
         if weights is None:
@@ -119,16 +123,16 @@ class Loss:
 
 
 class CrossEntropy(Loss):
-    """Pre-training's: the mean of −log-probability over the valid tokens of the step."""
+    """The mean of −log-probability over the valid tokens of the step, for pre-training."""
 
     def weights(self, batch: Batch) -> Tensor:
         return batch.loss_mask
 
 
 class MicroBatchMean(CrossEntropy):
-    """The mean over the step's micro-batches of each one's mean: Megatron-LM's without calculate_per_token_loss.
+    """The mean over the step's micro-batches of each one's mean: Megatron-LM without calculate_per_token_loss.
 
-    The log has the mean over all valid tokens of the step, as Megatron-LM's does.
+    The logged loss is the mean over all valid tokens of the step, as in Megatron-LM.
     """
 
     def denominator(self, batch: Batch) -> float:
@@ -143,24 +147,23 @@ class MicroBatchMean(CrossEntropy):
 
 @dataclass
 class Objective:
-    """A loss with its micro-batch, as a pass through the model takes it."""
+    """A loss bound to its micro-batch, for one pass through the model."""
 
     of: Callable[[Tensor, Tensor | None], Tensor | None]
-    """(logprobs, entropy) of this rank's tokens -> float32 scalar; None where there are `tokens`: it makes figures."""
+    """(logprobs, entropy) of this rank's tokens → float32 scalar; with `tokens`, it only computes metrics."""
     temperature: float = 1.0
     needs_entropy: bool = False
     vocab_size: int | None = None
     token_losses: TokenLoss | None = None
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    """This rank's, as its labels, of a loss that is a sum over tokens."""
+    """Inputs of `token_losses` for this rank's tokens, shaped like its labels."""
     fused_head_loss: FusedHeadLoss | None = None
-    """What is asked in the place of all the others."""
+    """Computes the loss instead of the functions above."""
 
     def loss(
         self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None
     ) -> Tensor:
-        """The float32 scalar, from what a pass over the output matrix found; `loss` is the sum of `token_losses`, with
-        its gradient times `scale`."""
+        """Return the loss, a float32 scalar, from the outputs of `compute_logprobs`."""
         if loss is None:
             return scale_gradient(self.of(logprobs, entropy), scale)
         self.of(logprobs, entropy)
@@ -172,26 +175,29 @@ def compute_logprobs(
     hidden: Tensor,  # [..., hidden]
     weight: Tensor,  # [padded vocab or this rank's rows, hidden]
     targets: Tensor,  # int64 [...] or [..., k]
-    tokens: Mapping[str, Tensor],  # those of the objective, as the targets stand here
+    tokens: Mapping[str, Tensor],  # the objective's, in the order of the targets
     vocab_size: int,
     softcap: float | None,
     scale: Tensor | None,
     **shard,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What an objective asks of the output matrix: log-probabilities, entropies, and a sum of losses if it is one."""
-    asked = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
+    """Return the log-probabilities of the targets, their entropies or None, and the sum of losses with its gradient
+    times `scale`, or None if the objective is no sum over tokens."""
+    options = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
     sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
     if objective.fused_head_loss is not None:
         return objective.fused_head_loss(hidden, weight, targets, tokens, *sizes, scale, **shard)
     if objective.token_losses is None:
-        return *linear_logprobs(hidden, weight, targets, *sizes, **asked), None
-    of = objective.token_losses
-    loss, *found = linear_token_losses(hidden, weight, targets, of, tokens, *sizes, scale, **asked)
-    return *found, loss
+        return *linear_logprobs(hidden, weight, targets, *sizes, **options), None
+    token_losses = objective.token_losses
+    loss, logprobs, entropy = linear_token_losses(
+        hidden, weight, targets, token_losses, tokens, *sizes, scale, **options
+    )
+    return logprobs, entropy, loss
 
 
 def scale_gradient(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`loss` as it is, with `scale` times its gradient: float32 scalars."""
+    """Return the float32 scalar `loss`, with its gradient multiplied by `scale`."""
     return loss if scale is None else _ScaledGradient.apply(loss, scale)
 
 

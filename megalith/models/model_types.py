@@ -1,4 +1,4 @@
-"""Which class a model is of: what `model.model_type` names."""
+"""The classes that `model.model_type` names."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def make_model(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """The model of this shape, without values: see Transformer."""
+    """Return a model of this configuration, without values: see Transformer."""
     return CLASSES[config.model_type](config, compute_dtype=compute_dtype, seed=seed, device=device)

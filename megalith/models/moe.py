@@ -1,21 +1,16 @@
-"""A mixture of experts in the place of the MLP (Shazeer et al. 2017; Fedus et al. 2021).
+"""Mixture of experts, which replaces the MLP (Shazeer et al. 2017; Fedus et al. 2021).
 
     x ──router──▶ experts and weights of each token
-    x ──one row for each pair of token and expert, sorted by expert──▶ experts ──sum of a token's rows──▶ y
-    x ──shared expert, if there is one──▶ added to y
+    x ──one row per (token, expert) pair, sorted by expert──▶ experts ──sum over a token's rows──▶ y
+    x ──shared expert, if any──▶ added to y
 
-A row is multiplied by its weight between the two matrices of its expert, where it is narrower than at either end, so
-that the sum is a plain one and the experts' output need not be saved for wgrad. Behind that stands the
-bias of linear_fc2, if experts have biases: it is multiplied by the weight itself, so that a row is weight · (what the
-expert's MLP gives), as in Megatron-LM.
+A row is multiplied by its weight between its expert's two matrices, so that the sum needs no weights and the experts'
+output need not be saved for wgrad. The bias of linear_fc2 is multiplied by the weight too, as in Megatron-LM.
 
-The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
-is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
-waits for it, once a layer. It is not where there is room for any number of rows (`bounded_rows`).
-
-A compiled layer is cut at its experts, for no graph is made for a number of rows that is data. All that does not depend
-on it, the router and where each row goes, belongs to the graph before (`MoE.plan`); what does is no part of one
-(`MoE.forward`), and nor is the addition to the residual stream that follows.
+The number of rows per expert stays on the device, where the grouped matmul reads it. If the host needs it (for separate
+matmuls, or for dropped pairs without padding to the capacity), it waits for it once per layer; with buffers for the
+worst case (`bounded_rows`) it does not need it. A compiled layer's graph ends before the experts, whose number of rows
+is data: the router and each row's destination are in the graph (`MoE.plan`), the experts are not (`MoE.forward`).
 """
 
 from __future__ import annotations
@@ -55,13 +50,14 @@ from megalith.ops.permute import (
 
 Cast = tuple[Tensor, Tensor | None]
 Matrix = tuple[GroupedWeight, GroupedWeight | None]
-Shared = Callable[[], Tensor] | None  # the shared expert's computation, [tokens, hidden]
+Shared = Callable[[], Tensor] | None  # computes the shared expert's output [tokens, hidden]
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with biases
-    also one for each expert, [experts, out]. `gemm` is a seam, as a Linear's, and so are `first_row`, of expert TP, and
-    `step_cast`, what `cast` has given for all passes of a step."""
+    """A linear layer per expert: fp32 weight [experts, out, in], cast to the input's dtype, and bias [experts, out].
+
+    Seams are `gemm`, `first_row` (expert tensor parallelism) and `step_cast`, the cast for all passes of a step.
+    """
 
     def __init__(self, config: ModelConfig, in_features: int, out_features: int, device: torch.device | None):
         super().__init__()
@@ -71,26 +67,26 @@ class GroupedLinear(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(experts, out_features, device=device)) if config.mlp_bias else None
         )
-        self.first_row = 0  # of the whole bias: the column of y that the bias here begins at
+        self.first_row = 0  # offset of the local bias in the global one
         self.step_cast: Cast | None = None
 
     def cast(self, dtype: torch.dtype) -> Cast:
-        """Weight and bias in `dtype`, without their gradients."""
+        """Return weight and bias in `dtype`, without gradients."""
         if self.step_cast is not None:
             return self.step_cast
-        with torch.no_grad():  # where a DTensor hands over what it holds, and makes no node
+        with torch.no_grad():  # to_local would make an autograd node
             both = (self.weight, self.bias)
-            return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
+            return tuple(
+                None if parameter is None else local(parameter).detach().to(dtype) for parameter in both
+            )
 
     def prepare_weights(self, cast: Cast) -> Matrix:
-        """Weight and bias as matmuls take them, of what `cast` has given."""
-        both, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
-        return tuple(
-            None if kept is None else prepare_weight(local(kept), value, stays) for kept, value in both
-        )
+        """Return weight and bias as matmuls take them, from the result of `cast`."""
+        pairs, stays = zip((self.weight, self.bias), cast), cast is self.step_cast
+        return tuple(None if p is None else prepare_weight(local(p), value, stays) for p, value in pairs)
 
     def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
-        """[rows, in] → [rows, out]; a row's bias is multiplied by its factor where there are `factors` [rows, 1]."""
+        """Return [rows, out] for x [rows, in]; `factors` [rows, 1], if any, multiply each row's bias."""
         weight, bias = matrix
         y = grouped_linear(x, weight, groups, self.gemm)
         if bias is None:
@@ -99,7 +95,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts here, side by side; rows of fc1 alternate gate and up as in MLP."""
+    """The MLPs of the local experts; rows of fc1 alternate gate and up as in MLP."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -112,11 +108,11 @@ class Experts(nn.Module):
         self.linear_fc2 = GroupedLinear(config, config.expert_size, config.hidden_size, device)
 
     def cast(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
-        """The weights and biases of fc1 and fc2 in `dtype`, without their gradients."""
+        """Return weights and biases of fc1 and fc2 in `dtype`, without gradients."""
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
     def prepare_weights(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
-        """The weights and biases as matmuls take them, of what `cast` has given."""
+        """Return weights and biases as matmuls take them, from the result of `cast`."""
         return self.linear_fc1.prepare_weights(cast[0]), self.linear_fc2.prepare_weights(cast[1])
 
     def forward(
@@ -126,9 +122,13 @@ class Experts(nn.Module):
         groups: RowGroups,
         matrices: tuple[Matrix, Matrix] | None = None,
     ) -> Tensor:
-        """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
+        """Return the experts' output [rows, hidden].
 
-        `matrices` are what `prepare_weights` returned, where that was called earlier.
+        Args:
+            x: [rows, hidden], sorted by expert.
+            weights: float32 [rows, 1], multiply the output.
+            groups: number of rows per expert.
+            matrices: result of `prepare_weights`; None: call it here.
         """
         fc1, fc2 = self.prepare_weights(self.cast(x.dtype)) if matrices is None else matrices
         x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
@@ -137,7 +137,7 @@ class Experts(nn.Module):
 
 
 class MoE(Runnable):
-    """Router, experts, shared expert. `dispatch`, which brings tokens and experts together, is the seam of EP."""
+    """Router, experts, shared expert. `dispatch` is the seam of expert parallelism."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -151,13 +151,13 @@ class MoE(Runnable):
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, device=device)
 
     def plan(self, x: Tensor, context: Context) -> NamedTuple:
-        """What `forward` takes beside x: where each token goes, as `dispatch` puts it."""
+        """Return the destination of each token of x [batch, seq, hidden], in the form that `dispatch` takes."""
         routing = self.router(
             x.flatten(0, -2), context.global_token_ids, context.batch, context.balance_scale
         )
         return self.dispatch.plan(routing, context.layout)
 
-    # What is worth a kernel of its own is compiled by itself. torch.compiler.disable imports the compiler: seconds.
+    # Parts that benefit are compiled separately. torch.compiler.disable would import the compiler, which takes seconds.
     @disable_tracing
     @runnable
     def forward(
@@ -179,49 +179,55 @@ class MoE(Runnable):
 
 
 class ExpertRows(NamedTuple):
-    """The rows of the experts that are here."""
+    """Rows of the local experts."""
 
     weights: Tensor  # float32 [tokens, topk]
-    row: Tensor  # int64 [tokens, topk]: of each pair of a token and an expert; behind all rows for a pair without one
-    pair: Tensor  # int64 [rows or more]: of each row; the number of pairs for a row that fills up
-    counts: Tensor  # int64 [experts]: the rows of each
-    size: int | None  # of each expert, where they are filled up
-    complete: bool  # whether every pair has a row, and there are no others
-    bounded: bool = False  # whether `pair` has as many rows as there may be, the last ones without a pair
+    row: Tensor  # int64 [tokens, topk]: row of each (token, expert) pair; beyond all rows for a pair without one
+    pair: Tensor  # int64 [rows or more]: pair of each row; the number of pairs for padding rows
+    counts: Tensor  # int64 [experts]: rows per expert
+    size: int | None  # rows per expert if padded to the capacity
+    complete: bool  # every pair has a row and every row a pair
+    bounded: bool = False  # `pair` has the worst-case number of rows, the last of them without a pair
 
 
 class Dispatch:
-    """Where all experts are here: the rows are put into the experts' order, and their outputs summed by token."""
+    """Dispatch on one device: sorts rows by expert and sums the outputs of each token's rows."""
 
     def __init__(self, config: ModelConfig):
         self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
-        self.bounded = False  # whether rows are as many as there may be, so that nobody needs their number
+        self.bounded = False  # buffers for the worst case, so that the host needs no row counts
         self.fusion = config.moe_permute_fusion
 
     def plan(self, routing: Routing, layout: PassLayout) -> ExpertRows:
-        """Where the tokens' rows go: what is known of it without a look at the device."""
+        """Return each row's destination, without waiting for the device."""
         return self.rows(routing.weights, routing.destinations(self.experts), routing.capacity, self.experts)
 
     def __call__(
         self, x: Tensor, plan: ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
-        """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
+        """Return the experts' output for x [tokens, hidden] plus the shared expert's: [tokens, hidden]."""
         y = self.compute(x, plan, experts)
         return y if shared is None else y + shared()
 
     def rows(self, weights: Tensor, destinations: Tensor, capacity: int | None, count: int) -> ExpertRows:
-        """The rows of `count` experts, of which `destinations` int64 [tokens, topk] has numbers, `count` for nowhere:
-        such a pair adds nothing to its token. `capacity` is the most rows of an expert."""
+        """Return the rows of `count` experts.
+
+        Args:
+            weights: float32 [tokens, topk].
+            destinations: int64 [tokens, topk], numbers of the experts; `count` marks a dropped pair.
+            capacity: maximum rows per expert; None: unlimited.
+            count: number of experts.
+        """
         if capacity is not None and self.fills_up:
-            return _filled(weights, destinations, count, min(capacity, len(weights)))
+            return _padded_rows(weights, destinations, count, min(capacity, len(weights)))
         if self.bounded and count < self.experts:
             return bounded_rows(weights, destinations, count)
         counts, pair, row = sort_pairs(destinations, count)
         return ExpertRows(weights, row, pair, counts, None, capacity is None and count == self.experts)
 
     def compute(self, x: Tensor, plan: ExpertRows, experts: Experts) -> Tensor:
-        """x [tokens, hidden] through the `experts` that are here."""
+        """Return the output of the local experts for x [tokens, hidden]."""
         sizes = None
         if plan.size is not None:
             sizes = (plan.size,) * len(plan.counts)
@@ -235,30 +241,39 @@ class Dispatch:
     def take(
         self, x: Tensor, plan: ExpertRows, count: int | None, end: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Permutation]:
-        """The `count` rows, None for all there may be, of which those of a token `end`, of x [tokens, hidden] and of
-        the weights: [rows, hidden] and [rows, 1]."""
+        """Gather the rows of the plan.
+
+        Args:
+            x: [tokens, hidden].
+            plan: rows of the experts.
+            count: number of rows; None: the worst case.
+            end: int32 [1] on the device, rows with a token if `plan.bounded`; the rest may hold anything.
+
+        Returns:
+            Rows [rows, hidden], their weights [rows, 1], and their order.
+        """
         pair = plan.pair[:count]
-        kept, hold = plan.complete, plan.size is None and not plan.bounded
-        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold, end)
-        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold, end)
+        complete, unpadded = plan.complete, plan.size is None and not plan.bounded
+        order = Permutation(pair // plan.row.shape[1], plan.row, complete, unpadded, end)
+        by_pair = Permutation(pair, plan.row.reshape(-1, 1), complete, unpadded, end)
         return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 
 def bounded_rows(weights: Tensor, destinations: Tensor, count: int) -> ExpertRows:
-    """As many rows as may have one of `count` destinations: a token names each once."""
+    """Return the worst-case number of rows for `count` experts: a token chooses each expert at most once."""
     tokens, topk = destinations.shape
     counts, pair, row = sort_pairs_in_buffer(destinations, count, tokens * min(topk, count))
     return ExpertRows(weights, row, pair, counts, None, complete=False, bounded=True)
 
 
-def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:
-    """Rows for `size` pairs for each of `count` destinations, the last of them without one: no destination has more."""
+def _padded_rows(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:
+    """Return `size` rows for each of `count` experts, which have at most `size` pairs; the rest is padding."""
     _, before, _ = count_destinations(destinations, count + 1)
-    behind = count * size
+    end = count * size
     row = torch.where(
-        destinations < count, destinations * size + before.gather(1, destinations), behind
+        destinations < count, destinations * size + before.gather(1, destinations), end
     )  # [tokens, topk]
     pairs = torch.arange(row.numel(), device=row.device)
-    pair = torch.full((behind + 1,), row.numel(), device=row.device).scatter(0, row.flatten(), pairs)[:-1]
+    pair = torch.full((end + 1,), row.numel(), device=row.device).scatter(0, row.flatten(), pairs)[:-1]
     counts = torch.full((count,), size, device=row.device)
     return ExpertRows(weights, row, pair, counts, size, complete=False)

@@ -1,15 +1,13 @@
-"""Multi-token prediction (DeepSeek-AI 2024, V3): in training, further layers predict the tokens behind the next one.
+"""Multi-token prediction (DeepSeek-AI 2024, V3): in training, MTP layers predict tokens after the next one.
 
-The model's layers predict the token after each token. Further layer k (1, 2, …) predicts the one k places behind that,
-from what the head has read so far and from the token that is k places ahead:
+MTP layer k (1, 2, …) predicts token t_{i+k+1} from the head's previous input and from the embedding of t_{i+k}:
 
-    h_k = norm(layer(linear_join([norm(embedding(t_{i+k})), norm(h_{k-1})])))        h_0: what the model's head reads
+    h_k = norm(layer(linear_join([norm(embedding(t_{i+k})), norm(h_{k-1})])))        h_0: the input of the model's head
 
-with the model's own embedding and output matrix. The loss of each is the mean over the tokens that it predicts, as in
-Megatron-LM: the further it looks, the fewer. The mean of these losses, times mtp_loss_scaling_factor, adds to the
-gradient, and nothing to the loss that is logged. Evaluation and generation leave these layers out. They are numbered on
-from the model's own, and every axis of parallelism takes them as layers; a pipeline's last stage has them, and with
-them a copy of the embedding.
+It shares the model's embedding and output matrix. Each layer's loss is the mean over the tokens that it predicts, as in
+Megatron-LM; there are fewer for larger k. The mean of these losses, times mtp_loss_scaling_factor, contributes to the
+gradient but not to the logged loss. Evaluation and generation skip the MTP layers. Their numbers follow the model's
+layers, and parallelism treats them as layers. The last pipeline stage has them, with a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ from megalith.ops.documents import document_ids
 
 @dataclass
 class MTPTargets:
-    """The tokens behind the next one, for each further layer: [layers, batch, seq]."""
+    """Inputs and labels of the MTP layers: [layers, batch, seq]."""
 
-    tokens: Tensor  # int64: the token k places ahead, which is layer k's input
-    labels: Tensor  # int64: the one behind it
-    loss_mask: Tensor  # float32: 0 where there is none, or where it belongs to another document
+    tokens: Tensor  # int64: t_{i+k}, the input of layer k
+    labels: Tensor  # int64: t_{i+k+1}
+    loss_mask: Tensor  # float32: 0 if the label is beyond the sequence or in another document
     weights: Tensor | float = (
         1.0  # float32 [layers], of each layer's sum of losses: main loss's tokens / its own
     )
-    sums: Tensor | None = None  # float32 [layers]: each layer's sum of losses is added here, for the log
+    sums: Tensor | None = None  # float32 [layers]: each layer's sum of losses is added to it, for the log
 
     def at(self, token_index: Tensor) -> MTPTargets:
-        """These places of every sequence."""
+        """Return the targets at these indices of every sequence."""
         parts = (self.tokens, self.labels, self.loss_mask)
         return MTPTargets(*(part[..., token_index] for part in parts), self.weights, self.sums)
 
     def to(self, device: torch.device) -> MTPTargets:
-        """On a device; weights and sums are made there."""
+        """Return a copy on a device; weights and sums are already there."""
         parts = (self.tokens, self.labels, self.loss_mask)
         return MTPTargets(*(to_device(part, device) for part in parts), self.weights, self.sums)
 
@@ -53,15 +51,21 @@ class MTPTargets:
 def make_mtp_targets(
     labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, layers: int
 ) -> MTPTargets:
-    """From what a batch of whole sequences has: each [batch, seq], the label being the next token, and the documents'
-    ends [batch, documents]."""
+    """Return the targets of `layers` MTP layers.
+
+    Args:
+        labels: int64 [batch, seq], the next token, of full sequences.
+        loss_mask: float32 [batch, seq].
+        document_ends: int32 [batch, documents]; None: one document per sequence.
+        layers: number of MTP layers.
+    """
     seq = labels.shape[1]
-    numbers = None if document_ends is None else document_ids(document_ends, seq)
+    documents = None if document_ends is None else document_ids(document_ends, seq)
     counts = torch.zeros(layers, *labels.shape)
     for k in range(1, min(layers, seq - 1) + 1):
         counts[k - 1, :, : seq - k] = loss_mask[:, k:]
-        if numbers is not None:
-            counts[k - 1, :, : seq - k] *= numbers[:, k:] == numbers[:, : seq - k]
+        if documents is not None:
+            counts[k - 1, :, : seq - k] *= documents[:, k:] == documents[:, : seq - k]
     return MTPTargets(
         tokens=torch.stack([labels.roll(-k, 1) for k in range(layers)]),
         labels=torch.stack([labels.roll(-k, 1) for k in range(1, layers + 1)]),
@@ -70,7 +74,7 @@ def make_mtp_targets(
 
 
 class MTPProjection(nn.Module):
-    """What stands before a further layer: the norms of both inputs, and the matrix [hidden, 2 · hidden]."""
+    """The input of an MTP layer: norms of the embedding and the hidden state, and a matrix [hidden, 2 · hidden]."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -83,14 +87,14 @@ class MTPProjection(nn.Module):
         return self.linear_join(torch.cat(both, dim=-1), context)
 
 
-def add_mtp_losses(loss: Tensor, further: Tensor) -> Tensor:
-    """`loss` as it is, with the gradient of loss + further, which has its factor in it."""
-    return _Further.apply(loss, further)
+def add_mtp_losses(loss: Tensor, mtp_loss: Tensor) -> Tensor:
+    """Return `loss` with the gradient of loss + mtp_loss."""
+    return _AddGradient.apply(loss, mtp_loss)
 
 
-class _Further(torch.autograd.Function):
+class _AddGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss: Tensor, further: Tensor) -> Tensor:
+    def forward(ctx, loss: Tensor, mtp_loss: Tensor) -> Tensor:
         return loss.clone()
 
     @staticmethod

@@ -14,7 +14,7 @@ from megalith.ops.dropout import Mask
 
 
 class Norm(Runnable):
-    """The norm that `normalization` names, over `width` features."""
+    """LayerNorm or RMSNorm over `width` features, as the configuration's `normalization` says."""
 
     def __init__(self, config: ModelConfig, width: int, device: torch.device | None = None):
         super().__init__()
@@ -43,7 +43,7 @@ class Norm(Runnable):
 
 
 class RootMeanSquare(nn.Module):
-    """x over the root of its mean square: Llama 4's L2 norm of a head, which has no weight. Computed in fp32."""
+    """RMSNorm without a weight, computed in fp32: Llama 4's L2 norm of a head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -69,7 +69,7 @@ def add_norm(
 
 
 class HeadsNorm(Norm):
-    """RMSNorm over all heads together (OLMo 2). `total` is a seam: tensor parallelism sums over the ranks' heads."""
+    """RMSNorm over all heads together (OLMo 2). `total` is a seam: tensor parallelism sums over all ranks' heads."""
 
     def __init__(self, config: ModelConfig, heads: int, device: torch.device | None = None):
         super().__init__(config, heads * config.head_dim, device)
@@ -84,8 +84,7 @@ class HeadsNorm(Norm):
 
 
 class HeadNorms(nn.Module):
-    """LayerNorm without a bias, or RMSNorm, of each head by itself, with weights of its own (Command-R+). Computed in
-    fp32."""
+    """LayerNorm without a bias, or RMSNorm, per head with separate weights, computed in fp32 (Command-R+)."""
 
     def __init__(self, config: ModelConfig, heads: int, device: torch.device | None = None):
         super().__init__()

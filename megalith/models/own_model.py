@@ -1,4 +1,4 @@
-"""The base of a model of one's own, which `megalith.parallelize` makes trainable (docs/own_model.md)."""
+"""Base class of user-defined models, which `megalith.parallelize` makes trainable (docs/own_model.md)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ if TYPE_CHECKING:
 
 
 class Model(nn.Module):
-    """The base of a model of one's own: single-device PyTorch, but for the sharded layers that it is made of.
+    """Base class of user-defined models: single-device PyTorch with sharded layers.
 
-    `layers`, an nn.ModuleList or nn.ModuleDict, are the units that data parallelism gathers and reduces. It has no
-    buffers: they would have no values.
+    `layers`, an nn.ModuleList or nn.ModuleDict, are the units that data parallelism gathers and reduces. A model has no
+    buffers, because they would have no values.
     """
 
     compute_dtype = torch.float32
 
     def forward(self, batch: Batch, head: Any) -> Tensor:
-        """batch.input_ids int64 [batch, seq], and what else the batch names → head(hidden, output layer)."""
+        """Return head(hidden, output layer) for a batch with input_ids int64 [batch, seq] and its other fields."""
         raise NotImplementedError
 
     def initial_std(self, name: str, shape: torch.Size) -> float:
-        """The standard deviation of the parameter's initial values, of this global shape."""
+        """Return the standard deviation of the initial values of a parameter of this global shape."""
         return 0.02
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Matrices N(0, `initial_std`), other weights 1, biases 0, by seed and name alone: the same in every layout."""
+        """Fill all parameters: matrices N(0, `initial_std`), other weights 1, biases 0.
+
+        Values depend only on the seed and the parameter's name, so they are the same in every layout.
+        """
         for name, parameter in self.named_parameters():
             shape, first = local_shape_and_offset(parameter)
             if parameter.dim() < 2:

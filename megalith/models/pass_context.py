@@ -13,16 +13,16 @@ from megalith.ops.dropout import DropoutKeys
 
 @dataclass(frozen=True)
 class PassLayout:
-    """How the tokens of one pass stand on this rank. On one device they are all there, in order."""
+    """The tokens of a pass on this rank. On one device these are all tokens, in order."""
 
-    sharded: bool = False  # the residual stream holds this rank's share of the tokens: sequence parallelism
-    micro_batches: int = 1  # that the sequences are cut into, side by side, each sharded by itself
-    cp_size: int = 1  # that each sequence is cut into, one of which is here: context parallelism
-    full_sequence: bool = False  # though context parallelism could cut them: generation
+    sharded: bool = False  # sequence parallelism: the residual stream has this rank's shard of the tokens
+    micro_batches: int = 1  # parts of the micro-batch that run interleaved, each sharded separately
+    cp_size: int = 1  # context parallelism: number of shards of each sequence
+    full_sequence: bool = False  # every context-parallel rank has full sequences: generation
 
 
 def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
-    """The layout of a pass over so many tokens; `trains`: with labels, `has_position_ids`: given them."""
+    """Return the layout of one device. `trains`: there are labels; `has_position_ids`: there is a token_index."""
     return PassLayout()
 
 
@@ -30,46 +30,37 @@ def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayo
 class Context:
     """Layout, positions, mask, dropout keys and cache of a forward pass."""
 
-    batch: int  # sequences; the residual stream may hold their tokens in one row, or a part of them
-    layout: PassLayout  # without a default: compilers of torch 2.11 cannot take one that is an object
-    causal: bool = True  # whether a token sees those before it alone
+    batch: int  # sequences; the residual stream may have their tokens in one row, or some of them
+    layout: PassLayout  # no default: the compiler of torch 2.11 cannot handle a default object
+    causal: bool = True  # tokens attend to earlier tokens only
     position_ids: Tensor | None = None  # int64 [batch, seq]
     rotary: Tables | None = None
-    rotary_local: Tables | None = None  # of layers with a window, where they have a base of their own
-    mask: Tensor | None = (
-        None  # bool [batch, 1, queries, keys], True where a query may look, of whole sequences; None: as `causal` says
-    )
-    bias: Tensor | None = (
-        None  # float32 [1, heads, queries, keys] of the scores here, added to self-attention's: relative positions
-    )
-    documents: Tensor | None = (
-        None  # int32 [batch, documents] (ops/documents.py), of whole sequences everywhere
-    )
-    padding: Tensor | None = None  # bool [batch, seq] of the tokens here, as a Batch has it
+    rotary_local: Tables | None = None  # of layers with a window, if they have their own base
+    mask: Tensor | None = None
+    """bool [batch, 1, queries, keys] of full sequences, True where a query attends to a key; None: see `causal`."""
+    bias: Tensor | None = None
+    """float32 [1, heads, queries, keys], added to the scores of self-attention: relative positions."""
+    documents: Tensor | None = None  # int32 [batch, documents] of full sequences (ops/documents.py)
+    padding: Tensor | None = None  # bool [batch, seq] of the local tokens, as in Batch
     dropout: DropoutKeys | None = None  # None: no dropout
-    layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
+    layers: Tensor | None = None  # int32 [num_layers], numbers of the layers, with dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
-    cache: Cache | None = None  # None: every token is here
-    global_token_ids: Tensor | None = (
-        None  # int64 [tokens of the stream]: token_index · batch + sequence, for experts
-    )
-    mtp_embeddings: Tensor | None = (
-        None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
-    )
-    max_label_tokens: int | None = (
-        None  # tokens here with a label that counts, at most; None: that is not known
-    )
-    balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
-    encoded: Encoded | None = None  # the other sequence that cross-attention attends to
+    cache: Cache | None = None  # earlier tokens, in generation
+    global_token_ids: Tensor | None = None
+    """int64 [tokens of the residual stream], token_index · batch + sequence, for experts."""
+    mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
+    max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
+    balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
+    encoded: Encoded | None = None  # the sequence that cross-attention attends to
 
     def without_padding(self, value: Tensor) -> Tensor:
-        """Return attention's values [batch, seq, heads, head_dim] with zeros for tokens of padding: what sees those
-        alone gets zeros."""
+        """Return attention's values [batch, seq, heads, head_dim] with zeros for padding, so that a token that attends
+        only to padding gets zeros."""
         return value if self.padding is None else value.masked_fill(self.padding[:, :, None, None], 0.0)
 
     def at_layer(self, number: int) -> Context:
-        """This context with a layer's cache, and its number in the dropout keys: a tensor, so that layers share
-        compiled code."""
+        """Return a layer's context, with its cache and dropout keys. The layer's number is a tensor in them, so
+        that layers share compiled code."""
         cache = None if self.cache is None else self.cache.at_layer(number)
         if self.dropout is None:
             return self if cache is None else replace(self, cache=cache)
@@ -79,11 +70,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a stack has made of another sequence, for cross-attention to attend to."""
+    """A stack's output for another sequence, which cross-attention attends to."""
 
-    hidden: Tensor  # [batch, keys, hidden], as the residual stream of its own pass
+    hidden: Tensor  # [batch, keys, hidden], the residual stream of the stack's pass
     context: Context  # of that pass
-    mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True where a query may look; None: all
+    mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True to attend; None: all
     documents: Tensor | None = (
-        None  # int32 [2, batch, documents], the ends of the queries' and of the keys'; None: one
+        None  # int32 [2, batch, documents], ends in the queries and in the keys; None: one
     )

@@ -1,9 +1,9 @@
-"""Rotary position embedding (Su et al. 2021): queries and keys turn by an angle that grows with their position.
+"""Rotary position embedding (Su et al. 2021): queries and keys are rotated by an angle proportional to the position.
 
-Pair j of a head's dimensions, (x_j, x_{j + size/2}), turns by position · base^(−2j/size), where size is the head's or
-with rotary_percent a part of it. Attention then sees only differences of positions. Scaling stretches the slow pairs so
-that a model reaches beyond its training length: Llama 3's rule (Grattafiori et al. 2024) and YaRN (Peng et al. 2023)
-leave the fast pairs as they are; LongRoPE (Ding et al. 2024) has a factor for each pair, found by a search.
+Pair j of a head's dimensions, (x_j, x_{j + size/2}), is rotated by position · base^(−2j/size). size is head_dim, or a
+fraction of it with rotary_percent. Attention then depends only on differences of positions. Scaling lowers the
+frequencies of slow pairs, for sequences longer than in training: Llama 3's rule (Grattafiori et al. 2024) and YaRN
+(Peng et al. 2023) leave fast pairs unchanged; LongRoPE (Ding et al. 2024) has a factor per pair, found by a search.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ Tables = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch, seq, 1, siz
 
 
 def rotary_tables(config: ModelConfig, position_ids: Tensor, length: int) -> Tables:
-    """The tables at position_ids int64 [batch, seq], of sequences that are `length` tokens long in whole."""
+    """Return the tables at position_ids int64 [batch, seq], of full sequences of `length` tokens."""
     frequencies, magnitude = _scaled(config, length, position_ids.device)
     return _tables(position_ids, frequencies, magnitude)
 
 
 def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
-    """Those of layers with a window, where they have a base of their own: rotary_base_local, never scaled."""
+    """Return the tables of layers with a window and the base rotary_base_local, which is never scaled."""
     frequencies = _frequencies(config.rotary_size, config.rotary_base_local, position_ids.device)
     return _tables(position_ids, frequencies, 1.0)
 
 
 def rotate(x: Tensor, tables: Tables, interleaved: bool = False) -> Tensor:
-    """Turns x [batch, seq, heads, head_dim] by the tables of its positions; computed in fp32. `interleaved`: pair j is
-    (x_2j, x_2j+1)."""
+    """Return x [batch, seq, heads, head_dim] rotated by the tables of its positions, computed in fp32. `interleaved`:
+    pair j is (x_2j, x_2j+1)."""
     cos, sin = tables
     size = 2 * cos.shape[-1]
     part = x[..., :size].float()
     first, second = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, dim=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    turned = turned.to(x.dtype)
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    rotated = rotated.to(x.dtype)
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], dim=-1)
 
 
 def _tables(position_ids: Tensor, frequencies: Tensor, magnitude: float) -> Tables:
@@ -49,12 +49,12 @@ def _tables(position_ids: Tensor, frequencies: Tensor, magnitude: float) -> Tabl
 
 
 def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
-    """Radians a token for each pair of dimensions: [size / 2]."""
+    """Return the radians per token of each pair of dimensions: [size / 2]."""
     return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
 
 
 def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, float]:
-    """The frequencies as rope_scaling stretches them, and the factor on cosines and sines."""
+    """Return the frequencies after rope_scaling, and the factor of cosines and sines."""
     size, scaling = config.rotary_size, config.rope_scaling
     frequencies = _frequencies(size, config.rotary_base, device)
     match scaling.type if scaling else None:
@@ -75,18 +75,18 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow pairs are divided by factor, fast ones kept, those between blended by their turns over the original."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    """Divide slow pairs by factor, keep fast ones, and blend between them."""
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    fast = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (fast + (1 - fast) / scaling.factor)
 
 
 def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> Tensor:
-    """As llama3, but blended linearly over the pair's number, between those of beta_fast and beta_slow turns."""
+    """Scale as for llama3, but blend linearly over pair numbers, between beta_fast and beta_slow rotations."""
 
-    def pair_with(turns: float) -> float:
-        period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        period = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return size * math.log(period) / (2 * math.log(base))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
@@ -94,8 +94,8 @@ def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> 
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
-    scaled = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
-    return frequencies * (1 - scaled + scaled / scaling.factor)
+    slow = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1 - slow + slow / scaling.factor)
 
 
 def _yarn_magnitude(scaling: RopeScaling) -> float:

@@ -1,7 +1,7 @@
-"""Parts of a layer whose methods can be run in another way, for example recomputed or as two half batches.
+"""Layers and parts of layers whose methods a runner may run, for example recomputed or on two half micro-batches.
 
-A method runs its formula directly unless a runner is plugged in. A runner is a function, and every layer has the same
-one, so that all layers share compiled code.
+A method runs directly unless a runner is plugged in. A runner is a function, the same for all layers, so that layers
+share compiled code.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import nn
 
 
 class Runnable(nn.Module):
-    """A part of a layer, of which methods can be run another way: `runner(method, *args)`. A seam."""
+    """A module with methods that a runner runs: `runner(method, *args)`. `runner` is a seam."""
 
     runner: Callable | None = None
 
 
 def runnable(method: Callable) -> Callable:
-    """A method of a Runnable that its runner runs, where it has one."""
+    """Decorate a method of a Runnable so that its runner runs it, if it has one."""
 
     @wraps(method)
     def run(self: Runnable, *args):

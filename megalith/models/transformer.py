@@ -1,13 +1,10 @@
-"""The model: an embedding, a stack of layers, and the output matmul or the loss; one device's PyTorch.
+"""The model: an embedding, a stack of layers, and the output matmul or the loss, in single-device PyTorch.
 
-A layer is mixers and a feed-forward half, each added to the residual stream. A mixer (mixers/) lets tokens see each
-other, a second one those of another sequence; the feed-forward half, an MLP or experts, takes each by itself. A stack
-is a list of layers and a norm, from hidden states to hidden states: an encoder, a decoder and all that has no
-vocabulary is one. What its layers need to know of the tokens of a pass is made once, in `context`. Recomputation,
-ping-pong micro-batches and offloaded activations are other runners of its list of layers than `run_layers`.
+A stack is a list of layers (layer.py) and a norm, from hidden states to hidden states: an encoder or a decoder without
+its vocabulary. `Stack.context` computes once per pass what all layers need: positions, masks, dropout keys. A stack's
+`runner` runs its layers; recomputation, ping-pong micro-batches and activation offloading replace it.
 
-Nothing here knows how a run is spread over devices. Parameters are fp32; the embedding's output is cast to the compute
-dtype, and every layer computes in the dtype it is given.
+Parameters are fp32. The embedding's output is cast to the compute dtype, and every layer computes in its input's dtype.
 """
 
 from __future__ import annotations
@@ -62,12 +59,17 @@ def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) 
 
 
 class Stack(nn.Module):
-    """The layers of these `numbers`, which no other stack of the model has, and the norm behind them.
+    """A list of layers and a final norm. A pipeline stage has only some of the layers, and perhaps no norm.
 
-    Without `causal` every token sees all others of its document; with `cross` every layer attends to
-    `context.encoded` too; `mixer` makes a layer's own. `seed` keys dropout. An `embedding` stands before the layers
-    for whoever has tokens. Parameters are made on `device` without values. In a pipeline stage some layers have been
-    taken away, and the norm where it is another's.
+    Args:
+        config: sizes, norms, positions.
+        numbers: numbers of the layers, which no other stack of the model has.
+        seed: of dropout.
+        device: where parameters are created, without values.
+        causal: if False, every token attends to all tokens of its document.
+        cross: every layer also attends to `context.encoded`.
+        mixer: makes a layer's mixer.
+        embedding: for a model that reads tokens.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Stack(nn.Module):
         if config.position_embedding_type == "relative":
             self.relative_attention_bias = RelativeBias(config, causal, device)
         self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
-        # Seams: parallel/seams.py says what each is for.
+        # Seams: see parallel/seams.py.
         self.pass_layout = one_device
         self.runner: Runner = run_layers
         self.shard_sequence = identity
@@ -114,7 +116,7 @@ class Stack(nn.Module):
         """Return what all layers share in a pass: positions, masks, dropout keys, the layout.
 
         Args:
-            input_ids: int64 [batch, seq], of which only the shape matters.
+            input_ids: int64 [batch, seq]; only the shape matters.
             token_inputs: positions, documents and padding of these tokens.
             trains: True if a loss follows, False for generation.
 
@@ -166,7 +168,7 @@ class Stack(nn.Module):
         stream = self.shard_sequence(keys, context.layout)
         context.output_rows = output_rows(stream, context.layers)
         columns = column_keys(self.config.hidden_size, keys.device)
-        before = layers[self.first_layer]  # the embedding's number: one less than the first layer's
+        before = layers[self.first_layer]  # the embedding's number, the first layer's minus 1
         context.dropout = DropoutKeys(keys, stream, columns, before)
 
 
@@ -180,12 +182,12 @@ def _check_positions(config: ModelConfig, length: int) -> None:
 
 
 def stacks_of(model: nn.Module) -> list[Stack]:
-    """Every stack of a model, which may be one itself."""
+    """Return all stacks of a model, itself included if it is one."""
     return [module for module in model.modules() if isinstance(module, Stack)]
 
 
 def layers_of(model: nn.Module) -> dict[str, TransformerLayer]:
-    """Every layer of a model's stacks by its name, in the order of their numbers; of a model without, its `layers`."""
+    """Return the layers of a model's stacks by name, ordered by number; for a user's own model, its `layers`."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, TransformerLayer)}
     if not layers:
         return {f"layers.{name}": module for name, module in model.layers.named_children()}
@@ -193,20 +195,26 @@ def layers_of(model: nn.Module) -> dict[str, TransformerLayer]:
 
 
 class Transformer(Stack):
-    """A language model of the shape that `config` gives: a stack with an embedding before it and a vocabulary behind.
+    """A language model: an embedding, a stack of layers, and an output matrix.
 
-    `compute_dtype` is that of the layers' arithmetic; `numbers` are its layers', by default all. Parameters get values
-    from `megalith.models.init.initialize` or a checkpoint. A pipeline stage is a Transformer whose embedding,
-    final_layernorm or some layers have been taken away; the last one keeps the word embedding where it is the output
-    matrix too.
+    Parameters have no values until `megalith.models.init.initialize` or a checkpoint fills them. A pipeline stage
+    (`stage`) is a Transformer too, without the modules of other stages.
+
+    Args:
+        config: the model's configuration.
+        numbers: numbers of the layers; None: all.
+        compute_dtype: dtype of the layers' computation.
+        seed: of dropout.
+        device: where parameters are created.
+        causal, cross, mixer: see Stack.
     """
 
     streams: ClassVar[Mapping[str, str]] = {"hidden": "input_ids"}
-    """What a stage gives the next: the residual streams, and the tensor of the batch that has the tokens of each."""
+    """Residual streams that a pipeline stage sends to the next, each with the batch tensor that has its tokens."""
     reads: ClassVar[Sequence[str]] = ()
-    """Tensors of the batch that `forward` takes by these names, besides those that every batch has."""
+    """Further tensors of the batch that `forward` takes by name."""
     heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary")
-    """What stands behind the layers: modules that the last pipeline stage has, and None on the others."""
+    """Modules after the layers, which only the last pipeline stage has; None on others."""
 
     def __init__(
         self,
@@ -232,11 +240,11 @@ class Transformer(Stack):
             self.output_layer = OutputMatrix(*size, bias=False, device=device)
         if config.add_output_bias:
             self.vocabulary = VocabularyBias(config, device)
-        # Seams: parallel/seams.py says what each is for.
+        # Seams: see parallel/seams.py.
         self.loss = cross_entropy_sum
         self.logprobs = target_logprobs
         self.logits = all_logits
-        self.has_adapters = False  # and everything else is frozen: see lora.py
+        self.has_adapters = False  # if True, everything else is frozen: see adapters.py
 
     def forward(
         self,
@@ -311,7 +319,7 @@ class Transformer(Stack):
         return stage
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
-        """Those of x, the head's input [batch, seq, hidden]: [batch, seq, vocab]."""
+        """Return the logits [batch, seq, vocab] of x, the last norm's output [batch, seq, hidden]."""
         return self._call_head(self.logits, self.head_input(x), *self._vocabulary, context)
 
     def vocabulary_loss(
@@ -332,7 +340,7 @@ class Transformer(Stack):
         return self._call_head(self.loss, x, labels, loss_mask, *sizes, context, scale)
 
     def head_input(self, x: Tensor) -> Tensor:
-        """What the output matrix is given of the last norm's output."""
+        """Return the output matrix's input for the last norm's output x [batch, seq, hidden]."""
         scaling = self.config.logits_scaling
         return x if scaling == 1 else x / scaling
 
@@ -365,12 +373,12 @@ class Transformer(Stack):
         return add_mtp_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:
-        """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
+        """Return the embedding's output [batch, seq, hidden] in the compute dtype, after dropout."""
         position_ids = self.shard_sequence(context.position_ids, context.layout)
         if tokentype_ids is not None:
             tokentype_ids = self.shard_sequence(tokentype_ids, context.layout)
         x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
-        if self.config.scale_embeddings:  # rounded to the compute dtype, as Gemma's own code does
+        if self.config.scale_embeddings:  # rounded to the compute dtype, as in Gemma's code
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if self.config.embedding_multiplier != 1:
             x = x * self.config.embedding_multiplier
@@ -380,22 +388,22 @@ class Transformer(Stack):
         return counter_dropout(x, self.config.hidden_dropout, rows, context.dropout.columns)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """What `.float()`, `.bfloat16()`, `.to(dtype)` and `.to(device)` call: a dtype is the compute dtype too."""
+        """Apply `.float()`, `.bfloat16()`, `.to(dtype)` or `.to(device)`; a dtype becomes the compute dtype too."""
         super()._apply(fn, recurse)
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     @property
     def output_weight(self) -> Tensor:
-        """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
+        """The output matrix [padded vocab, hidden]: the word embedding if they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
 
     @property
     def output_bias(self) -> Tensor | None:
-        """What is added behind the output matrix, float32 [padded vocab]."""
+        """The logits' bias, float32 [padded vocab]; None without one."""
         return None if self.vocabulary is None else local(self.vocabulary.bias)

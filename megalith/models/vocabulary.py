@@ -1,4 +1,4 @@
-"""The two ends of a model: rows of tokens and positions, and the matrix that makes logits with the bias behind it."""
+"""A model's embedding and output matrix."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from megalith.models.pass_context import Context
 
 
 class Embedding(nn.Module):
-    """Rows of word_embeddings, plus those of position_embeddings where positions are learned and of
-    tokentype_embeddings where tokens have types, and perhaps a norm.
-
-    `lookup` is a seam of tensor parallelism.
-    """
+    """word_embeddings, plus position_embeddings for learned positions, plus tokentype_embeddings for token types, and
+    an optional norm. `lookup` is a seam of tensor parallelism."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -39,7 +36,8 @@ class Embedding(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """int64 [batch, seq], and the stream's share of its positions and types -> the stream [batch, seq, hidden]"""
+        """Return the residual stream [batch, seq, hidden] for input_ids int64 [batch, seq]. With sequence parallelism,
+        position_ids and tokentype_ids are this rank's shard, and so is the stream."""
         x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
@@ -49,15 +47,15 @@ class Embedding(nn.Module):
 
 
 class OutputMatrix(Linear):
-    """The output matrix as a module of its own, so that data parallelism can gather it when it is needed."""
+    """The output matrix as a module, so that data parallelism can gather it when it is needed."""
 
     def forward(self, x: Tensor, function: Callable, *args):
-        """function(x, the matrix, *args)"""
+        """Return function(x, matrix, *args)."""
         return function(x, local(self.weight), *args)
 
 
 class VocabularyBias(nn.Module):
-    """A number for each entry of the vocabulary, float32 [padded vocab]."""
+    """Bias of the logits, float32 [padded vocab]."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -65,7 +63,7 @@ class VocabularyBias(nn.Module):
 
 
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
-    """An embedding without values: torch's own would draw some, from the global random state."""
+    """Return an embedding without values; nn.Embedding would draw some from the global random state."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
 
 

@@ -1,12 +1,12 @@
-"""BERT (Devlin et al. 2019): an encoder whose tokens all see each other, trained by tokens that were masked.
+"""BERT (Devlin et al. 2019): a bidirectional encoder, trained to predict masked tokens.
 
     x      = stack(word + position + tokentype embedding)
     logits = norm(activation(dense(x))) · word_embeddingsᵀ + bias
     order  = binary_head(tanh(pooler(x of each sequence's first token)))
 
-Labels stand at the masked tokens, loss_mask is 0 elsewhere. The binary head tells whether a sample's two segments are
-in order: next-sentence prediction, or sentence order (Lan et al. 2020), whichever the samples are made for. Its loss is
-added to that of the masked tokens, as Megatron-LM adds it.
+loss_mask is 0 except at the masked tokens. The binary head predicts whether a sample's two segments are in order: next
+sentence prediction or sentence order (Lan et al. 2020), depending on the samples. Its loss is added to the loss of the
+masked tokens, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class LMHead(nn.Module):
-    """What stands before the output matrix, and the bias behind it."""
+    """Layers before the output matrix, and the bias of the logits."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -50,15 +50,15 @@ class LMHead(nn.Module):
 
 
 class Encodings(NamedTuple):
-    """What a model makes of some sequences."""
+    """Outputs of an encoder."""
 
     hidden: Tensor  # [batch, seq, hidden]
-    pooled: Tensor | None  # [batch, hidden], of the first tokens; None: it has no pooler
-    order: Tensor | None  # logits [batch, 2]: in order, or not; None: it has no binary head
+    pooled: Tensor | None  # [batch, hidden], from each first token; None without a pooler
+    order: Tensor | None  # logits [batch, 2]: in order, swapped; None without a binary head
 
 
 class Bert(Transformer):
-    """An encoder with the heads that `config` names. In a pipeline stage that is not the last they are None."""
+    """An encoder with the heads that `config` names. They are None in pipeline stages other than the last."""
 
     reads = ("tokentype_ids", "sentence_order", "order_weights")
     heads = ("output_layer", "lm_head", "pooler", "binary_head")
@@ -158,16 +158,16 @@ class Bert(Transformer):
 
 
 class BertCrossEntropy(CrossEntropy):
-    """The mean over the masked tokens of the step; a sample's order counts as often as its masked tokens."""
+    """The mean over the masked tokens of the step; a sample's order loss has its number of masked tokens as weight."""
 
     def given(self, batch: Batch, weights: Tensor) -> Batch:
         return replace(super().given(batch, weights), order_weights=batch.loss_mask.sum(1))
 
 
 class BertMicroBatchMean(MicroBatchMean):
-    """The mean over the step's micro-batches of the mean over the masked tokens + the mean over the samples' orders.
+    """The mean over micro-batches of (mean over masked tokens + mean over the samples' order losses).
 
-    Megatron-LM's pretrain_bert.py logs this mean as it is.
+    It is also the logged loss, as in Megatron-LM's pretrain_bert.py.
     """
 
     def logged_weight(self, batch: Batch) -> float | None:
@@ -178,12 +178,13 @@ class BertMicroBatchMean(MicroBatchMean):
 
 
 def order_loss(logits: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
-    """Σ weights · cross-entropy of logits [batch, 2] against order [batch], where there is one; a float32 scalar."""
+    """Return Σ weights · cross-entropy of logits [batch, 2] against order int64 [batch], a float32 scalar. Samples
+    without an order (NO_LABEL) do not count."""
     losses = cross_entropy(logits.float(), order, ignore_index=NO_LABEL, reduction="none")
     return (losses * (mean_weights(order) if weights is None else weights)).sum()
 
 
 def mean_weights(order: Tensor) -> Tensor:
-    """float32 [batch] that make a sum the mean over the samples that have an order."""
+    """Return float32 weights [batch] for the mean over the samples that have an order."""
     valid = (order != NO_LABEL).float()
     return valid / valid.sum().clamp(min=1)

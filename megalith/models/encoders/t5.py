@@ -1,11 +1,11 @@
-"""T5 (Raffel et al. 2020): an encoder, and a decoder whose layers attend to all that it has made.
+"""T5 (Raffel et al. 2020): an encoder, and a decoder whose layers attend to the encoder's output.
 
-    encoded = encoder(embedding of the one sequence)
-    logits  = decoder(embedding of the other, encoded) · output matrixᵀ
+    encoded = encoder(embedding of the input sequence)
+    logits  = decoder(embedding of the output sequence, encoded) · output matrixᵀ
 
-Both share the word embedding. Layers are numbered through both, so that a pipeline can be cut anywhere. Both residual
-streams go from stage to stage: while the encoder's layers last, the decoder's embedded tokens go along; after that,
-what the encoder has made. Before T5 1.1 the output matrix is the embedding, and is given the stream / √hidden.
+Both share the word embedding. Layer numbers run through both, so that a pipeline can be split anywhere. Both residual
+streams are sent from stage to stage: the decoder's embedded tokens while the encoder runs, then the encoder's output.
+Before T5 1.1 the output matrix is the embedding, and its input is the stream / √hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megalith.models.transformer import Stack, Transformer
 
 
 class T5(Transformer):
-    """An encoder-decoder: the decoder's layers and heads are its own, the encoder's its `encoder`'s."""
+    """An encoder-decoder: a decoder with its heads, and a stack `encoder`."""
 
     streams = {"encoded": "encoder_input_ids", "hidden": "input_ids"}
     reads = ("encoder_input_ids", "encoder_padding_mask", "encoder_document_ends", "encoder_token_index")
@@ -31,8 +31,8 @@ class T5(Transformer):
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str | None = None, seed: int = 0, **how
     ):
-        ours = range(config.encoder_layers, config.num_layers)
-        super().__init__(config, numbers=ours, cross=True, device=device, seed=seed, **how)
+        decoder_layers = range(config.encoder_layers, config.num_layers)
+        super().__init__(config, numbers=decoder_layers, cross=True, device=device, seed=seed, **how)
         self.encoder = Stack(config, range(config.encoder_layers), causal=False, device=device, seed=seed)
 
     def forward(

@@ -1,9 +1,9 @@
-"""Mixers: the part of a layer in which tokens see each other.
+"""Mixers: the modules of a layer that move information between tokens.
 
-A mixer is a module with `forward(x, context)`, from the normed residual stream, [batch, seq, hidden] or under sequence
-parallelism [1, tokens / tp, hidden], to what is added to it, of the same shape. All that it needs to know of the tokens
-stands in the Context, another sequence that it attends to included. `roles` of its class says which role of tensor
-parallelism a module inside of it has whose name is not one of the table: {"linear_in": "linear_fc1"}.
+A mixer has `forward(x, context)`: from the normalized residual stream, [batch, seq, hidden] or with sequence
+parallelism [1, tokens / tp, hidden], to a branch's output of the same shape. The Context has all else: positions,
+masks, and the sequence that cross-attention attends to. A class attribute `roles` assigns roles of tensor parallelism
+to submodules whose names are not in `ROLES`: {"linear_in": "linear_fc1"}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MakeMixer = Callable[[ModelConfig, int, torch.device | None], nn.Module]
 
 
 def make_mixer(config: ModelConfig, number: int, device: torch.device | None = None) -> nn.Module:
-    """The mixer of layer `number`, which the configuration names."""
+    """Return the mixer that the configuration has for layer `number`."""
     if number in config.linear_attention_layers:
         return GatedDeltaNet(config, number, device)
     mixer = LatentAttention if config.multi_latent_attention else SelfAttention

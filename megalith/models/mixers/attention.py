@@ -1,14 +1,14 @@
 """Attention with grouped queries (Ainslie et al. 2023): each key and value head serves a group of query heads.
 
-`groups` equal to the number of query heads is multi-head attention. Rows of linear_qkv stand by group: its query
-heads, then its key head, then its value head, so that a slice of rows is a slice of whole groups. Cross-attention
-(Vaswani et al. 2017) has its keys and values from another sequence: rows of linear_kv are a key head and a value head
-for each group. Positions turn nothing there, and every token that the mask leaves is looked at.
+With as many groups as query heads it is multi-head attention. Rows of linear_qkv are ordered by group (its query heads,
+its key head, its value head), so that a slice of rows is a slice of groups. Cross-attention (Vaswani et al. 2017) takes
+keys and values from another sequence, without rotary positions and without a causal mask; rows of linear_kv are a key
+head and a value head per group.
 
-Relative positions as T5 has them (Raffel et al. 2020) are a learned bias of self-attention's scores by distance. A
-distance falls into a bucket. The nearer half of the buckets are single distances, the farther half ranges that grow
-logarithmically up to a largest distance, beyond which all are one. Without a causal mask half of the buckets are for
-keys behind the query. Each bucket has a number for each head, the same in all layers of a stack.
+T5's relative positions (Raffel et al. 2020) are a learned bias of self-attention's scores, per head and bucket of
+distances, shared by all layers of a stack. The first half of the buckets are single distances; the second half are
+ranges that grow logarithmically up to a maximum distance, beyond which all distances share a bucket. Without a causal
+mask, half of the buckets are for keys after the query.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megalith.ops.attention_core import attention, split_qkv
 
 
 class Heads(NamedTuple):
-    """The query heads that are here."""
+    """The query heads on this rank."""
 
-    in_group: int  # that share a key and value head
-    first: int = 0  # the number of the first of them among all of the layer's
+    in_group: int  # query heads per key and value head
+    first: int = 0  # global index of the first query head
 
 
-def by_head(x: Tensor, batch: int, size: int) -> Tensor:
-    """All tokens' heads of this size, [batch, seq, heads, size], from the rows of them as they come."""
+def split_heads(x: Tensor, batch: int, size: int) -> Tensor:
+    """Return x [..., heads · size] of all tokens as [batch, seq, heads, size]."""
     return x.reshape(batch, -1, x.shape[-1]).unflatten(-1, (-1, size))
 
 
 class Attention(Runnable):
-    """What every kind of attention shares. `core` is the seam of context parallelism, `heads` of tensor parallelism."""
+    """Base class of attention. `core` is a seam of context parallelism, `heads` of tensor parallelism."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -59,13 +59,16 @@ class Attention(Runnable):
         self.softmax_offset: SoftmaxOffset | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
-        [batch, seq, heads, head_dim]."""
-        drops = self.dropout > 0 and context.dropout is not None
-        core, value = (
-            attention if context.layout.full_sequence else self.core,
-            context.without_padding(value),
-        )
+        """Return attention's output [batch, seq, heads, head_dim].
+
+        Args:
+            query: [batch, seq, heads, head_dim].
+            key, value: [batch, seq, groups, head_dim]; the cache's are added.
+            context: mask, documents, dropout keys, cache.
+        """
+        uses_dropout = self.dropout > 0 and context.dropout is not None
+        core = attention if context.layout.full_sequence else self.core
+        value = context.without_padding(value)
         if context.cache is not None:
             core = partial(context.cache.attend, core)
         if context.bias is not None:
@@ -80,8 +83,8 @@ class Attention(Runnable):
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            dropout=self.dropout if drops else 0.0,
-            dropout_rows=context.dropout.query_rows() if drops else None,
+            dropout=self.dropout if uses_dropout else 0.0,
+            dropout_rows=context.dropout.query_rows() if uses_dropout else None,
             first_head=self.heads.first,
             alibi=self.alibi,
             sink=None if self.softmax_offset is None else self.softmax_offset(query),
@@ -89,8 +92,8 @@ class Attention(Runnable):
 
 
 class SelfAttention(Attention):
-    """linear_qkv, rotary positions, attention, linear_proj. With attention_output_gate what attention gives is
-    multiplied by the sigmoid of a gate, whose rows stand behind the queries of its group."""
+    """linear_qkv, rotary positions, attention, linear_proj. With attention_output_gate, the output is multiplied by the
+    sigmoid of a gate, whose rows follow the queries of their group."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
@@ -119,8 +122,8 @@ class SelfAttention(Attention):
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        of_queries = self.heads.in_group * (1 + self.gated)
-        split = partial(split_qkv, batch=context.batch, heads_in_group=of_queries, head_dim=self.head_dim)
+        heads_in_group = self.heads.in_group * (1 + self.gated)  # queries and gates
+        split = partial(split_qkv, batch=context.batch, heads_in_group=heads_in_group, head_dim=self.head_dim)
         query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
         if self.gated:
             grouped = query.unflatten(2, (-1, 2, self.heads.in_group))
@@ -139,7 +142,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """linear_q of the stream, linear_kv of `context.encoded`, attention, linear_proj."""
+    """linear_q of the residual stream, linear_kv of `context.encoded`, attention, linear_proj."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
@@ -155,13 +158,13 @@ class CrossAttention(Attention):
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         encoded = context.encoded
-        query = by_head(self.linear_q(x, context), context.batch, self.head_dim)
+        query = split_heads(self.linear_q(x, context), context.batch, self.head_dim)
         keys_values = self.linear_kv(encoded.hidden, encoded.context)
-        key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
+        key, value = split_heads(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.cross_attention_keys()
         queries = query.shape[1] * context.layout.cp_size
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, queries, -1)
-        apart = replace(
+        cross_context = replace(
             context,
             causal=False,
             mask=mask,
@@ -171,13 +174,13 @@ class CrossAttention(Attention):
             dropout=dropout,
             cache=None,
         )
-        out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
+        out = self.attend(query, key, value, cross_context)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
 
 
 class SoftmaxOffset(nn.Module):
-    """A score of each head beside those of the keys, of nothing: a sink for attention that is to go nowhere. Learned
-    (gpt-oss), weight float32 [heads], or always 0: a softmax whose denominator is one more (Miller 2023)."""
+    """An attention sink: an additional score per head, without a key. Learned (gpt-oss), weight float32 [heads], or 0,
+    which adds 1 to the softmax's denominator (Miller 2023)."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -186,46 +189,46 @@ class SoftmaxOffset(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.num_attention_heads, device=device))
 
     def forward(self, query: Tensor) -> Tensor:
-        """float32 [heads] for query [batch, seq, heads, head_dim]."""
+        """Return the scores, float32 [heads], for query [batch, seq, heads, head_dim]."""
         if self.weight is None:
             return torch.zeros(query.shape[2], device=query.device)
         return local(self.weight).float()
 
 
-def every_score(weight: Tensor, token_index: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
-    """The biases of the heads whose scores are computed here, and the places of their tokens: context parallelism has
-    all places of some heads."""
+def all_scores(weight: Tensor, token_index: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+    """Return the biases [buckets, heads] of the local heads and the indices of their tokens. Context parallelism
+    computes all tokens' scores for some heads."""
     return weight, token_index
 
 
 class RelativeBias(nn.Module):
-    """The biases of a stack's heads by distance; weight float32 [buckets, heads]."""
+    """Relative position biases of a stack, weight float32 [buckets, heads]. `scores` is a seam."""
 
     def __init__(self, config: ModelConfig, causal: bool, device: torch.device | None = None):
         super().__init__()
-        self.causal, self.farthest = causal, config.relative_attention_max_distance
+        self.causal, self.max_distance = causal, config.relative_attention_max_distance
         self.buckets = config.relative_attention_num_buckets
         self.weight = nn.Parameter(torch.empty(self.buckets, config.num_attention_heads, device=device))
-        self.scores = every_score  # a seam
+        self.scores = all_scores
 
     def forward(self, token_index: Tensor, layout: PassLayout) -> Tensor:
-        """float32 [1, heads here, seq, seq] for the tokens at these places, int64 [seq]."""
+        """Return float32 [1, local heads, seq, seq] for the tokens at these indices, int64 [seq]."""
         weight, token_index = self.scores(local(self.weight), token_index, layout)
         distances = token_index[None] - token_index[:, None]  # [queries, keys]
-        buckets = distance_buckets(distances, self.causal, self.buckets, self.farthest)
+        buckets = distance_buckets(distances, self.causal, self.buckets, self.max_distance)
         return nn.functional.embedding(buckets, weight).permute(2, 0, 1)[None]
 
 
-def distance_buckets(distances: Tensor, causal: bool, buckets: int, farthest: int) -> Tensor:
-    """The bucket of each distance, of a key's place from its query's: int64 like `distances`. Causal, keys behind the
-    query count as at it."""
-    behind = 0
+def distance_buckets(distances: Tensor, causal: bool, buckets: int, max_distance: int) -> Tensor:
+    """Return the bucket of each distance key index − query index, int64 of the same shape. With `causal`, keys after
+    the query have distance 0."""
+    first = 0
     if causal:
         distances = (-distances).clamp(min=0)
     else:
         buckets //= 2
-        behind, distances = (distances > 0).long() * buckets, distances.abs()
+        first, distances = (distances > 0).long() * buckets, distances.abs()
     single = buckets // 2
-    ratio = torch.log(distances.clamp(min=1).float() / single) / math.log(farthest / single)
+    ratio = torch.log(distances.clamp(min=1).float() / single) / math.log(max_distance / single)
     ranges = (single + (ratio * (buckets - single)).long()).clamp(max=buckets - 1)
-    return behind + torch.where(distances < single, distances, ranges)
+    return first + torch.where(distances < single, distances, ranges)

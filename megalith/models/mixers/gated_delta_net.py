@@ -1,12 +1,12 @@
-"""A gated delta net (Yang, Kautz and Hatamizadeh 2024), as Qwen3-Next has it: linear attention.
+"""Gated delta net (Yang, Kautz and Hatamizadeh 2024), the linear attention of Qwen3-Next.
 
-Queries, keys and values go through a causal convolution of a few tokens and SiLU, then through the delta rule
-(ops/delta_rule.py). A token's decay is log α = −e^A softplus(a + bias), its share β = σ(b), with A and the bias of
-each value head and a, b of each token and head. What is read is normed by head, times SiLU of a gate z.
+Queries, keys and values go through a short causal convolution and SiLU, then the delta rule (ops/delta_rule.py). A
+token's decay is log α = −e^A softplus(a + bias) and its write strength β = σ(b): A and bias are per value head, a and
+b per token and value head. The output is normalized per head and multiplied by SiLU of a gate z.
 
-Rows of linear_in stand by key head: its query, its key, then the values and the gates z of the value heads that share
-it; rows of linear_gates likewise, b before a; the convolution's units as in linear_in, without z. So a slice of rows is
-a slice of whole heads.
+Rows of linear_in are ordered by key head: its query, its key, then values and gates z of the value heads that share it.
+Rows of linear_gates are ordered likewise, b before a; the convolution's units as in linear_in, without z. A slice of
+rows is therefore a slice of heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalith.ops.documents import document_ids
 
 
 class GatedDeltaNet(Runnable):
-    """linear_in and linear_gates, the convolution, the delta rule, the gated norm, linear_out."""
+    """linear_in and linear_gates, convolution, delta rule, gated norm, linear_out."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__()
@@ -62,19 +62,18 @@ class GatedDeltaNet(Runnable):
         query, key, value = mixed.split([key_size, key_size, self.sharing * value_size], dim=-1)
         value, gate = (z.unflatten(-1, (self.sharing, value_size)).flatten(2, 3) for z in (value, gate))
         value = context.without_padding(value)
-        of_tokens = self.linear_gates(x, context)
-        of_tokens = of_tokens.view(context.batch, -1, heads, 2, self.sharing)
-        share, step = of_tokens[..., 0, :].flatten(2).sigmoid(), of_tokens[..., 1, :].flatten(2)
-        given = query, key, value, self.decay(step), share
+        gates = self.linear_gates(x, context).view(context.batch, -1, heads, 2, self.sharing)
+        beta, step = gates[..., 0, :].flatten(2).sigmoid(), gates[..., 1, :].flatten(2)
+        inputs = query, key, value, self.decay(step), beta
         if context.cache is None:
-            out = gated_delta_rule(*given, documents)
+            out = gated_delta_rule(*inputs, documents)
         else:
-            out = context.cache.delta_rule(*given)
+            out = context.cache.delta_rule(*inputs)
         return self.linear_out(self.out_norm(out, gate).flatten(2), context)
 
 
 class Decay(nn.Module):
-    """log α of tokens: −e^weight · softplus(step + bias), in fp32; a weight and a bias for each value head."""
+    """log α = −e^weight · softplus(step + bias), in fp32, with a weight and a bias per value head."""
 
     def __init__(self, heads: int, device: torch.device | None = None):
         super().__init__()
@@ -86,7 +85,7 @@ class Decay(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head, in fp32, times its weight, times SiLU of the gate."""
+    """RMSNorm per head, in fp32, times SiLU of a gate."""
 
     def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
         super().__init__()

@@ -1,15 +1,14 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads come from one narrow latent.
+"""Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads are computed from one narrow latent.
 
-    x ──linear_kv_down_proj──▶ latent, and the rotary part of the key, one for all heads
-        latent ──norm──linear_kv_up_proj──▶ for each head a key without position, and a value
-    x ──linear_q_down_proj──norm──linear_q_up_proj──▶ queries: a part without position, a rotary part
+    x ──linear_kv_down_proj──▶ latent, and the key's rotary part, shared by all heads
+        latent ──norm──linear_kv_up_proj──▶ per head the key's part without positions, and the value
+    x ──linear_q_down_proj──norm──linear_q_up_proj──▶ queries: a part without positions, and a rotary part
         or, without q_lora_rank, x ──linear_q_proj──▶
-    no norms without latent_layernorm
 
-A head's query and key are the part without position followed by the rotary part, so that their product is the sum of
-both. A value may be narrower than a key: it is filled up with zeros for the attention's kernels, which every layout
-shares, and what comes out is cut. The low-rank matmuls are small: tensor parallelism leaves them whole on every rank
-and cuts the heads. The cache of generation holds keys and values of the heads, not the latent.
+There are no norms without latent_layernorm. A head's query and key are the part without positions, then the rotary
+part. A value may be narrower than a key: it is padded with zeros for the attention kernels, and the output is cut.
+Tensor parallelism replicates the small low-rank matmuls and shards the heads. Generation caches the heads' keys and
+values, not the latent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.models.identity import identity
 from megalith.models.linear import Linear
-from megalith.models.mixers.attention import Attention, by_head
+from megalith.models.mixers.attention import Attention, split_heads
 from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context
 from megalith.models.rope import rotate
@@ -28,7 +27,7 @@ from megalith.models.runnable import runnable
 
 
 class LatentAttention(Attention):
-    """Attention of heads made from latents. `gather`, of what every rank's heads use alike, is a seam of TP."""
+    """Multi-head latent attention. `gather` is a seam of tensor parallelism: it gathers what all heads share."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
@@ -53,17 +52,19 @@ class LatentAttention(Attention):
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        queries = by_head(self._queries(x, context), context.batch, sum(self.parts))
-        plain, turning = queries.split(self.parts, dim=-1)
-        query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
+        queries = split_heads(self._queries(x, context), context.batch, sum(self.parts))
+        nope, rope = queries.split(self.parts, dim=-1)
+        query = torch.cat([nope, rotate(rope, context.rotary)], dim=-1)
 
-        latent, turning = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
+        latent, rope = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
         up = self.linear_kv_up_proj(norm_or_identity(self.kv_down_layernorm, latent), context)
         sizes = [self.parts[0], self.value_size]
-        plain, value = by_head(up, context.batch, sum(sizes)).split(sizes, dim=-1)  # [batch, seq, heads, ·]
-        turning = by_head(self.gather(turning, context), context.batch, self.parts[1])
-        turned = rotate(turning, context.rotary)
-        key = torch.cat([plain, turned.expand(-1, -1, plain.shape[2], -1)], dim=-1)
+        nope, value = split_heads(up, context.batch, sum(sizes)).split(
+            sizes, dim=-1
+        )  # [batch, seq, heads, ·]
+        rope = split_heads(self.gather(rope, context), context.batch, self.parts[1])
+        rope = rotate(rope, context.rotary)
+        key = torch.cat([nope, rope.expand(-1, -1, nope.shape[2], -1)], dim=-1)
 
         value = nn.functional.pad(value, (0, sum(self.parts) - self.value_size))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
