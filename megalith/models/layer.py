@@ -30,9 +30,8 @@ from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention
 from megalith.models.moe import MoE
 from megalith.models.mtp import MTPProjection
-from megalith.models.norm import Norm, add_norm
+from megalith.models.norm import Norm, Residual, add_norm, branch_output
 from megalith.models.pass_context import Context
-from megalith.models.residual import Residual, branch_output
 from megalith.models.runnable import Runnable, runnable, without_runner
 from megalith.ops.dropout import ATTENTION_OUTPUT, CROSS_ATTENTION_OUTPUT, MLP_OUTPUT, Mask
 from megalith.ops.fused_norm import residual_add

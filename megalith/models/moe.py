@@ -26,8 +26,8 @@ from megalith.compat.dynamo import disable_tracing
 from megalith.config import ModelConfig
 from megalith.local_shards import local
 from megalith.models.linear import MLP, Linear
+from megalith.models.norm import Residual
 from megalith.models.pass_context import Context, PassLayout
-from megalith.models.residual import Residual
 from megalith.models.router import Router, Routing
 from megalith.models.runnable import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation

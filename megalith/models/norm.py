@@ -1,6 +1,8 @@
-"""The norms of a model, LayerNorm or RMSNorm; the formulas are in ops/fused_norm.py."""
+"""LayerNorm and RMSNorm, and the residual addition that they are fused with; formulas in ops/fused_norm.py."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,27 @@ def add_norm(
         return norm.add_norm(x, y, dropout)
     x = fused_norm.residual_add(x, y, dropout)
     return x, x
+
+
+def branch_output(y: Tensor, norm: Norm | None, multiplier: float) -> Tensor:
+    """Return a branch's output y [batch, seq, hidden] after its norm and the residual multiplier."""
+    y = norm_or_identity(norm, y)
+    return y if multiplier == 1 else y * multiplier
+
+
+class Residual(NamedTuple):
+    """A residual stream that waits for a branch's output."""
+
+    stream: Tensor  # [batch, seq, hidden]
+    norm: Norm | None  # of the branch's output
+    multiplier: float
+    dropout: Mask | None
+
+    def add(self, y: Tensor) -> Tensor:
+        """Return the stream plus y [batch, seq, hidden]."""
+        return fused_norm.residual_add(
+            self.stream, branch_output(y, self.norm, self.multiplier), self.dropout
+        )
 
 
 class HeadsNorm(Norm):
