@@ -280,8 +280,8 @@ def _write_manifest(folder: Path, record: RunRecord, shares: Sequence[list]) -> 
     files: dict[str, Any] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for parts, written in shares:
-        for (part, pieces), (file, record) in zip(parts.items() if parts else (), written):
-            files[file] = record
+        for (part, pieces), (file, checksum) in zip(parts.items() if parts else (), written):
+            files[file] = checksum
             for name, (dtype, shape, box) in pieces.items():
                 stored = tensors.setdefault(part, {}).setdefault(
                     name, {"dtype": dtype, "shape": shape, "pieces": []}
