@@ -116,7 +116,10 @@ class RopeByLayer:
 
 @dataclass(frozen=True)
 class PartialRope:
-    """Row for RoPE on a fraction of each head's dimensions; `share` and `base` are the keys of fraction and base."""
+    """Maps RoPE on a fraction of each head's dimensions.
+
+    `share` and `base` are the config.json keys of the fraction and of the RoPE base.
+    """
 
     default: float  # fraction if config.json omits it
     share: str = "partial_rotary_factor"
@@ -134,7 +137,7 @@ class PartialRope:
 
 
 class LongRope:
-    """Row for PartialRope with LongRoPE in Phi-3's spelling."""
+    """Maps PartialRope with LongRoPE, under Phi-3's keys of config.json."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)

@@ -295,7 +295,7 @@ def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tup
 def _cumulative_span_probabilities(max_words: int) -> list[float]:
     """Return the cumulative probabilities of spans of 1, 2, … words, proportional to 1 / n.
 
-    They are divided as often as in Megatron and numpy, for bitwise equal results.
+    Normalized three times, as Megatron and numpy do together, for bitwise equal results.
     """
     probabilities = 1.0 / np.arange(1, max_words + 1)
     probabilities = probabilities / probabilities.sum(keepdims=True)

@@ -191,7 +191,10 @@ class PolicyLoss(SummedLoss):
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
 
     def _entropy_weights(self, batch: RolloutBatch, weights: Tensor) -> Tensor:
-        """Return float [batch, seq]; `weights` are those of the losses."""
+        """Return each token's weight in the entropy bonus, float [batch, seq].
+
+        `weights` are the weights in the policy loss, returned if rl.entropy_aggregation is "loss".
+        """
         if self.rl.entropy_aggregation == "loss":
             return weights
         if batch.entropy_weights is not None:

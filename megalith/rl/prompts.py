@@ -148,10 +148,12 @@ def open_prompts(
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
 ) -> Prompts:
-    """Read and tokenize the prompts of `rl.prompts`, or of `records`, with at most `max_tokens` tokens each.
+    """Read and tokenize the prompts of `rl.prompts`, or of `records`.
+
+    A prompt of more than `max_tokens` tokens is an error, or is dropped if rl.overlong_prompts is "drop".
 
     Raises:
-        DataError: if a prompt is unusable.
+        DataError: if a prompt is unusable or too long, or none is left.
         ConfigError: if a file does not exist.
     """
     reader = _PromptReader(rl, tokenizer, vocab_size)

@@ -105,7 +105,7 @@ def run_harness_tasks(config: RunConfig, tokenizer: Tokenizer, request: TaskRequ
 
 
 class TaskCatalog(TaskManager):
-    """The harness's task manager; errors in a task's file or data become DataError."""
+    """The harness's task manager. Raises DataError if a task's file or data cannot be read."""
 
     def load(self, task_list: list[str]) -> dict[str, Any]:
         try:
@@ -119,7 +119,11 @@ class TaskCatalog(TaskManager):
 
 
 def _tasks_of(request: TaskRequest) -> TaskCatalog:
-    """Load only custom tasks if they suffice. The harness takes ten seconds to index all others."""
+    """Return the catalog of tasks: only the custom ones if they suffice, because indexing all others takes ten seconds.
+
+    Raises:
+        ConfigError: if `include_path` is not a folder.
+    """
     if request.include_path is not None:
         if not Path(request.include_path).is_dir():
             raise ConfigError(f"--include-path {request.include_path} is not a folder; check the path")
@@ -175,7 +179,10 @@ class HarnessModel(TemplateLM):
         return f"{self.tokenizer.tokenizer_type}-{self.tokenizer.fingerprint}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text with the tokenizer's prefix tokens, unless it begins with them."""
+        """Encode a text, with the tokenizer's prefix tokens first.
+
+        They are not added if the text begins with them or `add_special_tokens` is False.
+        """
         ids = list(self.tokenizer.encode(string))
         begins = add_special_tokens is not False and ids[: len(self.begin)] != self.begin
         return self.begin + ids if begins else ids
@@ -206,8 +213,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return, for each (context, continuation) of token ids, the continuation's Σ log p, and True if each of its
-        tokens is the most likely one. A pair longer than a row loses the beginning of its context."""
+        """Return (log-probability, is greedy) of the continuation of each (context, continuation), both token ids.
+
+        The log-probability is summed over the continuation's tokens. It is greedy if each of its tokens is the most
+        likely one. A pair longer than data.seq_length + 1 tokens loses the beginning of its context.
+        """
         sequences = [self._cut(context, continuation) for context, continuation in pairs]
         logprobs = self._logprobs(sequences, temperature=1.0)
         is_greedy = [bool((x > np.log(0.5)).all()) for x in logprobs]  # p > 0.5 is the most likely token
@@ -218,7 +228,11 @@ class HarnessModel(TemplateLM):
         return [(float(x.sum()), greedy) for x, greedy in zip(logprobs, is_greedy)]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the last row of tokens plus one, and the number that belong to the continuation."""
+        """Return the last `longest` + 1 tokens of both, and the number of tokens of the continuation.
+
+        Raises:
+            DataError: if the continuation alone is longer than `longest` tokens.
+        """
         if len(continuation) > self.longest:
             raise DataError(
                 f"a continuation of {len(continuation):,} tokens is longer than the {self.longest:,} of a row; raise "

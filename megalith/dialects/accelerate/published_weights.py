@@ -258,11 +258,11 @@ def gather_state(
 def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
                 sharded: Mapping[str, ShardedParameter], has_gradients: Callable[[], bool],
                 is_outdated: Callable[[], bool]) -> None:  # fmt: skip
-    """Load published tensors into a module, which may be on the meta device.
+    """Load weights under their Hugging Face names into the script's model, which may be on the meta device.
 
     Args:
         module: the script's model; its parameters become GatheredParameters.
-        state: tensors by published name.
+        state: tensors by Hugging Face name.
         dtype: dtype of the module.
         sharded: the trained parameters by the module's names.
         has_gradients: returns whether the trained model has gradients.

@@ -73,7 +73,10 @@ class GatedDeltaNet(Runnable):
 
 
 class Decay(nn.Module):
-    """log α = −e^weight · softplus(step + bias), in fp32, with a weight and a bias per value head."""
+    """Decay per token and value head: log α = −e^weight · softplus(step + bias), in fp32.
+
+    `step` is the token's projected step size (dt); `weight` is Hugging Face's A_log.
+    """
 
     def __init__(self, heads: int, device: torch.device | None = None):
         super().__init__()

@@ -35,7 +35,10 @@ class SharedKVRows:
 
 
 def shard_adapters(model: Transformer, tensor: TensorParallel) -> None:
-    """Give the adapters of `model` their collectives, in place. Call it after apply_tensor."""
+    """Plug the tensor-parallel collectives and this rank's offsets into the adapters of `model`, in place.
+
+    Call it after apply_tensor.
+    """
     groups, axis = model.config.query_groups, tensor.axis
     for name, adapter in adapters(model):
         column = ROLES[name.rpartition(".")[2]].style == "column"

@@ -72,7 +72,11 @@ class VllmServer(EngineServer):
             return None
 
     def _require_backend(self, info: Any, method: str) -> None:
-        """Check the weight transfer backend. vLLM's own are nccl and ipc; others are registered by plugins."""
+        """Raise TrainingError if the weight transfer backend in the server settings `info` is not `method`.
+
+        Any backend supports `checkpoint`. Settings without a backend are accepted for nccl and ipc, which vLLM has
+        itself; plugins register others.
+        """
         configs = _values(info, "weight_transfer_config")
         backends = {backend for one in configs if isinstance(backend := at_path(one, "backend"), str)}
         if method == "checkpoint" or backends == {method} or (not backends and method in ("nccl", "ipc")):
