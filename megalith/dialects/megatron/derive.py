@@ -48,7 +48,7 @@ RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
 
 def precision(flags: ParsedFlags) -> None:
-    """train.precision: bf16, fp16, or fp32 without either."""
+    """Set train.precision: bf16, fp16, or fp32 without either flag."""
     if flags["--bf16"] and flags["--fp16"]:
         flags.problems.append("--bf16 and --fp16 contradict each other; leave one out")
     for flag in ("--bf16", "--fp16"):
@@ -57,8 +57,11 @@ def precision(flags: ParsedFlags) -> None:
 
 
 def masked_words(flags: ParsedFlags) -> None:
-    """model.model_type, data.mask_prob and data.short_seq_prob of pretrain_bert and pretrain_t5; model.bert_binary_head
-    and lm_head_activation of pretrain_bert; the decoder's sizes of pretrain_t5. pretrain_gpt reads none of them."""
+    """Set the masking and the sizes of pretrain_bert and pretrain_t5. pretrain_gpt reads none of these flags.
+
+    Both set model.model_type, data.mask_prob and data.short_seq_prob. pretrain_bert also sets model.bert_binary_head
+    and model.lm_head_activation, and pretrain_t5 the decoder's sizes.
+    """
     program = flags.program.removeprefix("pretrain-")
     others = [flag for flag, readers in ENCODER_FLAGS.items() if flag in flags and program not in readers]
     if others:
@@ -102,7 +105,10 @@ ENCODER_FLAGS = {
 
 
 def sink(flags: ParsedFlags) -> None:
-    """model.softmax_type. Types other than vanilla have no attention dropout, while Megatron's default is 0.1."""
+    """Set model.softmax_type.
+
+    Types other than vanilla have attention dropout 0 by default, while Megatron's default is 0.1.
+    """
     if "--softmax-type" in flags:
         flags.set("model.softmax_type", flags["--softmax-type"])
     if flags["--softmax-type"] != "vanilla" and "--attention-dropout" not in flags:
@@ -114,7 +120,7 @@ def sink(flags: ParsedFlags) -> None:
 
 
 def heads(flags: ParsedFlags) -> None:
-    """model.num_query_groups, with --group-query-attention."""
+    """Set model.num_query_groups, if --group-query-attention is present."""
     if flags["--multi-latent-attention"]:
         return
     if flags["--group-query-attention"]:
@@ -127,8 +133,10 @@ def heads(flags: ParsedFlags) -> None:
 
 
 def positions(flags: ParsedFlags) -> None:
-    """model.position_embedding_type, the rotary settings, and model.rope_scaling; with --multi-latent-attention, which
-    always uses RoPE, model.add_position_embedding for learned_absolute."""
+    """Set model.position_embedding_type, the rotary settings and model.rope_scaling.
+
+    --multi-latent-attention always uses RoPE. With it, learned_absolute sets model.add_position_embedding.
+    """
     kind = "rope" if flags["--use-rotary-position-embeddings"] else flags["--position-embedding-type"]
     latent = flags["--multi-latent-attention"]
     if latent and kind == "none":
@@ -211,8 +219,10 @@ def _yarn(flags: ParsedFlags, factor: float, latent: bool) -> dict[str, Any] | N
 
 
 def activation(flags: ParsedFlags) -> None:
-    """model.swiglu, model.activation and model.gated_linear_unit. Default: GELU, as the tanh approximation if Megatron
-    fuses it with a bias."""
+    """Set model.swiglu, model.activation and model.gated_linear_unit.
+
+    The default is GELU, with the tanh approximation if Megatron fuses it with a bias.
+    """
     chosen = [flag for flag in ("--swiglu", "--squared-relu", "--quick-geglu") if flags[flag]]
     if len(chosen) > 1:
         flags.problems.append(f"{' and '.join(chosen)} contradict each other; leave one")
@@ -228,8 +238,10 @@ def activation(flags: ParsedFlags) -> None:
 
 
 def latent_attention(flags: ParsedFlags) -> None:
-    """model.multi_latent_attention, with model.latent_layernorm for --qk-layernorm; without latent attention
-    model.qk_layernorm, or model.qk_l2_norm, which has priority as in Megatron."""
+    """Set model.multi_latent_attention, and with it model.latent_layernorm for --qk-layernorm.
+
+    Without latent attention, set model.qk_layernorm, or model.qk_l2_norm, which has priority as in Megatron.
+    """
     if flags["--qk-l2-norm"]:
         flags.set("model.qk_l2_norm", True)
     if not flags["--multi-latent-attention"]:
@@ -243,7 +255,10 @@ def latent_attention(flags: ParsedFlags) -> None:
 
 
 def linear_attention(flags: ParsedFlags) -> None:
-    """model.experimental_attention_variant and the settings it needs. Megatron ignores its other flags without it."""
+    """Set model.experimental_attention_variant and the settings it needs.
+
+    Without a variant, its other flags are ignored, as in Megatron.
+    """
     variant, frequency = flags["--experimental-attention-variant"], flags["--linear-attention-freq"]
     if variant is None:
         return
@@ -266,7 +281,7 @@ def linear_attention(flags: ParsedFlags) -> None:
 
 
 def window(flags: ParsedFlags) -> None:
-    """model.window_size and model.window_attn_skip_freq."""
+    """Set model.window_size and model.window_attn_skip_freq."""
     if flags["--window-size"] is None:
         return
     sizes = re.findall(r"-?\d+", flags["--window-size"])
@@ -307,8 +322,11 @@ def _layers(flags: ParsedFlags, flag: str, text: Any) -> int | list[int] | None:
 
 
 def vocabulary(flags: ParsedFlags) -> None:
-    """model.vocab_size, plus one for a NullTokenizer's end of document, and model.make_vocab_size_divisible_by, which
-    applies per tensor-parallel rank."""
+    """Set model.vocab_size and model.make_vocab_size_divisible_by.
+
+    The size is one larger for a NullTokenizer, whose end of document is an extra token. The divisor is multiplied by
+    the tensor-parallel size, because Megatron applies it per rank.
+    """
     kind, size = flags["--tokenizer-type"], flags["--vocab-size"]
     if kind == "NullTokenizer":
         if size is None:
@@ -330,8 +348,11 @@ def vocabulary(flags: ParsedFlags) -> None:
 
 
 def tokenizer(flags: ParsedFlags) -> None:
-    """data.tokenizer_type. Default: GPT2BPETokenizer with --vocab-file and --merge-file; for pretrain_bert and
-    pretrain_t5 BertWordPieceLowerCase with --vocab-file."""
+    """Set data.tokenizer_type.
+
+    The default is GPT2BPETokenizer with --vocab-file and --merge-file. For pretrain_bert and pretrain_t5 it is
+    BertWordPieceLowerCase with --vocab-file.
+    """
     kind = flags["--tokenizer-type"]
     if kind is None and flags.program != "pretrain-gpt" and "--vocab-file" in flags:
         kind = "BertWordPieceLowerCase"
@@ -346,7 +367,7 @@ def tokenizer(flags: ParsedFlags) -> None:
 
 
 def lengths(flags: ParsedFlags) -> None:
-    """data.seq_length and model.num_layers, also from the encoder's flags."""
+    """Set data.seq_length and model.num_layers, also from the encoder's flags."""
     for flag, older, path in (
         ("--seq-length", "--encoder-seq-length", "data.seq_length"),
         ("--num-layers", "--encoder-num-layers", "model.num_layers"),
@@ -361,9 +382,11 @@ def lengths(flags: ParsedFlags) -> None:
 
 
 def batch(flags: ParsedFlags) -> None:
-    """train.global_batch_size, by default one micro-batch per model replica; or train.step_batch_size_schedule, with
-    thresholds in tokens in the flag and in samples here, and optim.schedule_unit samples. --rampup-batch-size is
-    ignored as by core 0.20."""
+    """Set train.global_batch_size, by default one micro-batch per model replica, or a batch size schedule.
+
+    The schedule sets train.step_batch_size_schedule, whose thresholds are tokens in the flag and samples in the
+    setting, and optim.schedule_unit to samples. --rampup-batch-size is ignored, as by core 0.20.
+    """
     size = flags["--global-batch-size"]
     if flags["--step-batch-size-schedule"] is not None:
         steps = _batch_steps(flags, flags["--step-batch-size-schedule"])
@@ -425,7 +448,7 @@ def _count(text: str) -> int:
 
 
 def datasets(flags: ParsedFlags) -> None:
-    """data.data_path and data.split, or the data paths in a file."""
+    """Set data.data_path and data.split, or the data paths of each split, from flags or from a file."""
     joint = [
         flag for flag in ("--data-path", "--data-args-path", "--per-split-data-args-path") if flags[flag]
     ]
@@ -476,7 +499,10 @@ def _text(flags: ParsedFlags, flag: str) -> str:
 
 
 def evaluation(flags: ParsedFlags) -> None:
-    """train.eval_interval and train.eval_iters; -1 means 0. Without --eval-interval only --skip-train evaluates."""
+    """Set train.eval_interval and train.eval_iters, in which -1 becomes 0.
+
+    Without --eval-interval only --skip-train evaluates.
+    """
     interval = flags["--eval-interval"]
     if interval:
         flags.set("train.eval_interval", interval)
@@ -485,8 +511,11 @@ def evaluation(flags: ParsedFlags) -> None:
 
 
 def saving(flags: ParsedFlags) -> None:
-    """train.output_dir from --save, and when checkpoints are saved there, with latest_checkpointed_iteration.txt.
-    Without --save nothing is saved; signals trigger a save only with --exit-signal-handler."""
+    """Set train.output_dir from --save, and the intervals and events of saving checkpoints there.
+
+    Checkpoints are written with latest_checkpointed_iteration.txt. Without --save nothing is saved. Signals trigger a
+    save only with --exit-signal-handler.
+    """
     folder = flags["--save"]
     flags.set("train.output_dir", folder or _free_folder("output"))
     if folder is None:
@@ -515,8 +544,11 @@ def _free_folder(name: str) -> str:
 
 
 def loading(flags: ParsedFlags) -> None:
-    """checkpoint.load; with --finetune or --pretrained-checkpoint, model.init_from, which loads only weights, at step
-    0. A folder without a checkpoint is ignored, or with --exit-on-missing-checkpoint refused."""
+    """Set checkpoint.load, or model.init_from with --finetune or --pretrained-checkpoint.
+
+    model.init_from loads only weights, at step 0. A folder without a checkpoint is ignored, or refused with
+    --exit-on-missing-checkpoint.
+    """
     load, step = flags["--load"], flags["--ckpt-step"]
     if load is not None and step is not None and not is_empty(Path(load)):
         load = _at_step(load, step)
@@ -594,7 +626,7 @@ def _take_stored(flags: ParsedFlags, load: str, section: str, names: Collection[
 
 
 def sharding(flags: ParsedFlags) -> None:
-    """parallel.data_parallel_sharding_strategy: optim with --use-distributed-optimizer."""
+    """Set parallel.data_parallel_sharding_strategy, to optim with --use-distributed-optimizer."""
     if flags["--use-torch-fsdp2"]:
         flags.set("parallel.data_parallel_sharding_strategy", "optim_grads_params")
     elif flags["--use-megatron-fsdp"]:
@@ -604,7 +636,7 @@ def sharding(flags: ParsedFlags) -> None:
 
 
 def sequence_parallel(flags: ParsedFlags) -> None:
-    """parallel.sequence_parallel, with a --tensor-model-parallel-size above 1."""
+    """Set parallel.sequence_parallel, unless --tensor-model-parallel-size is 1."""
     if not flags["--sequence-parallel"]:
         return
     if flags["--tensor-model-parallel-size"] > 1:
@@ -616,8 +648,12 @@ def sequence_parallel(flags: ParsedFlags) -> None:
 
 
 def experts(flags: ParsedFlags) -> None:
-    """model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.add_router_bias (with
-    the linears' biases) and parallel.expert_tensor_parallel_size (default: that of the other layers)."""
+    """Set the model's expert settings: layers, load balancing, router bias and expert tensor parallelism.
+
+    These are model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff,
+    model.add_router_bias (true if linear layers have biases) and parallel.expert_tensor_parallel_size (default: the
+    tensor-parallel size).
+    """
     if flags["--num-experts"] is None:
         return
     size = flags["--expert-tensor-parallel-size"] or flags["--tensor-model-parallel-size"]
@@ -651,8 +687,11 @@ def experts(flags: ParsedFlags) -> None:
 
 
 def muon(flags: ParsedFlags) -> None:
-    """Checks for --optimizer muon: it orthogonalizes full matrices in any layout, with query, key, value, gate and up
-    separate and the coefficients of Jordan et al. 2024, and uses AdamW for all other parameters."""
+    """Reject flags that --optimizer muon does not support, and note how it differs from Megatron's.
+
+    It orthogonalizes full matrices in any layout. Query, key, value, gate and up are separate matrices. Newton-Schulz
+    has the coefficients of Jordan et al. 2024. All other parameters use AdamW.
+    """
     if flags["--optimizer"] not in ("muon", "dist_muon"):
         return
     for flag, value, way_out in (
@@ -670,9 +709,11 @@ def muon(flags: ParsedFlags) -> None:
 
 
 def moments(flags: ParsedFlags) -> None:
-    """optim.exp_avg_dtype and exp_avg_sq_dtype, with --use-precision-aware-optimizer and --optimizer adam. bf16 uses
-    stochastic rounding; fp8 has a scale per block and a dynamic exponent. Weights and gradients stay in fp32 whatever
-    --main-params-dtype and --main-grads-dtype are."""
+    """Set optim.exp_avg_dtype and optim.exp_avg_sq_dtype, with --use-precision-aware-optimizer and --optimizer adam.
+
+    bf16 uses stochastic rounding. fp8 has a scale per block and a dynamic exponent. Weights and gradients stay in fp32;
+    --main-params-dtype and --main-grads-dtype do not change this.
+    """
     for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
         value = flags[flag]
         if value == "fp32":
@@ -688,8 +729,10 @@ def moments(flags: ParsedFlags) -> None:
 
 
 def recompute(flags: ParsedFlags) -> None:
-    """parallel.recompute_granularity, recompute_method, recompute_num_layers and recompute_modules;
-    --recompute-activations is selective."""
+    """Set parallel.recompute_granularity, recompute_method, recompute_num_layers and recompute_modules.
+
+    --recompute-activations means the granularity selective.
+    """
     granularity = "selective" if flags["--recompute-activations"] else flags["--recompute-granularity"]
     if granularity is None:
         return
@@ -713,7 +756,7 @@ def recompute(flags: ParsedFlags) -> None:
 
 
 def stages(flags: ParsedFlags) -> None:
-    """parallel.pipeline_model_parallel_layout; MTP layers (m) are always on the head's stage."""
+    """Set parallel.pipeline_model_parallel_layout. MTP layers (m) must be on the last stage, with the head."""
     layout = flags["--pipeline-model-parallel-layout"]
     if layout is None:
         return
@@ -730,7 +773,7 @@ def stages(flags: ParsedFlags) -> None:
 
 
 def context(flags: ParsedFlags) -> None:
-    """parallel.cp_comm_type, one for all layers."""
+    """Set parallel.cp_comm_type, to the first value for all layers."""
     kinds = flags["--cp-comm-type"]
     if "--cp-comm-type" in flags:
         flags.set("parallel.cp_comm_type", kinds[0])
@@ -741,7 +784,7 @@ def context(flags: ParsedFlags) -> None:
 
 
 def trackers(flags: ParsedFlags) -> None:
-    """log.tensorboard and log.tensorboard_dir; log.wandb, log.wandb_project and log.wandb_name; log.tracker_names."""
+    """Set log.tensorboard, log.tensorboard_dir, log.wandb, log.wandb_project, log.wandb_name and log.tracker_names."""
     if flags["--tensorboard-dir"] or flags["--wandb-project"]:
         flags.set("log.tracker_names", "megatron")
     if flags["--tensorboard-dir"]:
@@ -756,7 +799,10 @@ def trackers(flags: ParsedFlags) -> None:
 
 
 def per_token_loss(flags: ParsedFlags) -> None:
-    """train.calculate_per_token_loss. Without it every micro-batch has the same weight, even if --eod-mask-loss or an
-    encoder's masking leaves them different numbers of valid tokens."""
+    """Set train.calculate_per_token_loss.
+
+    Without it every micro-batch has the same weight, even if --eod-mask-loss or an encoder's masking leaves
+    micro-batches different numbers of valid tokens.
+    """
     if flags["--eod-mask-loss"] or flags.program != "pretrain-gpt":
         flags.set("train.calculate_per_token_loss", flags["--calculate-per-token-loss"])
