@@ -124,8 +124,10 @@ class Visibility(NamedTuple):
         return self.mask is None and self.documents is None and self.window is None
 
     def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
-        """Return an equivalent causal flag and dense mask, at most one of them set. query and key are [batch, ·, seq,
-        head_dim]."""
+        """Return an equivalent causal flag and dense mask, of which at most one is set.
+
+        query and key are [batch, ·, seq, head_dim].
+        """
         both = query_and_key_ends(self.documents)
         mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
         return self.causal and mask is None, mask
@@ -134,8 +136,10 @@ class Visibility(NamedTuple):
 def _in_window(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """Return the keys and values within some query's window, their mask, and the window, or None if the mask alone
-    suffices."""
+    """Return the keys and values that are within the window of some query, their mask, and the window.
+
+    The window is None if the mask alone suffices.
+    """
     if window is None or window >= key.shape[2]:
         return key, value, mask, None
     queries, keys = query.shape[2], min(key.shape[2], query.shape[2] + window - 1)
@@ -168,7 +172,7 @@ def _on_gpu(
     dropout: float,
     saved: bool = False,
 ) -> Tensor:
-    """Attention with a fused kernel."""
+    """Compute attention with a fused kernel."""
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # padding with zeros does not change scores
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
@@ -186,8 +190,10 @@ def _on_gpu(
 
 
 def supports_heads(query: Tensor, key: Tensor) -> bool:
-    """Return True if torch has a fused unmasked kernel for these heads [batch, ·, seq, head_dim]. Only cuDNN's and
-    flash support grouped heads."""
+    """Return whether torch has a fused kernel without a mask for these heads [batch, ·, seq, head_dim].
+
+    Only cuDNN's and flash support grouped heads.
+    """
     if query.shape[1] == key.shape[1]:
         return True
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] <= _widest_grouped_head()
@@ -220,8 +226,10 @@ def _flex(
     scale: float,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention with a kernel generated from the formula, which skips masked blocks. Only a given mask needs memory of
-    [queries, keys]."""
+    """Compute attention with a kernel that is generated from the formula and skips masked blocks.
+
+    It needs memory of [queries, keys] only if a mask is passed.
+    """
     causal, mask, documents, window = visibility
     queries, keys = query.shape[2], key.shape[2]
     numbers = None if documents is None else document_ids(documents, queries)
@@ -273,7 +281,7 @@ def _biased(
     dropout_rows: Tensor | None,
     first_head: int,
 ) -> Tensor:
-    """Attention with `bias` and the mask as one addition to the scores."""
+    """Compute attention with `bias` and the mask added to the scores in one addition."""
     causal, mask = visibility.dense(query, key)
     if causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
@@ -302,7 +310,7 @@ def _plain(
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention by the formula, with dropout of the probabilities keyed by position."""
+    """Compute attention by the formula, with dropout of the probabilities keyed by position."""
     key, value = (for_each_head(x, query) for x in (key, value))
     scores = (query @ key.mT).float() * scale  # [batch, heads, queries, keys]
     if softcap is not None:
@@ -337,8 +345,10 @@ def cached_attention(
     scale: float | None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token per row over the cache, to which its key and value are added. Returns [rows, 1, heads,
-    head_dim]."""
+    """Add the key and value of one new token per row to the cache, and return its attention over the cache.
+
+    Returns [rows, 1, heads, head_dim].
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and kernels.AVAILABLE and sink is None:
         new = (x[:, 0] for x in (query, key, value))
@@ -366,8 +376,10 @@ def cached_attention(
 
 
 def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
-    """Return which of the first `longest` positions each row sees, bool [rows, longest], from positions int64 [rows].
-    None if the kernel determines this itself."""
+    """Return which of the first `longest` positions each row sees, bool [rows, longest].
+
+    positions are int64 [rows]. Returns None if the kernel determines visibility itself.
+    """
     if positions.is_cuda and kernels.AVAILABLE:
         return None
     return torch.arange(longest, device=positions.device) <= positions[:, None]
@@ -376,8 +388,9 @@ def visible_positions(positions: Tensor, longest: int) -> Tensor | None:
 def split_qkv(
     qkv: Tensor, bias: Tensor | None, batch: int, heads_in_group: int, head_dim: int
 ) -> tuple[Tensor, ...]:
-    """Return query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim] as views of qkv [...,
-    groups · (heads_in_group + 2) · head_dim], in which each group has its queries, its key and its value.
+    """Return query [batch, seq, heads, head_dim], and key and value [batch, seq, groups, head_dim], as views of qkv.
+
+    qkv is [..., groups · (heads_in_group + 2) · head_dim]. Each group has its queries, then its key, then its value.
 
     `bias` float32 [rows of linear_qkv] was added to qkv without its gradient, which is computed here.
     """
@@ -388,7 +401,7 @@ def split_qkv(
 
 
 def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Like `split_qkv` for qkv [batch, seq, ·] without a bias."""
+    """Return query, key and value of qkv [batch, seq, ·] as `split_qkv` does, without a bias."""
     groups = qkv.unflatten(-1, (-1, heads_in_group + 2, head_dim))  # [batch, seq, groups, ·, head_dim]
     return tuple(part.flatten(2, 3) for part in groups.split([heads_in_group, 1, 1], dim=3))
 

@@ -31,8 +31,11 @@ _recomputation = _Recomputation()
 
 
 def saved_attention_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return torch.utils.checkpoint's contexts of a pass and its recomputation in which block_attention returns the
-    results of the first pass, also inside compiled code."""
+    """Return the contexts of a pass and its recomputation, for torch.utils.checkpoint.
+
+    In the recomputation, block_attention returns the results of the first pass instead of computing them again, also
+    inside compiled code.
+    """
     results: deque[tuple[Tensor, Tensor]] = deque()
     return _set("saves", results), _set("takes", results)
 
@@ -58,8 +61,12 @@ def block_attention(
     window: int | None,  # see attention_core.attention; with or without a mask
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim] and its log-sum-exp, float32
-    [batch, heads, queries]."""
+    """Return softmax(scale · query · keyᵀ) · value and its log-sum-exp.
+
+    Returns:
+        Attention [batch, heads, queries, head_dim].
+        Log-sum-exp of the scores, float32 [batch, heads, queries].
+    """
     if _recomputation.takes is not None:
         return _recomputation.takes.popleft()
     out, lse, _ = block_forward(query, key, value, _block(mask, documents, causal, window, scale))

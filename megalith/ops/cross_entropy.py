@@ -84,8 +84,10 @@ def linear_cross_entropy(
 
 
 def _first_labelled(weights: Tensor, max_label_tokens: int) -> Tensor:
-    """Return the indices of tokens with nonzero weight, int64, followed by others. The length depends only on host
-    values and is a multiple of CHUNK_MULTIPLE, so that few sizes occur."""
+    """Return the indices of tokens with nonzero weight, int64, followed by indices of other tokens.
+
+    The length is a multiple of CHUNK_MULTIPLE and depends only on host values, so that few sizes occur.
+    """
     count = min(weights.numel(), max(1, -(-max_label_tokens // CHUNK_MULTIPLE)) * CHUNK_MULTIPLE)
     return (weights == 0).argsort(stable=True)[:count]
 
@@ -112,8 +114,10 @@ def linear_token_losses(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the sum of `of` over tokens, a float32 scalar; and without gradient the log-probabilities and, with
-    `entropy`, the entropies that it received, as from `linear_logprobs`.
+    """Return the sum of `of` over tokens, a float32 scalar, and the log-probabilities and entropies of the targets.
+
+    Log-probabilities and entropies are those of `linear_logprobs`, without gradient. Without `entropy`, entropies are
+    None and `of` gets None.
 
     It needs one pass with three matmuls, like `linear_cross_entropy`; `linear_logprobs` and its backward need four.
     """
@@ -222,7 +226,10 @@ def _loss_and_slopes(
     tokens: Mapping[str, Tensor],
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the tokens' losses, and its derivatives by log-probabilities and entropies, or None."""
+    """Return the sum of the tokens' losses, and its derivatives by log-probabilities and by entropies.
+
+    Derivatives that are not needed are None.
+    """
     if of is None:
         weights = tokens["weights"]
         return -(weights * logprobs).sum(), -weights, None
@@ -262,8 +269,9 @@ def linear_logprobs(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log softmax(hidden · weightᵀ / temperature)[target], float32 with the shape of targets; and with `entropy`
-    the entropy of each softmax, float32 [...], otherwise None.
+    """Return log softmax(hidden · weightᵀ / temperature)[target], float32 with the shape of targets, and entropies.
+
+    With `entropy`, the entropies of the softmax are float32 [...]; otherwise they are None.
 
     Padding, softcap (applied before the temperature) and `axis` are as in `linear_cross_entropy`: results are the same
     on every rank, and the gradient of hidden must be summed over ranks.
@@ -287,8 +295,10 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """For logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j, ∂ entropy / ∂ z_j = −p_j (log p_j +
-    entropy)."""
+    """Autograd function of `linear_logprobs`.
+
+    For logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j and ∂ entropy / ∂ z_j = −p_j (log p_j + entropy).
+    """
 
     @staticmethod
     def forward(
@@ -343,8 +353,13 @@ class _LinearLogprobs(torch.autograd.Function):
 def real_logits(
     x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softcapped logits [tokens, rows], with padding so low that its probability is 0; the targets' rows
-    [tokens, k], 0 for those of other ranks; and a mask of the targets on this rank."""
+    """Return softcapped logits, the targets' rows, and a mask of the targets on this rank.
+
+    Returns:
+        Logits [tokens, rows], with padding so low that its probability is 0.
+        Rows of the targets, int64 [tokens, k]; 0 for targets of other ranks.
+        True for targets on this rank, bool [tokens, k].
+    """
     logits = softcapped(F.linear(x, matrix, bias), softcap)
     logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
     is_local = (index >= 0) & (index < logits.shape[1])
@@ -354,8 +369,11 @@ def real_logits(
 def _logit_statistics(
     logits: Tensor, row: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return, for logits [tokens, rows] / temperature in fp32, log Σ exp [tokens], the entries at row [tokens, k], and
-    with `entropy` the entropy of the softmax [tokens]."""
+    """Return log Σ exp, the entries at `row`, and the entropy of the softmax of logits / temperature, in fp32.
+
+    logits are [tokens, rows], log Σ exp and entropy are [tokens], the entries are [tokens, k]. The entropy is None
+    without `entropy`.
+    """
     z = logits.float() / temperature
     log_sum, own_entropy = z.logsumexp(-1), None
     if entropy:
@@ -390,8 +408,11 @@ def _softmax_gradient(
     entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Return −p · (logprobs + entropies · (log p + entropy)) in the dtype of logits [tokens, rows], where p is the
-    softmax of logits / temperature; `logprobs` and `entropies` are gradients [tokens]."""
+    """Return −p · (logprobs + entropies · (log p + entropy)), where p is the softmax of logits / temperature.
+
+    The result has the shape and dtype of logits [tokens, rows]. `logprobs` and `entropies` are gradients, float32
+    [tokens].
+    """
     log_p, slope = logits.float() / temperature - log_sum[:, None], logprobs[:, None]
     if entropies is not None:
         slope = slope + entropies[:, None] * (log_p + entropy[:, None])
@@ -401,8 +422,10 @@ def _softmax_gradient(
 def linear_logits(
     hidden: Tensor, weight: Tensor, softcap: float | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return softcapped logits [..., rows] of hidden [..., hidden] for rows of the output matrix and its bias
-    [rows]."""
+    """Return the softcapped logits [..., rows] of hidden [..., hidden].
+
+    weight has rows of the output matrix, bias their entries, [rows].
+    """
     bias = None if bias is None else bias.to(hidden.dtype)
     return softcapped(F.linear(hidden, weight.to(hidden.dtype), bias), softcap)
 
@@ -420,8 +443,11 @@ def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
 def _reduce_vocab(
     log_sum: Tensor, targets: Tensor, is_local: Tensor, entropy: Tensor | None, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Reduce log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens] from each rank's
-    shard to the full vocabulary. `is_local` marks targets on this rank."""
+    """Reduce statistics of each rank's shard of the vocabulary to those of the full vocabulary.
+
+    They are log Σ exp [tokens], the targets' logits [tokens, k] and the softmax's entropy [tokens]. `is_local` marks
+    the targets on this rank.
+    """
     if axis.size == 1:
         return log_sum, targets, entropy
     largest = all_reduce_no_grad(log_sum, axis, "max")
@@ -436,8 +462,10 @@ def _reduce_vocab(
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a · b to total, float32. On a GPU the matmul accumulates directly, without rounding to the dtype of a and
-    b."""
+    """Add a · b to total, float32.
+
+    On a GPU the matmul accumulates directly, without rounding to the dtype of a and b.
+    """
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(a @ b)

@@ -46,8 +46,10 @@ def gated_delta_rule(
 def with_last_state(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Like `gated_delta_rule`, and return the final state, float32 [batch, value heads, key size, value size]. Tokens
-    with decay and share 0 leave it unchanged."""
+    """Return the result of `gated_delta_rule` and the final state, float32 [batch, value heads, key size, value size].
+
+    Tokens with decay and share 0 leave the state unchanged.
+    """
     seq, heads, size = value.shape[1:]
     sharing = heads // key.shape[2]
     query, key = (_unit(x).repeat_interleave(sharing, dim=2) for x in (query, key))
@@ -87,8 +89,12 @@ def scan_chunks(
     inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
     chunk_decay: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
 ) -> tuple[Tensor, Tensor]:
-    """Return O [batch, heads, chunks, C, value size], and S before each chunk and at the end, [batch, heads, chunks +
-    1, key size, value size]. One operator, because compilers would unroll the loop over chunks."""
+    """Scan the chunks in order. One operator, because compilers would unroll the loop over chunks.
+
+    Returns:
+        O [batch, heads, chunks, C, value size].
+        S before each chunk and at the end, [batch, heads, chunks + 1, key size, value size].
+    """
     state = u.new_zeros(*u.shape[:2], k.shape[-1], u.shape[-1])
     states, out = [state], []
     for i in range(u.shape[2]):
@@ -159,7 +165,7 @@ scan_chunks.register_autograd(_gradients, setup_context=_keep)
 def next_token(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Like `with_last_state` for one token, [batch, 1, heads, ·], after `state`."""
+    """Return the result of one token, [batch, 1, heads, ·], after `state`, and the new state; see `with_last_state`."""
     sharing = value.shape[2] // key.shape[2]
     q, k = (_unit(x[:, 0]).repeat_interleave(sharing, dim=1) for x in (query, key))
     state = state * decay[:, 0, :, None, None].exp()
@@ -185,9 +191,14 @@ def _in_chunks(x: Tensor, chunks: int) -> Tensor:
 
 
 def _document_masks(documents: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Return masks per chunk: pairs of the same document, bool [batch, 1, chunks, C, C]; and as float32, tokens of the
-    document of the state before the chunk, tokens of the document of the state after it, [batch, 1, chunks, C, 1], and
-    chunks where both are the same, [batch, 1, chunks, 1, 1]."""
+    """Return masks of the documents in each chunk.
+
+    Returns:
+        Pairs of tokens of the same document, bool [batch, 1, chunks, C, C].
+        Tokens of the document of the state before the chunk, float32 [batch, 1, chunks, C, 1].
+        Tokens of the document of the state after the chunk, float32 [batch, 1, chunks, C, 1].
+        Chunks where both documents are the same, float32 [batch, 1, chunks, 1, 1].
+    """
     missing = chunks * CHUNK - documents.shape[1]
     numbers = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents
     numbers = numbers.unflatten(1, (chunks, CHUNK))  # [batch, chunks, C]

@@ -107,8 +107,14 @@ def linear_top_logprobs(
     rows: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest log-probabilities of softmax(logits / temperature) in descending order, followed by that of
-    all other entries together, float32 [..., k + 1]; and the k entries, int64 [..., k]. The same on every rank."""
+    """Return the k largest log-probabilities of softmax(logits / temperature), and their entries.
+
+    The result is the same on every rank.
+
+    Returns:
+        Log-probabilities in descending order, followed by that of all other entries together, float32 [..., k + 1].
+        Entries, int64 [..., k].
+    """
     flat, matrix = hidden.reshape(-1, hidden.shape[-1]), weight.to(hidden.dtype)
     added, real = None if bias is None else bias.to(hidden.dtype), max(0, vocab_size - first)
     none, results = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), []
@@ -143,10 +149,14 @@ def linear_distillation(
     rows: int | None = None,
     bias: Tensor | None = None,  # float32, one entry per row of weight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Σ over tokens of weights · loss, a float32 scalar; and without gradient each token's log-probability of
-    its label and its divergence, float32 [...].
+    """Return the sum of the tokens' weights · loss, and the log-probabilities and divergences of the tokens.
 
     Padding, softcap, `scale` and `axis` are as in `linear_cross_entropy`. The teacher gets no gradient.
+
+    Returns:
+        The sum, a float32 scalar with a gradient.
+        Each token's log-probability of its label, float32 [...], without gradient.
+        Each token's divergence, float32 [...], without gradient.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()

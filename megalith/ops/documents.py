@@ -61,8 +61,10 @@ def padding_attention_mask(padding: Tensor) -> Tensor:
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device, ahead: int = 0) -> Tensor:
-    """Return the causal mask of the last `window` keys, bool [1, 1, queries, keys]. The last query is `ahead` positions
-    after the last key."""
+    """Return the causal mask of the last `window` keys, bool [1, 1, queries, keys].
+
+    The last query is `ahead` positions after the last key.
+    """
     key = torch.arange(keys, device=device)
     query = torch.arange(keys - queries, keys, device=device)[:, None] + ahead
     return ((key <= query) & (key > query - window))[None, None]
@@ -77,8 +79,10 @@ def dense_mask(
     window: int | None,
     ahead: int = 0,  # see window_mask
 ) -> Tensor | None:
-    """Combine mask, documents, causality and window into one mask, bool [batch or 1, 1, queries, keys]. None if
-    causality suffices. A given mask already includes causality."""
+    """Combine mask, documents, causality and window into one mask, bool [batch or 1, 1, queries, keys].
+
+    `mask`, if passed, already includes causality. Returns None if causality suffices.
+    """
     queries, keys = query.shape[2], key.shape[2]
     if documents is not None:
         numbers = (document_ids(ends, seq) for ends, seq in zip(documents, (queries, keys), strict=True))
@@ -99,9 +103,14 @@ def visible_blocks(
     size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return which blocks of `size` queries and `size` keys contain a visible pair, and which are completely visible:
-    bool [batch or 1, 1, row blocks, column blocks] each. The queries are the last tokens. Allocates nothing of
-    [queries, keys]."""
+    """Return the blocks of `size` queries and `size` keys that are partly or completely visible.
+
+    Allocates nothing of [queries, keys]. The queries are the last tokens.
+
+    Returns:
+        Blocks with at least one visible pair, bool [batch or 1, 1, row blocks, column blocks].
+        Blocks in which every pair is visible, of the same shape.
+    """
     rows = torch.arange(keys - queries, keys, size, device=device)[:, None]
     columns = torch.arange(0, keys, size, device=device)
     row_ends, column_ends = ((x + size).clamp(max=keys) - 1 for x in (rows, columns))

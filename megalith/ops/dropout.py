@@ -42,8 +42,10 @@ class DropoutKeys:
         return mix(self.stream ^ self._site_key(site))
 
     def token_rows(self, site: int) -> Tensor:
-        """Like `stream_rows`, for all tokens of this rank, while the stream may hold only part of them: int32 [batch,
-        seq]."""
+        """Return the keys of all tokens of this rank, int32 [batch, seq].
+
+        `stream_rows` returns those of the residual stream, which may hold only some of these tokens.
+        """
         return mix(self.queries ^ self._site_key(site))
 
     def cross_attention_keys(self) -> DropoutKeys:

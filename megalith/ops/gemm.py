@@ -55,8 +55,10 @@ class Gemm:
     """List of deferred wgrads. None: the backward pass computes them."""
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        """Return x [tokens, in] as `forward` and an all-gather need it, and what is saved of it for `wgrad`: nothing
-        unless `saves`. `sharded`: the saved part is gathered too."""
+        """Return x [tokens, in] as `forward` and an all-gather need it, and as it is saved for `wgrad`.
+
+        The saved part is empty unless `saves`. `sharded`: it will be gathered too.
+        """
         return (x,), (x,) if saves else ()
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
@@ -109,22 +111,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
 
 
 def has_wgrad(weight: Tensor) -> bool:
-    """Return True if a matmul by `weight` saves its input. Call it outside of the autograd function, where gradients
-    are enabled."""
+    """Return whether a matmul by `weight` saves its input for a wgrad.
+
+    Call it outside of the autograd function, where gradients are enabled.
+    """
     return torch.is_grad_enabled() and weight.requires_grad
 
 
 def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y [..., out], to which `bias` [out] was added without its gradient, with that gradient: y's summed over
-    tokens."""
+    """Return y [..., out] unchanged. Its gradient, summed over tokens, becomes the gradient of `bias` [out].
+
+    The bias was added to y before, without a gradient.
+    """
     if bias is None or not bias.requires_grad:
         return y
     return _BiasGradient.apply(y, bias)
 
 
 def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
-    """Return gradᵀ · x, [out, in] in their dtype, for grad [tokens, out] and x [tokens, in], as a sum over `parts` of
-    the tokens."""
+    """Return gradᵀ · x, [out, in], for grad [tokens, out] and x [tokens, in], all of one dtype.
+
+    The result is summed over `parts` of the tokens.
+    """
     if parts == 1:
         return grad.T @ x
     grad, x = (t.unflatten(0, (parts, -1)) for t in (grad, x))  # [parts, tokens / parts, ...]
@@ -191,8 +199,10 @@ class _BiasGradient(torch.autograd.Function):
 
 
 def float32_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x · weightᵀ, float32 [tokens, out], computed in fp32, for x [tokens, in] and weight [out, in] of one
-    dtype. Used by routers, whose scores depend on small differences.
+    """Return x · weightᵀ, computed in fp32: float32 [tokens, out].
+
+    x is [tokens, in] and weight [out, in], of one dtype. Routers use it, because their scores depend on small
+    differences.
 
     Products of bf16 numbers fit into fp32, so tensor cores, which accumulate in fp32, lose nothing and take a fraction
     of the time. The fp32 gradient does not fit into bf16: it is split into two bf16 numbers, which together keep 16 of

@@ -53,13 +53,17 @@ class RowGroups:
 
     @cached_property
     def end(self) -> Tensor | None:
-        """End of the last group's rows, int32 [1] on the device; None if there are no further rows. A separate tensor,
-        because kernels launch faster with addresses that are multiples of 16."""
+        """End of the last group's rows, int32 [1] on the device; None if there are no further rows.
+
+        It is a separate tensor, because kernels launch faster with addresses that are multiples of 16.
+        """
         return self.counts.sum(0, keepdim=True, dtype=torch.int32) if self.padded else None
 
     def group_of_rows(self, rows: int) -> Tensor:
-        """Return the group of each of `rows` rows, int64 [rows], without waiting for the device; undefined for further
-        rows."""
+        """Return the group of each of `rows` rows, int64 [rows], without waiting for the device.
+
+        The group of a row after the last group is undefined.
+        """
         numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
         return torch.searchsorted(self.ends, numbers, right=True).clamp(max=len(self.counts) - 1)
 
@@ -96,8 +100,11 @@ def prepare_weight(weight: Tensor, cast: Tensor, stays: bool = False) -> Grouped
 
 
 class GroupedGemm:
-    """The three matmuls of a Gemm (gemm.py) per group: rows x [rows, in], grad [rows, out], weight [groups, out, in] of
-    one dtype. `kernel` selects the single kernel where available."""
+    """The three matmuls of a Gemm (gemm.py), per group of rows.
+
+    x is [rows, in], grad [rows, out] and weight [groups, out, in], of one dtype. `kernel` selects the single kernel
+    where available.
+    """
 
     def __init__(self, kernel: bool = True):
         self.kernel = kernel
@@ -138,8 +145,10 @@ class GroupedGemm:
 
 
 def has_kernel(rows: Tensor, width: int) -> bool:
-    """Return True if torch's grouped GEMM supports rows of this width and another: bf16 on a GPU, multiples of 16
-    bytes."""
+    """Return whether torch's grouped GEMM supports matmuls from rows of this width to rows of `width`.
+
+    It needs bf16 on a GPU, and rows of a multiple of 16 bytes.
+    """
     aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (rows.shape[1], width))
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 

@@ -67,8 +67,11 @@ def sampled_blocks(
     temperature: float,
     inverse: float,
 ) -> Tensor:
-    """Return statistics of each block of a row's first `real` entries, float32 [rows, blocks, 5]: maximum of logit +
-    temperature · noise, its entry and its logit, largest logit, and Σ exp((logit − largest) · inverse)."""
+    """Return statistics of each block of a row's first `real` entries, float32 [rows, blocks, 5].
+
+    They are the maximum of logit + temperature · noise, its entry and its logit, the largest logit, and Σ exp((logit −
+    largest) · inverse).
+    """
     if logits.is_cuda and kernels.AVAILABLE:
         return _by_kernel(logits, keys, least, first, real, temperature, inverse)
     if not real:
@@ -88,8 +91,10 @@ def sampled_blocks(
 
 
 def exponential(keys: Tensor) -> Tensor:
-    """Return exponential noise, float32, for int32 keys: −log(1 − v) with v in (0, 1) of 31 bits, all significant for
-    small v. −log of it is Gumbel noise."""
+    """Return exponential noise −log(1 − v) for int32 keys, float32. −log of it is Gumbel noise.
+
+    v in (0, 1) has 31 bits. All of them are significant for small v.
+    """
     v = (mix(keys) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return v.neg_().log1p_().neg_()
 
@@ -107,8 +112,9 @@ def _combine_blocks(blocks: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
 def least_logit(
     logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
 ) -> Tensor:
-    """Return the smallest logit that top_k, then top_p, and min_p keep: float32 [rows], from logits [rows, local
-    entries].
+    """Return the smallest logit of each row that top_k, then top_p, and min_p keep: float32 [rows].
+
+    logits are [rows, local entries].
 
     An entry is kept if fewer than top_k entries are more likely, if the more likely ones have less than top_p of the
     mass kept by top_k, and if its probability is at least min_p of the largest.

@@ -111,8 +111,9 @@ def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[T
 
 
 def replicate_tokens(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
-    """List each token once per group it belongs to, ordered by group, then token. Arguments come from
-    `count_destinations`.
+    """List each token once per group that it belongs to, ordered by group, then by token.
+
+    Arguments come from `count_destinations`.
 
     Returns:
         Token of each copy, int64 [tokens · count + 1], undefined after the last copy; position of each token's copies,

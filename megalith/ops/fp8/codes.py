@@ -79,8 +79,10 @@ def transposed(operand: Operand) -> Operand:
 def cast(
     x: Tensor, scale: Tensor, running_amax: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return quantize(x, scale) [m, n] and its contiguous transpose [n, m], each empty unless requested. The maximum of
-    |x| is merged into `running_amax`, a float32 scalar.
+    """Return quantize(x, scale) [m, n] and its contiguous transpose [n, m], each empty unless requested.
+
+    `by_row` requests the first, `by_column` the second. The maximum of |x| is merged into `running_amax`, a float32
+    scalar.
 
     autograd does not track `running_amax`: it does not affect results, and merging the same maximum again in
     recomputation changes nothing.
@@ -168,8 +170,10 @@ def _(x: Tensor, by_row: bool, by_column: bool, tiles: bool) -> tuple[Tensor, Te
 def block_matmul(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return a · bᵀ, [m, n], of e4m3 codes a [m, k] and b [n, k], contiguous along k. Inverse scales are [m, k / 128]
-    and [n, k / 128], or for `tiles` of b [n / 128, k / 128]."""
+    """Return a · bᵀ, [m, n], of e4m3 codes a [m, k] and b [n, k], contiguous along k.
+
+    Inverse scales are [m, k / 128] for a, and [n, k / 128] for b. With `tiles`, those of b are [n / 128, k / 128].
+    """
     over = b_inverse.double().repeat_interleave(BLOCK, 0) if tiles else b_inverse.double()
     a, b = (
         codes.double().unflatten(1, (-1, BLOCK)) * inverse.double()[..., None]
@@ -187,7 +191,7 @@ def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, d
 def block_matmul_on_gpu(
     a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Like `block_matmul`, with scales in cuBLAS's layout."""
+    """Compute `block_matmul` with cuBLAS, which has its own layout of scales."""
     blocks, rows = F.ScalingType, len(a)
     if tiles:  # cuBLAS needs a multiple of 4 blocks along k in memory
         b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()

@@ -287,8 +287,12 @@ class BlockGemm(Gemm):
 
 
 def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
-    """Return x [tokens, k] in blocks of 1 × 128: codes [tokens, k], inverse scales [tokens, k / 128]; and `by_column`
-    in blocks of 128 tokens × 1, which are sent together: codes [tokens, k], inverse scales [tokens / 128, k]."""
+    """Return x [tokens, k] in blocks of 1 × 128, and with `by_column` also in blocks of 128 tokens × 1.
+
+    Returns:
+        Codes [tokens, k] and inverse scales [tokens, k / 128].
+        Codes [tokens, k] and inverse scales [tokens / 128, k], which are sent together; () without `by_column`.
+    """
     codes, inverse, codes_t, inverse_t = cast_blocks(x, True, by_column, False)
     return (codes, inverse.t()), (codes_t.t(), inverse_t) if by_column else ()
 

@@ -99,8 +99,9 @@ def _join_qkv(
 
 @triton_op("megalith::join_qkv", mutates_args={})
 def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Interleave query heads [batch, seq, heads, size] with key and value heads [batch, seq, groups, size] in the order
-    of linear_qkv's rows.
+    """Interleave query, key and value heads in the order of linear_qkv's rows.
+
+    query is [batch, seq, heads, size], key and value are [batch, seq, groups, size].
 
     Returns:
         [batch · seq, groups · (heads / groups + 2) · size], and its sum over tokens, float32.

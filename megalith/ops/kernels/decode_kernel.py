@@ -112,8 +112,11 @@ def decode_attention(
     softcap: float,
     scale: float,
 ) -> Tensor:
-    """Return attention [rows, heads, head_dim] for query [rows, heads, head_dim], key and value [rows, groups,
-    head_dim], cache as above, and positions int64 [rows]. `window` and `softcap` are 0 for none."""
+    """Return the attention of one new token per row over the cache, [rows, heads, head_dim].
+
+    query is [rows, heads, head_dim], key and value are [rows, groups, head_dim], positions int64 [rows], and the cache
+    is as above. `window` and `softcap` are 0 for none.
+    """
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     (rows, heads, size), groups = query.shape, key.shape[1]
     width, in_group, columns = triton.next_power_of_2(size), heads // groups, groups * size

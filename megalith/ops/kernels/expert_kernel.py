@@ -98,8 +98,10 @@ _launch_take, _launch_forward, _launch_backward = map(
 
 
 def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
-    """Gather the contiguous rows index // each of x [n, width] on a GPU; index is int64 [rows]. Rows from `end` on,
-    int32 [1], are left uninitialized."""
+    """Gather the rows index // each of x [n, width], contiguous, on a GPU. index is int64 [rows].
+
+    Rows from `end`, int32 [1], on are left uninitialized.
+    """
     rows, width = len(index), x.shape[1]
     out = x.new_empty(rows, width)
     if rows:
@@ -109,8 +111,11 @@ def take_rows(x: Tensor, index: Tensor, end: Tensor, each: int = 1) -> Tensor:
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
-    """Return silu(gate) · up · weight, [rows, width], computed in fp32 on a GPU. Gates and ups alternate in contiguous
-    rows x [rows, 2 · width]; weights are float32 [rows, 1]. Rows from `end` on, int32 [1], are left uninitialized."""
+    """Return silu(gate) · up · weight, [rows, width], computed in fp32 on a GPU.
+
+    Gates and ups alternate in the contiguous rows x [rows, 2 · width]. weights are float32 [rows, 1]. Rows from `end`,
+    int32 [1], on are left uninitialized.
+    """
     rows, width = len(x), x.shape[1] // 2
     out = x.new_empty(rows, width)
     constants = (width, end is not None, COLUMNS)
@@ -123,8 +128,7 @@ def weighted_swiglu(x: Tensor, weights: Tensor, end: Tensor | None) -> Tensor:
 def weighted_swiglu_backward(
     grad: Tensor, x: Tensor, weights: Tensor, end: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weights, given that of weighted_swiglu(x, weights, end), `grad` [rows,
-    width]."""
+    """Return the gradients of x and weights of `weighted_swiglu`, from `grad` [rows, width] of its result."""
     rows, width = grad.shape
     grad_x, grad_weights = x.new_empty(x.shape), weights.new_empty(rows, 1)
     constants = (width, end is not None, COLUMNS)

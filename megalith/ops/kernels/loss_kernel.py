@@ -126,8 +126,9 @@ def _entries(logits, columns, real, WIDTH: tl.constexpr):
 
 
 def softmax_loss_(logits: Tensor, index: Tensor, weight: Tensor, real: int) -> Tensor:
-    """Return weight · −log softmax(logits)[index] per token, float32 [tokens], and overwrite logits with the gradient
-    of the sum.
+    """Return weight · −log softmax(logits)[index] per token, float32 [tokens].
+
+    logits are overwritten with the gradient of the sum.
 
     `logits` [tokens, rows], `index` int64 [tokens], `weight` float32 [tokens]; rows from `real` on are padding and
     ignored.

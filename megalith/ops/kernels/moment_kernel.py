@@ -144,8 +144,9 @@ def step_moments_(
     coupled_decay: bool,
     eps: float,
 ) -> None:
-    """Update contiguous tensors [blocks, block] on one GPU in place: `value`, with moments `first` and `second`. A
-    moment consists of the stored values and, for 8 bits, scales [blocks, 1] and the code's table.
+    """Update contiguous tensors [blocks, block] on one GPU in place: `value`, with moments `first` and `second`.
+
+    A moment consists of the stored values and, for 8 bits, of scales [blocks, 1] and the code's table.
 
     Arithmetic and other arguments are those of `_step` in optim.moments.
     """
