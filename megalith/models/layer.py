@@ -109,8 +109,11 @@ class TransformerLayer(Runnable):
 
 
 class SequentialLayer(TransformerLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)). With norm_placement "post" the branches' outputs are normalized
-    instead of their inputs, with "sandwich" both."""
+    """Layer whose mixer and MLP follow each other: x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    With norm_placement "post", the outputs of mixer and MLP are normalized instead of their inputs. With "sandwich",
+    both are.
+    """
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -176,8 +179,10 @@ class SharedNormParallelLayer(TransformerLayer):
 
 
 class PostNormLayer(TransformerLayer):
-    """h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x): each norm's output continues the residual
-    stream (apply_residual_connection_post_layernorm)."""
+    """Layer whose norms are on the residual stream: h + mixer(h) with h = norm(x), then h + mlp(h) with h = norm(x).
+
+    Each norm's output continues the residual stream (apply_residual_connection_post_layernorm).
+    """
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -68,8 +68,10 @@ class Loss:
         return None
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the tokens whose log-probabilities are computed, int64 [batch, seq], or [batch, seq, k] for k
-        candidates per token, as in distillation from a teacher's top k."""
+        """Return the tokens whose log-probabilities are computed, int64 [batch, seq] or [batch, seq, k].
+
+        [batch, seq, k] is for k candidates per token, as in distillation from a teacher's top k.
+        """
         return batch.labels
 
     def weights(self, batch: Batch) -> Tensor | None:
@@ -100,8 +102,11 @@ class Loss:
         """Receive the full micro-batch's log-probabilities and entropies, without gradient, for metrics."""
 
     def fused_head_loss(self, batch: Batch) -> FusedHeadLoss | None:
-        """Return a function that computes the loss from the output matrix's input, for a loss that needs more than the
-        log-probabilities of `targets`; None otherwise. It gets `tokens`, and its outputs go to `observe`."""
+        """Return a function that computes the loss from the output matrix's input, or None.
+
+        For a loss that needs more than the log-probabilities of `targets`. The function gets `tokens`, and its outputs
+        go to `observe`.
+        """
         return None
 
     def given(self, batch: Batch, weights: Tensor) -> Batch:

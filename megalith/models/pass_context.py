@@ -54,13 +54,17 @@ class Context:
     encoded: Encoded | None = None  # the sequence that cross-attention attends to
 
     def without_padding(self, value: Tensor) -> Tensor:
-        """Return attention's values [batch, seq, heads, head_dim] with zeros for padding, so that a token that attends
-        only to padding gets zeros."""
+        """Return attention's values [batch, seq, heads, head_dim] with zeros for padding.
+
+        The output of a token that attends only to padding is then zero.
+        """
         return value if self.padding is None else value.masked_fill(self.padding[:, :, None, None], 0.0)
 
     def at_layer(self, number: int) -> Context:
-        """Return a layer's context, with its cache and dropout keys. The layer's number is a tensor in them, so
-        that layers share compiled code."""
+        """Return a layer's context, with its cache and its dropout keys.
+
+        The keys contain the layer's number as a tensor, so that layers share compiled code.
+        """
         cache = None if self.cache is None else self.cache.at_layer(number)
         if self.dropout is None:
             return self if cache is None else replace(self, cache=cache)

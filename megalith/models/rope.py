@@ -31,8 +31,10 @@ def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
 
 
 def rotate(x: Tensor, tables: Tables, interleaved: bool = False) -> Tensor:
-    """Return x [batch, seq, heads, head_dim] rotated by the tables of its positions, computed in fp32. `interleaved`:
-    pair j is (x_2j, x_2j+1)."""
+    """Return x [batch, seq, heads, head_dim], rotated by the tables of its positions in fp32.
+
+    `interleaved`: pair j is (x_2j, x_2j+1); otherwise it is (x_j, x_{j + size / 2}).
+    """
     cos, sin = tables
     size = 2 * cos.shape[-1]
     part = x[..., :size].float()

@@ -55,8 +55,10 @@ class Routing:
 
 
 class Router(nn.Module):
-    """The matrix [experts, hidden] and the choice of experts. `local_tokens` is a seam of sequence and context
-    parallelism, which shard a micro-batch's tokens."""
+    """Chooses the experts of tokens by the scores of a matrix [experts, hidden].
+
+    `local_tokens` is a seam: sequence and context parallelism shard a micro-batch's tokens.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()

@@ -31,5 +31,5 @@ def runnable(method: Callable) -> Callable:
 
 
 def without_runner(method: Callable) -> Callable:
-    """Return what was decorated with `runnable`, for a subclass whose own method calls it and has the runner."""
+    """Return the method that `runnable` decorated. A subclass calls it from its own method, which has the runner."""
     return method.__wrapped__

@@ -15,8 +15,10 @@ from megalith.models.pass_context import Context
 
 
 class Embedding(nn.Module):
-    """word_embeddings, plus position_embeddings for learned positions, plus tokentype_embeddings for token types, and
-    an optional norm. `lookup` is a seam of tensor parallelism."""
+    """Sum of the word embedding and, if the model has them, position and token type embeddings, then an optional norm.
+
+    `lookup` is a seam of tensor parallelism.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -30,14 +32,16 @@ class Embedding(nn.Module):
         self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
 
     def keep_words_only(self) -> None:
-        """Remove all but word_embeddings: a last pipeline stage has them as the output matrix, or for MTP."""
+        """Remove all but word_embeddings, on a last pipeline stage that uses them as output matrix or for MTP."""
         self.position_embeddings = self.tokentype_embeddings = self.layernorm = None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """Return the residual stream [batch, seq, hidden] for input_ids int64 [batch, seq]. With sequence parallelism,
-        position_ids and tokentype_ids are this rank's shard, and so is the stream."""
+        """Return the residual stream [batch, seq, hidden] for input_ids int64 [batch, seq].
+
+        With sequence parallelism, position_ids and tokentype_ids are this rank's shard, and the result is a shard too.
+        """
         x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))

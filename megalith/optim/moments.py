@@ -39,8 +39,10 @@ MIN_BETA = 1e-30  # replaces a beta of 0, which has no logarithm
 
 
 def block_size_for(shape: Sequence[int]) -> int | None:
-    """Return the block size for a parameter of this global shape, or None if its moments are fp32: vectors, and
-    matrices too small or too narrow."""
+    """Return the block size of the moments of a parameter of this global shape, or None for fp32 moments.
+
+    Vectors, and matrices that are too small or too narrow, have fp32 moments.
+    """
     if len(shape) < 2 or math.prod(shape) < MIN_NUMEL:
         return None
     width = shape[-1] // math.gcd(shape[-1], MAX_SHARDS)
@@ -189,8 +191,10 @@ class ReducedAdam(torch.optim.Adam):
                 self._step_parameter(parameter, grad, step, settings[id(group)], group)
 
     def _settings(self, group: dict[str, Any], device: torch.device) -> Tensor:
-        """Return lr, weight decay, grad_scale and found_inf, float32 [4] on the device. Compiled code would specialize
-        on Python numbers."""
+        """Return lr, weight decay, grad_scale and found_inf, float32 [4] on the device.
+
+        Compiled code would specialize on Python numbers.
+        """
         rates = [torch.full((), float(group[name]), device=device) for name in ("lr", "weight_decay")]
         return torch.stack([*rates, self.grad_scale.float(), self.found_inf.float()])
 
@@ -212,9 +216,11 @@ class ReducedAdam(torch.optim.Adam):
 
 
 def _shard_position(item: TrainedParameter, shape: Sequence[int]) -> Tensor:
-    """Return what `_random_bits` needs to know about a shard, int64 [6]: a key from seed and name, index of the first
-    row in the global parameter, rows per matrix in the shard and globally, columns in the shard, index of its first
-    column."""
+    """Return the position of a shard in its global parameter, as `_random_bits` needs it: int64 [6].
+
+    The entries are a key from seed and name, the index of the first row in the global parameter, the rows per matrix in
+    the shard and in the global parameter, the columns in the shard, and the index of its first column.
+    """
     digest = hashlib.blake2b(f"{item.placement.seed}/{item.name}".encode(), digest_size=4).digest()
     here, offset = item.parameter.shape, item.placement.offset or (0,) * len(shape)
     first = 0

@@ -33,8 +33,10 @@ SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
 
 
 def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return U · Vᵀ for each matrix U · S · Vᵀ in x [..., rows, columns], with singular values between about 0.7 and
-    1.2 instead of 1. Computed in `dtype`."""
+    """Return U · Vᵀ for each matrix U · S · Vᵀ in x [..., rows, columns], computed in `dtype`.
+
+    The result is approximate: its singular values are between about 0.7 and 1.2 instead of 1.
+    """
     a, b, c = COEFFICIENTS
     wide = x.shape[-2] <= x.shape[-1]
     y = x.to(dtype) if wide else x.to(dtype).mT
@@ -60,8 +62,10 @@ class Muon(torch.optim.Optimizer):
         config: OptimConfig,
         dtype: torch.dtype,
     ):
-        """`matrices` have `placement.matrices`. `others` updates the remaining parameters. Newton-Schulz runs in
-        `dtype`."""
+        """Build Muon for `matrices`, which have `placement.matrices`.
+
+        `others` updates the remaining parameters; None if there are none. Newton-Schulz runs in `dtype`.
+        """
         groups = [group | {"is_muon": True} for group in decay_groups(matrices, config)]
         super().__init__(groups + (others.param_groups if others else []), {"lr": config.lr})
         self._others, self._config, self._dtype = others, config, dtype
@@ -95,8 +99,10 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(torch.where(keep, buffer, moved))
 
     def _orthogonalize(self, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Orthogonalize and scale the matrices in weight [..., rows, columns], whose rows alternate between matrices,
-        `sizes` rows at a time."""
+        """Orthogonalize and scale the matrices in weight [..., rows, columns].
+
+        The rows alternate between the matrices: `sizes` rows of each at a time.
+        """
         config, results = self._config, []
         blocks = weight.unflatten(-2, (-1, sum(sizes)))
         for part in blocks.split(list(sizes), dim=-2):

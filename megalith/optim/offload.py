@@ -32,8 +32,9 @@ ALIGNMENT = 64  # elements; slices end at vector boundaries, so that results do 
 def select_for_offload(
     named_parameters: Iterable[tuple[str, Tensor]], fraction: float, never: Collection[str] = ()
 ) -> frozenset[str]:
-    """Return the names of the parameters whose state goes to the host: the largest first, at most `fraction` of all
-    elements, none of `never`.
+    """Return the names of the parameters whose optimizer state goes to the host.
+
+    The largest parameters are selected first, with at most `fraction` of all elements, and none of `never`.
 
     Small parameters stay on the device unless everything goes to the host: they save almost nothing, and each costs
     three copies.
@@ -91,8 +92,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, on_host: Collection[nn.Parameter], overlap: bool = True
     ):
-        """`on_host` are parameters of one device whose state is on the CPU. Without `overlap`, copies and updates
-        alternate and use a third of the pinned memory."""
+        """Wrap `optimizer`. The state of the parameters `on_host`, all of one device, is on the CPU.
+
+        Without `overlap`, copies and updates alternate and use a third of the pinned memory.
+        """
         super().__init__(optimizer.param_groups, {})
         self.state = optimizer.state
         self._optimizer = optimizer

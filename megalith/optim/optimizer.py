@@ -187,8 +187,10 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups for torch, split by weight decay and by `decoupled_lr`. Never empty, because a pipeline
-    rank may hold no parameter."""
+    """Return parameter groups for torch, split by weight decay and by `decoupled_lr`.
+
+    The list is never empty, although a pipeline rank may hold no parameter.
+    """
     by_kind: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for item in parameters:
         kind = _decays(item), config.decoupled_lr is not None and item.name in DECOUPLED

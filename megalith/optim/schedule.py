@@ -41,8 +41,10 @@ class ParamSchedule:
     )
 
     def learning_rate(self, iteration: int, consumed_samples: int) -> float:
-        """Return the learning rate of the update after `iteration` updates and `consumed_samples` samples, excluding
-        skipped ones."""
+        """Return the learning rate of the update after `iteration` updates and `consumed_samples` samples.
+
+        Skipped updates and their samples do not count.
+        """
         steps = self._position(iteration, consumed_samples)
         if self.warmup_steps > 0 and steps <= self.warmup_steps:
             return self.warmup_init + (self.lr - self.warmup_init) * steps / self.warmup_steps
@@ -55,8 +57,10 @@ class ParamSchedule:
         return self.min_lr + (self.lr - self.min_lr) * self._decay_coefficient(steps)
 
     def weight_decay(self, iteration: int, consumed_samples: int) -> float:
-        """Return the weight decay of the update after `iteration` updates and `consumed_samples` samples, excluding
-        skipped ones."""
+        """Return the weight decay of the update after `iteration` updates and `consumed_samples` samples.
+
+        Skipped updates and their samples do not count.
+        """
         steps = self._position(iteration, consumed_samples)
         if self.weight_decay_style == "constant" or steps > self.weight_decay_steps:
             return self.end_weight_decay

@@ -142,8 +142,10 @@ class Bert(Transformer):
         return self.embed(input_ids, context, tokentype_ids)
 
     def _pooled(self, x: Tensor, context: Context, token_index: Tensor | None) -> Tensor:
-        """Return [batch, hidden] from each sequence's first token in the residual stream x. With context parallelism,
-        ranks without the first tokens pool zeros."""
+        """Pool each sequence's first token in the residual stream x: [batch, hidden].
+
+        With context parallelism, ranks without the first tokens pool zeros.
+        """
         if token_index is None:
             token_index = torch.arange(context.position_ids.shape[1], device=x.device)
         rows = torch.arange(context.batch, device=x.device)[:, None]  # [batch, 1]
@@ -158,7 +160,10 @@ class Bert(Transformer):
 
 
 class BertCrossEntropy(CrossEntropy):
-    """The mean over the masked tokens of the step; a sample's order loss has its number of masked tokens as weight."""
+    """Mean cross-entropy over the masked tokens of the step, plus the sentence order loss.
+
+    The weight of a sample's order loss is its number of masked tokens.
+    """
 
     def given(self, batch: Batch, weights: Tensor) -> Batch:
         return replace(super().given(batch, weights), order_weights=batch.loss_mask.sum(1))
@@ -178,8 +183,10 @@ class BertMicroBatchMean(MicroBatchMean):
 
 
 def order_loss(logits: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
-    """Return Σ weights · cross-entropy of logits [batch, 2] against order int64 [batch], a float32 scalar. Samples
-    without an order (NO_LABEL) do not count."""
+    """Return Σ weights · cross-entropy of logits [batch, 2] against order int64 [batch], a float32 scalar.
+
+    Samples without an order (NO_LABEL) do not count.
+    """
     losses = cross_entropy(logits.float(), order, ignore_index=NO_LABEL, reduction="none")
     return (losses * (mean_weights(order) if weights is None else weights)).sum()
 

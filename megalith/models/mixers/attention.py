@@ -92,8 +92,11 @@ class Attention(Runnable):
 
 
 class SelfAttention(Attention):
-    """linear_qkv, rotary positions, attention, linear_proj. With attention_output_gate, the output is multiplied by the
-    sigmoid of a gate, whose rows follow the queries of their group."""
+    """Self-attention: linear_qkv, rotary positions, the attention core, linear_proj.
+
+    With attention_output_gate, the core's output is multiplied by the sigmoid of a gate. The gate's rows in linear_qkv
+    follow the queries of their group.
+    """
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
@@ -220,8 +223,10 @@ class RelativeBias(nn.Module):
 
 
 def distance_buckets(distances: Tensor, causal: bool, buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance key index − query index, int64 of the same shape. With `causal`, keys after
-    the query have distance 0."""
+    """Return the bucket of each distance (key index − query index), int64 of the same shape.
+
+    With `causal`, keys after the query count as distance 0.
+    """
     first = 0
     if causal:
         distances = (-distances).clamp(min=0)
