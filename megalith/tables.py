@@ -24,8 +24,10 @@ def columns() -> int:
 
 
 def render(table: Table) -> str:
-    """Return the table as plain text, at most WIDTH wide. If the terminal is too narrow for it, each row becomes
-    `heading value, heading value, …`."""
+    """Return the table as plain text, at most WIDTH wide.
+
+    If the terminal is too narrow for it, each row becomes `heading value, heading value, …`.
+    """
     heading, rows = render_lines(table)
     return "\n".join([*heading, *rows])
 

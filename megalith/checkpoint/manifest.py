@@ -112,8 +112,11 @@ class TokenizerRecord(_Record):
 
 
 class DataRecord(_Record):
-    """Identity of training data. Indexed dataset: file sizes in bytes and SHA-256 of the `.idx`, in hexadecimal. Chat
-    data: number of rows and SHA-256 of the samples."""
+    """Identity of training data.
+
+    For an indexed dataset: file sizes in bytes and the SHA-256 of the `.idx`, in hexadecimal. For chat data: the number
+    of rows and the SHA-256 of the samples.
+    """
 
     bin_bytes: Count = 0
     idx_bytes: Count = 0

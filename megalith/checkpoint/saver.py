@@ -76,8 +76,10 @@ class Saver:
         background: bool = False,
         max_failures: int | None = None,
     ):
-        """For background saves, create a process group, so that their messages do not mix with training's. It is
-        created here and not at the first save: a rank that is lost during its creation would leave the others waiting.
+        """Prepare to save. Collective for background saves, which get a process group of their own.
+
+        Their messages then do not mix with training's. The group is created here and not at the first save, because a
+        rank that is lost during its creation would leave the others waiting.
 
         Args:
             checkpoints: folder or URL of the steps.

@@ -58,7 +58,7 @@ class ShardWriter:
     3."""
 
     def __init__(self, folder: Path | StorePath, rank: int = 0, *, shard_bytes: int):
-        """A file is written when its items reach `shard_bytes`, the rest by `finish`."""
+        """Write a file whenever its items reach `shard_bytes`. `finish` writes the rest."""
         self._folder, self._rank, self._shard_bytes = folder, rank, shard_bytes
         self._pending: dict[str, list[WriteItem]] = {}
         self._sizes: dict[str, int] = {}
@@ -131,8 +131,11 @@ class StepWriter:
         write_tokenizer: Callable[[Path], None] | None = None,
         shard_bytes: int = STREAMED_SHARD,
     ):
-        """`parts` exist in the step even if no tensor is added to them. `write_tokenizer` writes into a given
-        folder."""
+        """Prepare a step.
+
+        `parts` exist in the step even if no tensor is added to them. `write_tokenizer` writes the tokenizer into the
+        folder that it is passed.
+        """
         self._step = step_folder(open_location(checkpoints), record.step)
         self._record, self._write_tokenizer, self._shard_bytes = record, write_tokenizer, shard_bytes
         self._table: dict[str, dict[str, TensorRecord]] = {part: {} for part in parts}

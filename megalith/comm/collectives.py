@@ -174,8 +174,11 @@ def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Pending
 
 
 def _wait_on_cpu(x: Tensor) -> Tensor:
-    """Return a collective's result, after waiting for it on a CPU. gloo's threads corrupt the heap if they end two
-    collectives of a group at once and DTensor or compiled code made one an all-gather (begin_group_all_gather)."""
+    """Return a collective's result. On a CPU, wait for it first.
+
+    gloo's threads corrupt the heap if they end two collectives of a group at once and one of them is an all-gather that
+    DTensor or compiled code started (begin_group_all_gather).
+    """
     return _ops.wait_tensor(x) if x.device.type == "cpu" and not torch.compiler.is_compiling() else x
 
 

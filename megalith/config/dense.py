@@ -57,7 +57,7 @@ class RopeScaling(Section):
     """longrope: divisors of the frequencies in longer sequences."""
 
     def magnitude(self, mscale: float = 1.0) -> float:
-        """yarn: 0.1 · mscale · ln(factor) + 1."""
+        """Return yarn's magnitude: 0.1 · mscale · ln(factor) + 1, or 1 if the factor is at most 1."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 

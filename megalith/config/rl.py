@@ -115,7 +115,7 @@ class DistillConfig(Section):
 
     @property
     def teacher_or_logits(self) -> str | None:
-        """distill.logits_dir, or else distill.teacher."""
+        """Source of the teacher's predictions: distill.logits_dir if set, otherwise distill.teacher."""
         return self.logits_dir or self.teacher
 
 
@@ -466,7 +466,7 @@ class RlConfig(Section):
 
     @property
     def prompts_or_rollouts(self) -> str | list[str] | None:
-        """rl.prompts, or else rl.rollouts."""
+        """Source of the run's samples: rl.prompts if set, otherwise rl.rollouts."""
         return self.prompts or self.rollouts
 
     @property
@@ -524,7 +524,7 @@ class RlConfig(Section):
 
     @property
     def counts_masked_sequences(self) -> bool:
-        """count_masked_sequences, or its default."""
+        """Value of count_masked_sequences. Default: true unless filter_zero_std is set."""
         if self.count_masked_sequences is None:
             return not self.filter_zero_std
         return self.count_masked_sequences

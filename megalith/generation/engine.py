@@ -156,8 +156,11 @@ class Engine:
         self.source: Any = None  # set by `sync` (sync.py)
 
     def _build(self, lora: LoraConfig | None) -> Transformer:
-        """Build this rank's part of the model without values. Matrices have the engine's dtype; parameters that layers
-        use in fp32 (norms, positions, decays, sinks, router bias) stay in fp32."""
+        """Build this rank's part of the model, without values.
+
+        Matrices have the engine's dtype. Parameters that layers use in fp32 (norms, positions, decays, sinks, router
+        bias) stay in fp32.
+        """
         model = Transformer(self.config, compute_dtype=self.dtype, device="meta").requires_grad_(False)
         if lora is not None and lora.rank is not None:
             add_adapters(model, lora)
@@ -295,8 +298,14 @@ class Engine:
             self._graph(sampling)
 
     def _fill(self, owners: list[RowSequence | None], waiting: deque[RowSequence], noise: list[int]) -> None:
-        """Assign waiting sequences to idle rows. On a CPU, where a pass covers only rows up to the last used one, then
-        move the last sequences into idle rows between."""
+        """Assign waiting sequences to idle rows.
+
+        A pass on a CPU covers only the rows up to the last used one. There, once no sequence waits, the last sequences
+        are moved into idle rows between used ones.
+
+        A pass on a CPU covers only the rows up to the last used one. There, idle rows between used ones are then filled
+        with the last sequences.
+        """
         idle = [row for row, owner in enumerate(owners) if owner is None]
         begun: list[tuple[int, RowSequence]] = []
         for row in idle:
@@ -376,8 +385,10 @@ class Engine:
             )
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache, length: int | None = None) -> Tensor:
-        """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq]. `length` is the
-        length of the sequences. None: each ends at its position."""
+        """Return the last hidden states [batch, seq, hidden] of ids at positions, int64 [batch, seq].
+
+        `length` is the length of the sequences. None: each ends at its position.
+        """
         context = Context(len(ids), PassLayout(), position_ids=positions, cache=cache)
         if self.config.position_embedding_type == "rope":
             context.rotary = self._rotary(positions, length)

@@ -434,8 +434,11 @@ def saved_of_encoder(meta: MetaModel, number: int) -> int:
 
 
 def _delta_net_activations(model: ModelConfig) -> int:
-    """Return the elements per token of the convolution's input and output, the delta rule's inputs, the gate, and the
-    output before and after gating."""
+    """Return the elements per token that a gated delta net saves.
+
+    They are the convolution's input and output, the delta rule's inputs, the gate, and the output before and after
+    gating.
+    """
     values = model.linear_num_value_heads * model.linear_value_head_dim
     units = 2 * model.linear_num_key_heads * model.linear_key_head_dim + values
     return 3 * units + 3 * values
@@ -452,8 +455,10 @@ def _between_matrices(mlp: nn.Module) -> tuple[int, int]:
 
 
 def _expert_rows(meta: MetaModel, experts: nn.Module) -> float:
-    """Return the elements per token saved in balanced experts: inputs and intermediate activations of its rows, plus
-    the spare rows of static dispatch."""
+    """Return the elements per token that experts save, if they are balanced.
+
+    They are the inputs and intermediate activations of the rows, plus the spare rows of static dispatch.
+    """
     model, parallel = meta.config, meta.parallel
     fc1, fc2 = experts.linear_fc1.weight.shape[1], experts.linear_fc2.weight.shape[2]
     between = fc1 + fc2 if model.moe_permute_fusion else (fc1 + fc2) * 2 if model.gated else fc1 + 2 * fc2

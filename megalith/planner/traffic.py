@@ -172,8 +172,10 @@ def data_bytes(
 
 
 def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
-    """Return to how many stages the chunks of a rank send per micro-batch, forward and backward. `last`: number of the
-    last stage."""
+    """Return the number of stages that the chunks of a rank send to per micro-batch, forward and backward.
+
+    `last` is the number of the last stage.
+    """
     numbers = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
     return sum((number < last) + (number > 0) for number in numbers)
 

@@ -121,8 +121,10 @@ class LogInterval:
 
     @property
     def loss(self) -> float:
-        """Mean of the finite losses, as in Megatron-LM without skipped steps if any other step has one. NaN if no loss
-        is finite, so that the log shows it."""
+        """Mean of the finite losses; NaN if there are none, so that the log shows it.
+
+        Skipped steps do not count, as in Megatron-LM, unless only they have finite losses.
+        """
         finite = [s for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
         losses = [s.loss for s in finite if not s.skipped] or [s.loss for s in finite]
         return sum(losses) / len(losses) if losses else math.nan

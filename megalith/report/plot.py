@@ -237,8 +237,11 @@ def _draw_loss(
 def loss_limits(
     trained: Sequence[Points], smoothed: Sequence[Points], validated: Sequence[Points]
 ) -> tuple[float, float] | None:
-    """Return axis limits from the minimum of all points to the maximum of the smoothed and validation curves, so that a
-    single spike does not compress the curves."""
+    """Return the limits of the loss axis, or None without points.
+
+    They reach from the minimum of all points to the maximum of the smoothed and validation curves, so that a single
+    spike does not compress the curves.
+    """
     tops = [y for points in [*smoothed, *validated] for _, y in points]
     if not tops:
         return None

@@ -261,7 +261,10 @@ class Data:
         dp: Axis,
         show_progress: bool = False,
     ):
-        """Ranks along `dp` read different micro-batches; all other ranks of the mesh read the same ones."""
+        """Open the run's data.
+
+        Ranks along `dp` read different micro-batches. All other ranks of the mesh read the same ones.
+        """
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
@@ -291,8 +294,10 @@ class Data:
         device: torch.device,
         left_out: Sequence[Sequence[int]] = (),
     ) -> Loader:
-        """Return a loader of micro-batches from `consumed_samples` to the end of the run, without the ranges `left_out`
-        (see data/order.py)."""
+        """Return a loader of micro-batches from `consumed_samples` to the end of the run.
+
+        The ranges `left_out` are skipped (see data/order.py).
+        """
 
         def sizes() -> Iterable[int]:
             consumed = consumed_samples

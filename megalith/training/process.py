@@ -59,8 +59,11 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
 
 
 def raise_cuda_connections() -> None:
-    """Raise the number of hardware queues from 8 to 32. A stream that waits for another rank's flag blocks all streams
-    that share its queue. CUDA reads the variable when it is initialized, including by a query for its devices."""
+    """Raise the number of CUDA's hardware queues from 8 to 32, unless the environment sets it.
+
+    A stream that waits for another rank's flag blocks all streams that share its queue. CUDA reads the variable when it
+    is initialized, which a query for its devices also does.
+    """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 

@@ -81,8 +81,10 @@ class ReplicaCheck:
 
 
 def digest(values: Tensor) -> Tensor:
-    """Return two int64 checksums [2] of a tensor's bits: their sum, and their sum weighted by position. Stays on the
-    device."""
+    """Return two checksums of a tensor's bits, int64 [2]: their sum, and their sum weighted by position.
+
+    The result stays on the device.
+    """
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     for start in range(0, bits.numel(), BLOCK):
@@ -111,8 +113,10 @@ def _copies(parameter: Tensor) -> list[Axis]:
 def _differing(
     axis: Axis, shards: list[tuple[str, Tensor]]
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Return (parameter, ranks that differ from the majority, all its ranks) for parameters that differ; ranks are
-    global."""
+    """Return the parameters that differ between ranks.
+
+    Each is a tuple (name, ranks that differ from the majority, all ranks that have it). Ranks are global.
+    """
     local = torch.stack([digest(values) for _, values in shards])  # [parameters, 2]
     gathered = wait(begin_all_gather(local[None], axis)).tolist()  # [ranks, parameters, 2]
     holders = tuple(dist.get_process_group_ranks(axis.group))

@@ -191,8 +191,11 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
 
 
 def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
-    """Return the ranges [first, end) of save numbers in the run's folder that do not belong to the history of
-    `checkpoint`: those it had abandoned, and those saved after it."""
+    """Return the ranges [first, end) of save numbers that do not belong to the history of `checkpoint`.
+
+    These are the saves in the run's folder that the checkpoint's run had abandoned, and those made after the
+    checkpoint.
+    """
     folder = run.saves
     if not is_inside(checkpoint.folder, folder):
         return []
@@ -247,8 +250,10 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
 
 
 def check_same_model(folder: Path, trained: RunConfig, config: RunConfig) -> None:
-    """Raise CheckpointError if the settings in `config` change what the weights in `folder`, trained with `trained`,
-    compute, even if their shapes fit."""
+    """Raise CheckpointError if `config` changes the function that the weights in `folder` compute.
+
+    `trained` is the configuration they were trained with. Shapes may fit even if the function changes.
+    """
     for name in LoraConfig.fields_deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:

@@ -327,8 +327,10 @@ class FeedForward:
 
 
 class TieAndScale:
-    """Row for `tie_word_embeddings`, which in older files also means that the output matrix's input is scaled. Newer
-    files have `scale_decoder_outputs`."""
+    """Row for `tie_word_embeddings` and `scale_decoder_outputs`.
+
+    Older files have only the first key. It then also means that the output matrix's input is scaled.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         tied = hf_config.get("tie_word_embeddings", True) is not False

@@ -103,7 +103,10 @@ def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int
 def _pass_layout(
     before: Callable[..., PassLayout], cp_size: int, tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
-    """Passes with position ids get a shard of every sequence. Others, such as generation, get full sequences."""
+    """Return the layout of a pass: with position ids, each rank gets a shard of every sequence.
+
+    Passes without them, such as generation, get full sequences.
+    """
     layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     if not has_position_ids:
         return replace(layout, full_sequence=True)

@@ -272,7 +272,7 @@ def local_expert_ids(destinations: Tensor, rank: int, local_experts: int, droppe
 
 
 def max_micro_batches(ranks: int, sharing: int) -> int:
-    """Return the maximum number of micro-batches on `ranks` adjacent ranks, if each `sharing` adjacent ranks share one.
+    """Return the maximum number of micro-batches on `ranks` adjacent ranks, if `sharing` adjacent ranks share each.
 
     An expert accepts its capacity from each micro-batch, so this bounds the rows that it gets from the gathered tokens.
     Both kinds of groups start at multiples of their size.

@@ -118,8 +118,10 @@ class TensorParallel:
         return by_sequence.reshape(batch, -1, *x.shape[2:])
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
-        """Column-parallel: weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], SP [1, tokens, out /
-        tp]."""
+        """Compute a column-parallel linear. Returns [batch, seq, out / tp], or under SP [1, tokens, out / tp].
+
+        weight is [out / tp, h], bias [out / tp].
+        """
         sharded, edge = context.layout.sharded, gemm.edge(weight)
         saves, trains = has_wgrad(weight), torch.is_grad_enabled()
         regather = sharded and not self.saves_gathered_inputs
@@ -129,7 +131,10 @@ class TensorParallel:
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
-        """Row-parallel: x [batch, seq, in / tp], weight [h, in / tp], bias [h] -> residual stream [..., h]."""
+        """Compute a row-parallel linear. Returns the residual stream, [batch, seq, h] or under SP [1, tokens / tp, h].
+
+        x is [batch, seq, in / tp], weight [h, in / tp], bias [h].
+        """
         x = self.reduce(linear(x, weight, None, gemm), context)
         return x if bias is None else x + bias
 
