@@ -3,11 +3,13 @@
 import re
 import shlex
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import wording
 from page_trials import BEFORE, INSTEAD, NAME, PAGES, fences, is_tried, lines_of
 
 from benchmarks import headlines
@@ -145,6 +147,26 @@ def test_every_example_stands_in_the_gallery_and_its_run_files_load():
     for name in told:
         if name.endswith(".yaml") and not name.startswith("oumi/"):
             RunConfig.load(folder / name)
+
+
+def test_the_package_uses_the_fields_words_and_names():
+    """tests/wording.py lists what is counted and why."""
+    lines_by_kind = defaultdict(list)
+    for path in SOURCES:
+        for kind, line in wording.findings(path):
+            lines_by_kind[kind].append(line)
+    lines = sum(text_of(path).count("\n") for path in SOURCES)
+    limits = dict.fromkeys(wording.WORDS, wording.LIMIT * lines / 1000)
+    assert not {kind: each for kind, each in lines_by_kind.items() if len(each) > limits.get(kind, 0)}
+
+
+def test_what_is_counted_is_found(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text(
+        'def told(own):\n    """What is asked of x."""\n    return own.places\n', encoding="utf-8"
+    )
+    kinds = sorted(kind for kind, _ in wording.findings(file))
+    assert kinds == ["asked, asks", "docstrings", *["identifiers"] * 4, "places", "told, tells"]
 
 
 def blocks(page: Path) -> Iterator[str]:
