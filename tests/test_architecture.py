@@ -285,9 +285,12 @@ def defined_in(path: Path) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
-                names.add(node.attr)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) in ("self", "cls")
+        ):
+            names.add(node.attr)
     return {name for name in names if is_private(name)}
 
 

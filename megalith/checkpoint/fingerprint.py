@@ -45,7 +45,7 @@ def fingerprint(shards: Mapping[str, LocalShard], world: Axis) -> str | None:
 def sample(shard: LocalShard) -> dict[int, str]:
     """Return the sampled values that this shard holds, as hexadecimal bytes by sample number."""
     count = torch.Size(shard.shape).numel()
-    numbers, indices = [], []
+    row_numbers, indices = [], []
     for number in range(VALUES if count else 0):
         rest, index = (2 * number + 1) * count // (2 * VALUES), []
         for size in reversed(shard.shape):
@@ -53,13 +53,15 @@ def sample(shard: LocalShard) -> dict[int, str]:
             index.insert(0, i)
         index = [i - start for i, start in zip(index, shard.offset)]
         if all(0 <= i < size for i, size in zip(index, shard.values.shape)):
-            numbers.append(number)
+            row_numbers.append(number)
             indices.append(index)
-    if not numbers:
+    if not row_numbers:
         return {}
     index = torch.tensor(indices, dtype=torch.int64, device=shard.values.device)  # [values, dimensions]
-    values = byte_view(shard.values[index.unbind(1)].expand(len(numbers)).cpu()).view(len(numbers), -1)
-    return {number: bytes(value.tolist()).hex() for number, value in zip(numbers, values)}
+    values = byte_view(shard.values[index.unbind(1)].expand(len(row_numbers)).cpu()).view(
+        len(row_numbers), -1
+    )
+    return {number: bytes(value.tolist()).hex() for number, value in zip(row_numbers, values)}
 
 
 def digest(samples: Sample) -> str:

@@ -149,11 +149,11 @@ class StepFolder:
             return
         with contextlib.suppress(OSError):
             steps = list_steps(self.checkpoints)
-            numbers = {}
+            save_numbers = {}
             for step, folder in steps.items():
                 with contextlib.suppress(OSError):
-                    numbers[step] = save_number(folder) or 0
-            for step in sorted(numbers, key=lambda step: (numbers[step], step))[:-keep_last]:
+                    save_numbers[step] = save_number(folder) or 0
+            for step in sorted(save_numbers, key=lambda step: (save_numbers[step], step))[:-keep_last]:
                 if steps[step] != self.final and not (keep_every and step % keep_every == 0):
                     self._delete(steps[step])
 

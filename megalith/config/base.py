@@ -204,7 +204,7 @@ class Section(BaseModel):
 def _requirements(section: type[Section]) -> list[tuple[str, Any, list[RequiresSetting]]]:
     """Return the fields with requirements as (name, default, requirements). Cached for the planner's many calls."""
     fields = section.model_fields.items()
-    return [(name, field.default, found) for name, field in fields if (found := section.requirements(name))]
+    return [(name, field.default, needs) for name, field in fields if (needs := section.requirements(name))]
 
 
 @functools.cache

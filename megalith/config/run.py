@@ -334,9 +334,9 @@ def _set_fields(section: Section) -> dict[str, Any]:
 
 def _refuse_unknown(tree: Tree) -> None:
     for section, values in tree.items():
-        known = known_keys(section)
+        allowed = known_keys(section)
         for key in values:
-            if key not in known and key.partition(".")[0] not in known:
+            if key not in allowed and key.partition(".")[0] not in allowed:
                 hint = (
                     _elsewhere(key)
                     or hint_of_other_name(key)

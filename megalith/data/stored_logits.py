@@ -100,10 +100,10 @@ class StoredLogits:
         Raises:
             DataError: if a sample has no predictions, or differs from the one that was stored.
         """
-        numbers = batch.sample_numbers.tolist()
-        rows = [self._row(number) for number in numbers]
+        sample_numbers = batch.sample_numbers.tolist()
+        rows = [self._row(number) for number in sample_numbers]
         indices, logprobs, digests = (torch.stack(each) for each in zip(*rows))
-        for number, stored, digest in zip(numbers, digests.tolist(), digests_of(batch).tolist()):
+        for number, stored, digest in zip(sample_numbers, digests.tolist(), digests_of(batch).tolist()):
             if stored != digest:
                 raise DataError(
                     f"sample {number:,} of this run differs from the one that {self.folder} has predictions for: the "

@@ -115,8 +115,8 @@ def _generate_rows(
     """Generate these sequences together."""
     device, vocabulary = model.device, model.config.vocab_size
     encoded = _encode(model, [row.prompt for row in rows])
-    numbers = torch.tensor([keys[row.prompt_index] * MAX_GENERATIONS + row.generation for row in rows])
-    noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].to(device)
+    stream_keys = torch.tensor([keys[row.prompt_index] * MAX_GENERATIONS + row.generation for row in rows])
+    noise = token_keys(sampling.seed, stream_keys, torch.zeros(1, dtype=torch.int64))[:, 0].to(device)
     limit = max(row.limit for row in rows)
     position_keys, cache = column_keys(limit, device), GrowingCache()
     tokens = torch.full((len(rows),), DECODER_START, device=device)

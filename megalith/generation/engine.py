@@ -254,9 +254,9 @@ class Engine:
         sequences = make_sequences(prompts, sampling, num_generations, self.config, self.max_tokens)
         keys = range(len(prompts)) if keys is None else keys
         check_keys(keys, len(prompts), num_generations)
-        numbers = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]
-        numbers = torch.tensor(numbers, dtype=torch.int64)  # may be empty on a replica
-        noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
+        stream_keys = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]
+        stream_keys = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
+        noise = token_keys(sampling.seed, stream_keys, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
         self._reset_state(sampling)
         waiting, pending = deque(sequences), deque()
         owners: list[RowSequence | None] = [None] * self.max_rows

@@ -109,7 +109,7 @@ class Loss:
         """
         return None
 
-    def given(self, batch: Batch, weights: Tensor) -> Batch:
+    def with_weights(self, batch: Batch, weights: Tensor) -> Batch:
         """Return the batch that the model gets, with `targets` as labels and these weights as loss_mask."""
         return replace(batch, labels=self.targets(batch), loss_mask=weights)
 

@@ -63,7 +63,7 @@ class Stack(nn.Module):
 
     Args:
         config: sizes, norms, positions.
-        numbers: numbers of the layers, which no other stack of the model has.
+        layer_numbers: numbers of the layers, which no other stack of the model has.
         seed: of dropout.
         device: where parameters are created, without values.
         causal: if False, every token attends to all tokens of its document.
@@ -75,7 +75,7 @@ class Stack(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        numbers: Iterable[int],
+        layer_numbers: Iterable[int],
         *,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -87,10 +87,10 @@ class Stack(nn.Module):
         super().__init__()
         self.config, self.seed, self.causal = config, seed, causal
         self.embedding = embedding
-        numbers = list(numbers)
-        self.first_layer = numbers[0] if numbers else 0
+        layer_numbers = list(layer_numbers)
+        self.first_layer = layer_numbers[0] if layer_numbers else 0
         self.layers = nn.ModuleDict(
-            {str(n): layer_class(config, n, cross)(config, n, device, mixer=mixer) for n in numbers}
+            {str(n): layer_class(config, n, cross)(config, n, device, mixer=mixer) for n in layer_numbers}
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
         self.relative_attention_bias = None
@@ -202,7 +202,7 @@ class Transformer(Stack):
 
     Args:
         config: the model's configuration.
-        numbers: numbers of the layers; None: all.
+        layer_numbers: numbers of the layers; None: all.
         compute_dtype: dtype of the layers' computation.
         seed: of dropout.
         device: where parameters are created.
@@ -220,7 +220,7 @@ class Transformer(Stack):
         self,
         config: ModelConfig,
         *,
-        numbers: Iterable[int] | None = None,
+        layer_numbers: Iterable[int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -228,10 +228,13 @@ class Transformer(Stack):
         cross: bool = False,
         mixer: MakeMixer = make_mixer,
     ):
-        numbers = [*(range(config.num_layers) if numbers is None else numbers), *config.mtp_layers]
+        layer_numbers = [
+            *(range(config.num_layers) if layer_numbers is None else layer_numbers),
+            *config.mtp_layers,
+        ]
         kinds = dict(causal=causal, cross=cross, mixer=mixer)
         super().__init__(
-            config, numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
+            config, layer_numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
         )
         self.compute_dtype = compute_dtype
         self.output_layer = self.vocabulary = None
@@ -301,16 +304,18 @@ class Transformer(Stack):
             is_first: True for the first stage.
             is_last: True for the last stage.
         """
-        numbers = {*map(str, layers), *(map(str, self.config.mtp_layers) if is_last else ())}
-        others = [layer for s in stacks_of(self) for name, layer in s.layers.items() if name not in numbers]
+        layer_numbers = {*map(str, layers), *(map(str, self.config.mtp_layers) if is_last else ())}
+        others = [
+            layer for s in stacks_of(self) for name, layer in s.layers.items() if name not in layer_numbers
+        ]
         stage = copy.deepcopy(self, {id(layer): layer for layer in others})  # does not copy what is removed
         if is_last and self.config.embedding_at_head and not is_first:
             stage.embedding.keep_words_only()
         elif not is_first:
             stage.embedding = None
         for stack in stacks_of(stage):
-            ends_here = is_last if stack is stage else [*stack.layers][-1] in numbers
-            for number in set(stack.layers) - numbers:
+            ends_here = is_last if stack is stage else [*stack.layers][-1] in layer_numbers
+            for number in set(stack.layers) - layer_numbers:
                 del stack.layers[number]
             if not ends_here:
                 stack.final_layernorm = None

@@ -232,7 +232,7 @@ def _flex(
     """
     causal, mask, documents, window = visibility
     queries, keys = query.shape[2], key.shape[2]
-    numbers = None if documents is None else document_ids(documents, queries)
+    document_numbers = None if documents is None else document_ids(documents, queries)
     before = keys - queries
 
     def changed(score, batch, head, row, column):
@@ -244,14 +244,14 @@ def _flex(
         one = column >= 0
         if mask is not None:
             one = one & mask[batch % mask.shape[0], 0, row, column]
-        if numbers is not None:
-            one = one & (numbers[batch, row] == numbers[batch, column])
+        if document_numbers is not None:
+            one = one & (document_numbers[batch, row] == document_numbers[batch, column])
         if causal or window is not None:
             one = one & (row + before >= column)
         return one if window is None else one & (column > row + before - window)
 
     any_visible, all_visible = visible_blocks(
-        queries, keys, causal, window, numbers, _FLEX_BLOCK, query.device
+        queries, keys, causal, window, document_numbers, _FLEX_BLOCK, query.device
     )
     blocks = BlockMask.from_kv_blocks(
         *_listed(any_visible if mask is not None else any_visible & ~all_visible),

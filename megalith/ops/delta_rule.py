@@ -200,12 +200,16 @@ def _document_masks(documents: Tensor, chunks: int) -> tuple[Tensor, ...]:
         Chunks where both documents are the same, float32 [batch, 1, chunks, 1, 1].
     """
     missing = chunks * CHUNK - documents.shape[1]
-    numbers = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents
-    numbers = numbers.unflatten(1, (chunks, CHUNK))  # [batch, chunks, C]
-    last = numbers[..., -1:]
-    before = torch.cat([numbers[:, :1, :1], last[:, :-1]], dim=1)
-    same = numbers[..., :, None] == numbers[..., None, :]
-    masks = [(numbers == before)[..., None], (numbers == last)[..., None], (last == before)[..., None]]
+    chunk_documents = pad(documents[:, None], (0, missing), mode="replicate")[:, 0] if missing else documents
+    chunk_documents = chunk_documents.unflatten(1, (chunks, CHUNK))  # [batch, chunks, C]
+    last = chunk_documents[..., -1:]
+    before = torch.cat([chunk_documents[:, :1, :1], last[:, :-1]], dim=1)
+    same = chunk_documents[..., :, None] == chunk_documents[..., None, :]
+    masks = [
+        (chunk_documents == before)[..., None],
+        (chunk_documents == last)[..., None],
+        (last == before)[..., None],
+    ]
     return same[:, None], *(mask[:, None].float() for mask in masks)
 
 
@@ -225,9 +229,9 @@ def causal_conv(x: Tensor, taps: Tensor, documents: Tensor | None = None) -> Ten
         return conv1d(pad(x.mT, (count - 1, 0)), taps.to(x.dtype), groups=len(taps)).mT
     total = torch.zeros_like(x)
     for back in range(count):
-        moved, numbers = (
+        moved, chunk_documents = (
             pad(y, (0, 0) * (y.dim() - 2) + (back, 0), value=-1)[:, : y.shape[1]] for y in (x, documents)
         )
-        same = (numbers == documents)[..., None]
+        same = (chunk_documents == documents)[..., None]
         total = total + torch.where(same, moved, 0) * taps[:, 0, count - 1 - back].to(x.dtype)
     return total

@@ -85,8 +85,10 @@ def dense_mask(
     """
     queries, keys = query.shape[2], key.shape[2]
     if documents is not None:
-        numbers = (document_ids(ends, seq) for ends, seq in zip(documents, (queries, keys), strict=True))
-        inside = same_document_mask(*numbers, causal and window is None)
+        document_numbers = (
+            document_ids(ends, seq) for ends, seq in zip(documents, (queries, keys), strict=True)
+        )
+        inside = same_document_mask(*document_numbers, causal and window is None)
         mask = inside if mask is None else mask & inside
     if window is not None:
         near = window_mask(queries, keys, window, query.device, ahead)
@@ -99,7 +101,7 @@ def visible_blocks(
     keys: int,
     causal: bool,
     window: int | None,
-    numbers: Tensor | None,  # document_ids of both queries and keys
+    document_numbers: Tensor | None,  # document_ids of both queries and keys
     size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
@@ -121,8 +123,8 @@ def visible_blocks(
     if window is not None:
         partial, complete = partial & (column_ends > rows - window), complete & (columns > row_ends - window)
     partial, complete = partial[None], complete[None]
-    if numbers is not None:
-        low, high = numbers[:, columns], numbers[:, column_ends]  # numbers ascend
+    if document_numbers is not None:
+        low, high = document_numbers[:, columns], document_numbers[:, column_ends]  # numbers ascend
         partial = partial & (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
         complete = complete & (low[:, :, None] == high[:, None]) & (low[:, None] == high[:, :, None])
     return partial[:, None], complete[:, None]
@@ -141,10 +143,12 @@ def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
 
 def alibi_slopes(heads: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return the slopes of `count` heads, starting at head `first` of `heads`: float32 [count]."""
-    numbers = torch.arange(first, first + count, dtype=torch.float32, device=device)
+    document_numbers = torch.arange(first, first + count, dtype=torch.float32, device=device)
     power = 1 << heads.bit_length() - 1  # largest power of two in heads
-    further = (numbers - power) * 2 + 1
-    return torch.exp2(torch.where(numbers < power, (numbers + 1) * (-8 / power), further * (-4 / power)))
+    further = (document_numbers - power) * 2 + 1
+    return torch.exp2(
+        torch.where(document_numbers < power, (document_numbers + 1) * (-8 / power), further * (-4 / power))
+    )
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

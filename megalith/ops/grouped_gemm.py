@@ -64,8 +64,8 @@ class RowGroups:
 
         The group of a row after the last group is undefined.
         """
-        numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
-        return torch.searchsorted(self.ends, numbers, right=True).clamp(max=len(self.counts) - 1)
+        row_numbers = torch.arange(rows, dtype=torch.int32, device=self.counts.device)
+        return torch.searchsorted(self.ends, row_numbers, right=True).clamp(max=len(self.counts) - 1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of each group. May wait for the device like `on_host`."""

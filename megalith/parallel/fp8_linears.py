@@ -67,14 +67,16 @@ def casts_weights_once(config: RunConfig) -> bool:
     )
 
 
-def layers_cast_once(numbers: Sequence[int], config: RunConfig) -> set[int]:
-    """Return the layers, of a chunk's layer `numbers` in order, whose weights are cast to FP8 once per step."""
+def layers_cast_once(layer_numbers: Sequence[int], config: RunConfig) -> set[int]:
+    """Return the layers, of a chunk's layer `layer_numbers` in order, whose weights are cast to FP8 once per step."""
     parallel = config.parallel
     if not casts_weights_once(config):
         return set()
     if parallel.data_parallel_sharding_strategy == "optim_grads_params":
-        numbers = numbers[-parallel.unsharded_layers :]  # in the others, codes of full weights would stay
-    return {number for number in numbers if uses_fp8(number, config)}
+        layer_numbers = layer_numbers[
+            -parallel.unsharded_layers :
+        ]  # in the others, codes of full weights would stay
+    return {number for number in layer_numbers if uses_fp8(number, config)}
 
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:

@@ -231,7 +231,7 @@ class ParallelModel:
             else:
                 observe = partial(self._observe, loss, batch)
                 objective = Objective(observe, *options, loss.token_losses, tokens, fused_head_loss)
-        local_batch, token_index = shard_batch(loss.given(batch, weights), self.mesh.cp)
+        local_batch, token_index = shard_batch(loss.with_weights(batch, weights), self.mesh.cp)
         if objective is not None and self.mesh.cp.size > 1:
             objective = replace(
                 objective, tokens={name: x[:, token_index] for name, x in objective.tokens.items()}

@@ -69,8 +69,8 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
 
 def _scalars(outcome: Outcome) -> str:
     """Return the values that must be bitwise equal on all ranks, as text, in which NaN equals NaN."""
-    numbers = (outcome.losses, outcome.norms, outcome.evaluation)
-    return repr((*numbers, outcome.skipped, outcome.generated))
+    series = (outcome.losses, outcome.norms, outcome.evaluation)
+    return repr((*series, outcome.skipped, outcome.generated))
 
 
 def relative_error(actual: Sequence[float], expected: Sequence[float]) -> float:

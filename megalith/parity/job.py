@@ -158,7 +158,7 @@ def _gather(run: Run, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
     shards = {name: shard.first_rows(rows[name]) if name in rows else shard for name, shard in shards.items()}
     tensors = {}
     for name, tensor in global_tensors(shards, run.mesh.world).items():
-        held = sum(math.prod(part.shape) for part in tensor.parts)
-        assert held == math.prod(tensor.shape), f"{name}: ranks own {held} elements of {tensor.shape}"
+        owned = sum(math.prod(part.shape) for part in tensor.parts)
+        assert owned == math.prod(tensor.shape), f"{name}: ranks own {owned} elements of {tensor.shape}"
         tensors[name] = tensor.gather()
     return {} if run.mesh.world.rank else tensors

@@ -67,11 +67,11 @@ class MetaModel:
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by subject and sharding
         self._kinds: dict[tuple[int, ...], Counter[int]] = {}
-        self.numbers = [*range(model.num_layers), *model.mtp_layers]
+        self.layer_numbers = [*range(model.num_layers), *model.mtp_layers]
         special = set(model.expert_layers), set(model.mtp_layers), set(model.linear_attention_layers)
-        kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
-        first = {kinds[number]: number for number in reversed(self.numbers)}
-        self._first = {number: first[kinds[number]] for number in self.numbers}
+        kinds = {number: tuple(number in layers for layers in special) for number in self.layer_numbers}
+        first = {kinds[number]: number for number in reversed(self.layer_numbers)}
+        self._first = {number: first[kinds[number]] for number in self.layer_numbers}
         no_layers = {
             "num_layers": 0,
             "mtp_num_layers": model.mtp_num_layers and 0,
@@ -107,23 +107,23 @@ class MetaModel:
         """Return a layer of the same kind as layer `number`."""
         return self._layers[self._first[number]]
 
-    def in_layers(self, numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
+    def in_layers(self, layer_numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
         """Return the parameters of these layers by part. `matrices`: only weights that tokens are multiplied by."""
-        key = tuple(numbers)
+        key = tuple(layer_numbers)
         return self.cached(("layers", key, matrices), partial(self._in_layers, key, matrices))
 
-    def _in_layers(self, numbers: tuple[int, ...], matrices: bool) -> Counter[str]:
+    def _in_layers(self, layer_numbers: tuple[int, ...], matrices: bool) -> Counter[str]:
         total: Counter[str] = Counter()
-        for number, times in self.kinds(numbers).items():
+        for number, times in self.kinds(layer_numbers).items():
             counts = self.cached(
                 ("layer", number, matrices), partial(self._count, self.layer(number), matrices)
             )
             total.update({part: times * size for part, size in counts.items()})
         return total
 
-    def kinds(self, numbers: Iterable[int]) -> Counter[int]:
+    def kinds(self, layer_numbers: Iterable[int]) -> Counter[int]:
         """Return how many of these layers are of each kind, by the number of the first layer of the kind."""
-        key = tuple(numbers)
+        key = tuple(layer_numbers)
         if key not in self._kinds:
             self._kinds[key] = Counter(map(self._first.__getitem__, key))
         return self._kinds[key]
@@ -209,12 +209,12 @@ class MetaModel:
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
     """Return the numbers of the layers of these chunks. MTP layers belong to the chunk with the head."""
-    numbers: list[int] = []
+    layer_numbers: list[int] = []
     for chunk in chunks:
-        numbers += chunk.layers
+        layer_numbers += chunk.layers
         if chunk.head:
-            numbers += model.mtp_layers
-    return numbers
+            layer_numbers += model.mtp_layers
+    return layer_numbers
 
 
 def _part(name: str, module: nn.Module) -> str:
@@ -289,7 +289,7 @@ def count_parameters(
     if not padded_vocab:
         model = model.model_copy(update={"make_vocab_size_divisible_by": 1})
     meta = MetaModel(model, lora)
-    counts = meta.outside() + meta.in_layers(meta.numbers)
+    counts = meta.outside() + meta.in_layers(meta.layer_numbers)
     return ParameterCounts(
         **{part: counts[part] for part in ("embedding", "attention", "norms", "head", "adapters")},
         mlp=counts["mlp"] + counts["experts"],
@@ -346,13 +346,13 @@ def flops_per_token(
         return _encoder_decoder_flops(
             meta, seq_length, seq_length if decoder_length is None else decoder_length
         )
-    weights = meta.in_layers(meta.numbers, matrices=True)
+    weights = meta.in_layers(meta.layer_numbers, matrices=True)
     per_weight = (FORWARD_AND_BACKWARD - (weights["adapters"] > 0)) * MULTIPLY_ADD
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of a product of activations, or of a trained weight
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ and of probabilities·v
     linear = model.linear_attention_layers
-    pairs = sum(_keys(model, number, seq_length) for number in meta.numbers if number not in linear)
+    pairs = sum(_keys(model, number, seq_length) for number in meta.layer_numbers if number not in linear)
     return TokenFlops(
         attention_projections=per_weight * weights["attention"]
         + per_pair * len(linear) * delta_rule_macs(model),
@@ -368,7 +368,9 @@ def _encoder_decoder_flops(meta: MetaModel, encoder_length: int, decoder_length:
     """Return the FLOPs per encoder token. Cross-attention computes keys and values from the encoder's tokens."""
     model, share = meta.config, decoder_length / encoder_length
     encoders, decoders = range(model.encoder_layers), range(model.encoder_layers, model.num_layers)
-    encoder, decoder = (meta.in_layers(numbers, matrices=True) for numbers in (encoders, decoders))
+    encoder, decoder = (
+        meta.in_layers(layer_numbers, matrices=True) for layer_numbers in (encoders, decoders)
+    )
     weights = Counter({part: encoder[part] + share * decoder[part] for part in encoder | decoder})
     keys_values = 2 * model.query_groups * model.head_dim * model.hidden_size
     weights["attention"] += (1 - share) * len(decoders) * keys_values

@@ -297,15 +297,15 @@ def with_recomputation(
     return config, [f"parallel.recompute_granularity null ({figures}; see `megalith plan`)"]
 
 
-def _recomputed_by(given: ParallelConfig, parallel: ParallelConfig) -> str:
-    """The settings of `parallel` that are not as `given`, by which it recomputes or gathers tokens again."""
-    granularity, said = parallel.recompute_granularity, []
+def _recomputed_by(configured: ParallelConfig, parallel: ParallelConfig) -> str:
+    """The settings of `parallel` that are not as `configured`, by which it recomputes or gathers tokens again."""
+    granularity, reasons = parallel.recompute_granularity, []
     if granularity is not None:
         modules = f" of {' and '.join(parallel.recompute_modules)}" if granularity == "selective" else ""
-        said.append(f"parallel.recompute_granularity {granularity}{modules}")
-    if parallel.save_gathered_inputs != given.save_gathered_inputs:
-        said.append("parallel.save_gathered_inputs false")
-    return " and ".join(said)
+        reasons.append(f"parallel.recompute_granularity {granularity}{modules}")
+    if parallel.save_gathered_inputs != configured.save_gathered_inputs:
+        reasons.append("parallel.save_gathered_inputs false")
+    return " and ".join(reasons)
 
 
 def _recomputing(

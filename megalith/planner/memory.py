@@ -87,7 +87,7 @@ class StageMemory:
         meta: MetaModel,
         world_size: int,
         chunks: Sequence[Stage],
-        layers_held: int | None = None,
+        max_layers_in_flight: int | None = None,
         accumulates: bool = True,
     ):
         """Prepare the estimate.
@@ -113,12 +113,12 @@ class StageMemory:
 
         self.meta = meta
         self.chunks, self.head = len(chunks), any(chunk.head for chunk in chunks)
-        self.numbers = layers_of(config.model, chunks)
-        self.layers = len(self.numbers)
-        self.held = self.layers if layers_held is None else layers_held
+        self.layer_numbers = layers_of(config.model, chunks)
+        self.layers = len(self.layer_numbers)
+        self.in_flight_layers = self.layers if max_layers_in_flight is None else max_layers_in_flight
         in_fp8 = cast_once = 0
         if config.train.fp8_format:
-            in_fp8 = sum(uses_fp8(number, config) for number in self.numbers)
+            in_fp8 = sum(uses_fp8(number, config) for number in self.layer_numbers)
             cast_once = sum(
                 len(layers_cast_once(layers_of(config.model, [chunk]), config)) for chunk in chunks
             )
@@ -126,7 +126,7 @@ class StageMemory:
         """Fraction of the layers that compute in FP8."""
         self.cast_once = cast_once / max(self.layers, 1)
         """Fraction of the layers whose FP8 weights are cast once per step."""
-        here = meta.in_layers(self.numbers)
+        here = meta.in_layers(self.layer_numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
         self.in_mlps = here["mlp"] / max(self.dense, 1)
@@ -178,18 +178,18 @@ class StageMemory:
 
         The second includes the recomputed layers in their backward pass, and one layer of the offloaded activations.
         """
-        parallel, layers, held = self.parallel, self.layers, self.held
+        parallel, layers, in_flight_layers = self.parallel, self.layers, self.in_flight_layers
         if not layers:
-            return 0, held
+            return 0, in_flight_layers
         if first := min(parallel.cpu_offloading_num_layers * self.chunks, layers):
-            held += 1 - held * first // layers
+            in_flight_layers += 1 - in_flight_layers * first // layers
         if parallel.recompute_granularity != "full":
-            return 0, held
+            return 0, in_flight_layers
         if parallel.recompute_method == "block":  # the first layers of each chunk, each by itself
-            again = held * min(parallel.recompute_num_layers * self.chunks, layers) // layers
-            return again, held - again + 1
+            again = in_flight_layers * min(parallel.recompute_num_layers * self.chunks, layers) // layers
+            return again, in_flight_layers - again + 1
         unit = min(parallel.recompute_num_layers, layers)
-        return -(-held // unit), unit
+        return -(-in_flight_layers // unit), unit
 
     def _saved_per_token(self) -> float:
         """Return the saved elements per token over the layers in flight, with recomputation."""
@@ -197,7 +197,7 @@ class StageMemory:
         inputs, complete = self._saved_layers()
 
         def mean_of(recomputed: Collection[str], code: float | None) -> float:
-            kinds = self.meta.kinds(self.numbers).items()
+            kinds = self.meta.kinds(self.layer_numbers).items()
             saved = sum(
                 times
                 * token_fraction(self.config, n)
@@ -215,7 +215,7 @@ class StageMemory:
         everything = mean()
         saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
         if parallel.saves_attention:
-            layers = min(inputs * unit_size(parallel), self.held)
+            layers = min(inputs * unit_size(parallel), self.in_flight_layers)
             saved += (
                 layers
                 * self.model.num_attention_heads
@@ -269,7 +269,7 @@ class StageMemory:
         """
         first, data = self.model.encoder_layers, self.config.data
         heads = self.model.num_attention_heads // self.tensor // self.context
-        encodes = {number < first for number in self.numbers}
+        encodes = {number < first for number in self.layer_numbers}
         pairs = sum((data.seq_length if is_encoder else data.decoder_length) ** 2 for is_encoder in encodes)
         taken = (INDEX_BYTES + MASTER_BYTES * heads + GRADIENT_BYTES * heads) * pairs
         if True in encodes:

@@ -112,18 +112,18 @@ class Passes:
 
     def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
         """Return the seconds of the forward and the backward pass by part."""
-        numbers = layers_of(self.model, [chunk])
-        kinds = self.meta.kinds(numbers)
+        layer_numbers = layers_of(self.model, [chunk])
+        kinds = self.meta.kinds(layer_numbers)
         key = (*kinds.items(), chunk.embedding, chunk.head)
         if key not in self._chunks:
-            self._chunks[key] = self._chunk(chunk, numbers, kinds)
+            self._chunks[key] = self._chunk(chunk, layer_numbers, kinds)
         return self._chunks[key]
 
     def _chunk(
-        self, chunk: Stage, numbers: Sequence[int], kinds: Counter[int]
+        self, chunk: Stage, layer_numbers: Sequence[int], kinds: Counter[int]
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
-        recomputed = self._recomputed(len(numbers), chunk.head)
+        recomputed = self._recomputed(len(layer_numbers), chunk.head)
         for number, times in kinds.items():
             there, back, again = self._layer(number)
             times = times * token_fraction(self.config, number)
@@ -131,8 +131,8 @@ class Passes:
                 forward[name] += times * there[name]
                 backward[name] += times * (back[name] + recomputed * again[name])
         forward, backward = (
-            self._host(forward, numbers, 0.45),
-            self._host(backward, numbers, 0.55 + 0.45 * recomputed),
+            self._host(forward, layer_numbers, 0.45),
+            self._host(backward, layer_numbers, 0.55 + 0.45 * recomputed),
         )
         if chunk.embedding:
             rows = self.tokens * self.model.hidden_size * self.width / self.streams
@@ -157,12 +157,12 @@ class Passes:
             return min(parallel.recompute_num_layers, layers) / layers
         return 1.0 - (head and skips_last_layer(parallel)) / layers
 
-    def _host(self, work: Counter[str], numbers: Sequence[int], share: float) -> Counter[str]:
+    def _host(self, work: Counter[str], layer_numbers: Sequence[int], share: float) -> Counter[str]:
         """Add the time by which the host is slower than the device."""
         launch = self.rates.launch * 1e-6
-        experts = len(self.expert_layers.intersection(numbers))
+        experts = len(self.expert_layers.intersection(layer_numbers))
         kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
-        host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
+        host = share * launch * OPERATORS[kind] * (len(layer_numbers) - experts)
         waits = experts and not is_static(self.model, self.parallel)
         if not waits:
             host += share * launch * OPERATORS["experts"] * experts
@@ -395,7 +395,7 @@ class Passes:
             )
             moved = share * self._cast_bytes()[0] * matrices
             there["elementwise"] += moved / self.micro_batches / self.streams
-        own = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
+        local_weights = here.total() - (here["experts"] if self.fsdp and not self._experts_whole() else 0)
         cast = (4 + self.width) * (self.width != 4) / self.streams
         if not self.fsdp or self._experts_whole():
             once = self.config.train.moe_cache_weights is True
@@ -404,30 +404,30 @@ class Passes:
                 for work in (back, again):
                     work["elementwise"] += cast * here["experts"]
         if not self.fsdp:
-            dense = cast * (own - here["experts"])
+            dense = cast * (local_weights - here["experts"])
             there["elementwise"] += dense
             again["elementwise"] += dense
-            back["elementwise"] += (0 if self.frozen else SUMMING) * own / self.streams
+            back["elementwise"] += (0 if self.frozen else SUMMING) * local_weights / self.streams
         else:
-            self._sharded(own, there, back)
+            self._sharded(local_weights, there, back)
 
     def _experts_whole(self) -> bool:
         return expert_data_parallel_size(self.parallel, self.world) == 1
 
-    def _sharded(self, own: float, there: Counter[str], back: Counter[str]) -> None:
+    def _sharded(self, local_weights: float, there: Counter[str], back: Counter[str]) -> None:
         """Add FSDP2's copies and collectives per micro-batch. step_time.py adds those per step."""
         strategy = self.parallel.data_parallel_sharding_strategy
-        if freed := self.freed * own:
+        if freed := self.freed * local_weights:
             for work in (there, back):
                 work["elementwise"] += GATHERING * freed / self.streams
                 work["data"] += self._slowdown("all_gather", 2 * freed)
         if strategy == "optim":
-            back["elementwise"] += SUMMING * own / self.streams
+            back["elementwise"] += SUMMING * local_weights / self.streams
         else:
-            back["elementwise"] += REDUCING * own / self.streams
+            back["elementwise"] += REDUCING * local_weights / self.streams
             exchanged = self.parallel.uses_fp32_reduce_scatter
             kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
-            back["data"] += self._slowdown(kind, width * own)
+            back["data"] += self._slowdown(kind, width * local_weights)
 
     def _slowdown(self, kind: str, size: float) -> float:
         """Return by how much a collective of `size` bytes over the shards slows the GEMMs that it overlaps."""

@@ -102,7 +102,9 @@ def plan(
         least = least_batch(config, gpus, gpus_per_node)
         has_message = answer.refused and config.train.global_batch_size >= least
         raise ConfigError(answer.refused.most_common(1)[0][0] if has_message else _too_few(answer, least))
-    finalists = heapq.nsmallest(max(MAX_SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
+    finalists = heapq.nsmallest(
+        max(MAX_SIMULATED, 2 * top), search.fitting, key=lambda each: each.time.seconds
+    )
     exact = []
     with Progress("simulate", len(finalists), "layouts", show=show_progress) as progress:
         for each in finalists:
@@ -190,7 +192,7 @@ class _Search:
         self.machine = self.rates.machine(self.world, answer.gpus_per_node)
         if limited:
             self.machine = replace(self.machine, memory=int(answer.usable / USABLE))
-        self.found: list[PlannedLayout] = []
+        self.fitting: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
         self.without_state: list[tuple[float, _Candidate]] = []
         """(smallest memory without optimizer state, candidate) of the candidates of which nothing fits."""
@@ -275,7 +277,7 @@ class _Search:
         """Record a layout and return True if it fits."""
         self.answer.tried += 1
         self.answer.fitting += layout.fits
-        (self.found if layout.fits else self.too_large).append(layout)
+        (self.fitting if layout.fits else self.too_large).append(layout)
         return layout.fits
 
     def _try(self, candidate: _Candidate, way: dict[str, Any]) -> PlannedLayout | None:
@@ -334,12 +336,12 @@ class _Search:
         for rank in sorted({0, min(1, ranks - 1), ranks - 1}):
             chunks = assignment[rank]
             layers = len(layers_of(config.model, chunks))
-            held = layers
+            in_flight = layers
             if ranks > 1:
                 kind, virtual = schedule_kind(parallel), len(chunks)
                 form = Schedule(kind, ranks, micro_batches, virtual, ranks, [])
-                held = -(-in_flight_bound(form, rank) * layers // virtual)
-            estimate = StageMemory(config, meta, self.world, chunks, held, micro_batches > 1)
+                in_flight = -(-in_flight_bound(form, rank) * layers // virtual)
+            estimate = StageMemory(config, meta, self.world, chunks, in_flight, micro_batches > 1)
             estimates.append(estimate.estimate())
         return estimates
 
@@ -435,22 +437,22 @@ def longest_sequence(
         }
         try:
             options = dict(rates=rates, gpus_per_node=gpus_per_node, memory_gb=memory_gb)
-            found = plan(config.with_settings(settings), gpus, top=1, **options)
+            result = plan(config.with_settings(settings), gpus, top=1, **options)
         except ConfigError:
             return None
         finally:
             progress.update(progress.done + 1, f"{seq:,} tokens tried")
-        return found if found.best else None
+        return result if result.best else None
 
     low, best = 0, None
     blocks = 1
     with Progress("longest sequence", None, show=show_progress) as progress:
-        while blocks <= 2**14 and (found := fitting(blocks)) is not None:
-            low, best, blocks = blocks, found, 2 * blocks
+        while blocks <= 2**14 and (result := fitting(blocks)) is not None:
+            low, best, blocks = blocks, result, 2 * blocks
         step = low // 2
         while step >= max(low // 8, 1):  # to an eighth
-            if (found := fitting(low + step)) is not None:
-                low, best = low + step, found
+            if (result := fitting(low + step)) is not None:
+                low, best = low + step, result
             step //= 2
     return best
 

@@ -176,8 +176,8 @@ def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
 
     `last` is the number of the last stage.
     """
-    numbers = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
-    return sum((number < last) + (number > 0) for number in numbers)
+    positions = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
+    return sum((number < last) + (number > 0) for number in positions)
 
 
 def _tokens(config: RunConfig) -> int:

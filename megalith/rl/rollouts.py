@@ -128,8 +128,8 @@ def _group_record(group: PromptGroup) -> dict[str, Any]:
             version = completion.version.tolist()
             sample["version"] = version[0] if len(version) == 1 else version
         samples.append(sample)
-    own = {} if group.id is None else {"prompt_id": group.id}
-    return {**own, "prompt_ids": group.prompt_ids.tolist(), "samples": samples}
+    identity = {} if group.id is None else {"prompt_id": group.id}
+    return {**identity, "prompt_ids": group.prompt_ids.tolist(), "samples": samples}
 
 
 def _or_null(values: np.ndarray) -> list[float | None]:
@@ -363,7 +363,7 @@ class _Reader:
             raise DataError(f"{at} has truncated {_short(truncated)}; true or false is needed")
         logprobs = sample.get("logprobs")
         if logprobs is not None:
-            logprobs = _numbers(at, "logprobs", logprobs, len(ids)).astype(np.float32)
+            logprobs = _floats(at, "logprobs", logprobs, len(ids)).astype(np.float32)
             if (logprobs > 1e-3).any():
                 raise DataError(
                     f"{at} has a log-probability of {logprobs[~np.isnan(logprobs)].max():.4g}, above 0; a "
@@ -371,7 +371,7 @@ class _Reader:
                 )
             if np.isnan(logprobs).all():
                 logprobs = None
-        rewards = _numbers(at, "rewards", sample.get("rewards"), kinds)
+        rewards = _floats(at, "rewards", sample.get("rewards"), kinds)
         version = _version(at, sample.get("version"), len(ids))
         if self.version is not None and (version is None or (version != self.version).any()):
             origin = "of unknown version" if version is None else f"of version {_short(sample['version'])}"
@@ -421,7 +421,7 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-def _numbers(at: str, key: str, value: Any, count: int) -> np.ndarray:
+def _floats(at: str, key: str, value: Any, count: int) -> np.ndarray:
     """Return float64 [count] from a list of numbers and nulls. Nulls become NaN."""
     fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
     if not fits or len(value) != count:

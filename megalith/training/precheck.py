@@ -195,11 +195,11 @@ def dry_run(config: RunConfig, world_size: int, rates: Rates | None = None, gpus
     name, unit = memory_unit([max(built.weights, built.expected) for built in ranks])
     weight_lines = [
         wrap_paragraph(
-            f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {weights / unit:.4f} {name} of weights "
+            f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}: {weights / unit:.4f} {name} of weights "
             f"built, {planned / unit:.4f} planned"
             f"{' for shards of equal size' * (abs(weights - even) > TOLERANCE * even)}"
         )
-        for (weights, even, planned), numbers in by_bytes.items()
+        for (weights, even, planned), same in by_bytes.items()
     ]
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(

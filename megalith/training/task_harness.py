@@ -293,16 +293,16 @@ class HarnessModel(TemplateLM):
         room = self.config.model.max_position_embeddings
         engine = engine_for(self.parallel, max_rows=min(ROWS, max(len(local), 1)), max_tokens=room)
         texts: dict[int, str] = {}
-        for numbers in by_settings.values():
-            until, sampling = self._sampling(requests[numbers[0]].args[1])
+        for indices in by_settings.values():
+            until, sampling = self._sampling(requests[indices[0]].args[1])
             keep = room - sampling.max_new_tokens
             if keep < 1:
                 raise ConfigError(
                     f"a task generates {sampling.max_new_tokens:,} tokens, which leaves no room for a prompt in the "
                     f"model's {room:,} positions; exclude the task, or use a model with a longer context"
                 )
-            prompts = [self.tok_encode(requests[number].args[0])[-keep:] for number in numbers]
-            for number, one in zip(numbers, engine.generate(prompts, sampling, keys=numbers), strict=True):
+            prompts = [self.tok_encode(requests[number].args[0])[-keep:] for number in indices]
+            for number, one in zip(indices, engine.generate(prompts, sampling, keys=indices), strict=True):
                 text = self.tokenizer.decode(one.ids if one.truncated else one.ids[:-1])
                 texts[number] = text[
                     : min((at for at in map(text.find, until) if at >= 0), default=len(text))

@@ -103,7 +103,7 @@ def test_workers_and_compression_do_not_change_a_byte(bpe, run, tmp_path, monkey
         ("a.jsonl.gz", 16, {}),
         ("a.jsonl.zst", 0, {"workers": 1}),  # a process
     ):
-        monkeypatch.setattr("megalith.data.preprocessing.preprocess.MOST_THREADS", threads)
+        monkeypatch.setattr("megalith.data.preprocessing.preprocess.MAX_THREADS", threads)
         summary = run([tmp_path / name], bpe, "other", overwrite=True, **options)
         assert read_files(tmp_path / "other_text_document") == reference
         assert summary.bytes == len(content)

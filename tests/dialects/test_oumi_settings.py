@@ -27,8 +27,8 @@ from megalith.dialects.oumi.oumi_keys import (
     KEYS,
     VERL_PREFIX,
     Assigns,
+    Ignored,
     MustBe,
-    NoEffect,
     Read,
 )
 from megalith.dialects.oumi.oumi_migration import with_key
@@ -322,7 +322,7 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
     for path in paths:
         section, _, name = path.partition(".")
         assert name in fields[section], path
-    assert all(isinstance(row, Assigns | Read | NoEffect | MustBe) for row in ALL_KEYS.values())
+    assert all(isinstance(row, Assigns | Read | Ignored | MustBe) for row in ALL_KEYS.values())
     assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(REWARDS) == oumi_grpo.KNOWN_REWARDS
     assert name_oumi_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
     message = "set training.trainer_kwargs.engine own, or training.trainer_kwargs.engine_url"
@@ -433,7 +433,7 @@ def test_python_defaults_are_those_of_the_keys():
             value, key = getattr(params, one.name), f"{prefix}.{one.name}"
             if dataclasses.is_dataclass(value):
                 compare(value, key)
-            elif not isinstance(row := ALL_KEYS[key], NoEffect) and key.partition(".")[2] not in BRANCH:
+            elif not isinstance(row := ALL_KEYS[key], Ignored) and key.partition(".")[2] not in BRANCH:
                 assert value == (row.value if isinstance(row, MustBe) else row.default), key
 
     compare(oumi_params.MegatronParams(), "megatron")

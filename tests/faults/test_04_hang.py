@@ -120,7 +120,7 @@ def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
     said = next(text for text in (running.text(0), running.text(1)) if "no progress" in text)
     assert "does not answer" not in said
     assert re.search(r"rank 0: step 4, training, all_reduce number \d+ of ", said), said
-    assert re.search(r"rank 1: step 4, training, recv, called from _train_on ", said), said
+    assert re.search(r"rank 1: step 4, training, recv, called from _train_steps ", said), said
 
 
 def test_the_rank_that_differs_from_most_comes_first():

@@ -35,7 +35,7 @@ def total(model):
 
 def in_layers(model):
     meta = MetaModel(ModelConfig(**model))
-    return meta.in_layers(meta.numbers)
+    return meta.in_layers(meta.layer_numbers)
 
 
 def _activations(**parallel):

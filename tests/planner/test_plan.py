@@ -54,7 +54,7 @@ def test_memory_of_older_rows_of_experts_is_that_and_the_casts_that_were_saved(r
     config, _ = resolve_auto(row.config(), Machine(row.processes, True, True, ranks=row.processes))
     memory = build_layout(config, row.processes).stages[0].memory
     meta = MetaModel(config.model).on_rank(config.parallel)
-    casts = 2 * meta.in_layers(meta.numbers)["experts"]  # one layer's are in the estimate
+    casts = 2 * meta.in_layers(meta.layer_numbers)["experts"]  # one layer's are in the estimate
     layers = len(config.model.expert_layers)
     assert (memory.total + casts * (layers - 1) / layers) / 1e9 == pytest.approx(row.gigabytes, rel=0.05)
 

@@ -302,7 +302,11 @@ def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path)
         ("optim", {"lr_warmup_iters": 8}, "the warm-up .8 iters. must be shorter than the decay"),
         ("optim", {"weight_decay_incr_style": "linear"}, "set both, the end at or above the start"),
         ("optim", {"min_lr": 1.0}, "optim.min_lr .1.0. is above optim.lr"),
-        ("data", {"tokenizer_type": None, "reset_position_ids": True}, "asks where documents end"),
+        (
+            "data",
+            {"tokenizer_type": None, "reset_position_ids": True},
+            "reset_position_ids needs the ends of documents",
+        ),
         ("data", {"split": "0,0,0"}, "split"),
     ],
 )

@@ -341,7 +341,7 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.sequence_level_importance_ratios":        ObjectiveSpelling("rl.importance_sampling_level", bool, _sequence_ratios, _mean_of_sequences, note="true: sequence, with rl.loss_type grpo"),
     "rl.token_level_loss":                        ObjectiveSpelling("rl.loss_type", bool, _token_level_loss, note="true: dapo (or cispo); false: grpo"),
     # verl
-    "rl.loss_agg_mode":                           ObjectiveSpelling("rl.loss_type", tuple(AGGREGATIONS), _aggregation, note="; ".join(f"{name}: {own}" for name, own in AGGREGATIONS.items())),
+    "rl.loss_agg_mode":                           ObjectiveSpelling("rl.loss_type", tuple(AGGREGATIONS), _aggregation, note="; ".join(f"{name}: {ours}" for name, ours in AGGREGATIONS.items())),
     "rl.loss_scale_factor":                       ObjectiveSpelling("rl.loss_scale_factor", None, _scale_factor, note="accepted where it is rl.max_completion_length"),
     "rl.clip_ratio":                              ObjectiveSpelling("rl.epsilon", None, _clip, _other_clip_and_dual_clip, note="both sides, where clip_ratio_low and clip_ratio_high do not say otherwise; rl.clip_ratio_c is 3 unless set"),
     "rl.clip_ratio_low":                          ObjectiveSpelling("rl.epsilon", None, _clip_low, _other_clip_and_dual_clip, note="with cispo 1 − it is rl.cispo_ratio_min; the other side is 0.2 and rl.clip_ratio_c 3 unless set"),
@@ -353,7 +353,7 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.clamp_eps_upper":                         ObjectiveSpelling("rl.epsilon_high", None, _clip_high, _other_clip, note="with cispo 1 + it"),
     # verl
     "rl.kl_loss_coef":                            ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _verl_kl, note="without rl.use_bias_correction_kl, and k3 clamped as verl's"),
-    "rl.kl_loss_type":                            ObjectiveSpelling("rl.kl_estimator", tuple(KL_TYPES), lambda value, rl: {"kl_estimator": KL_TYPES[value]}, _verl_kl, note="; ".join(f"{name}: {own}" for name, own in KL_TYPES.items())),
+    "rl.kl_loss_type":                            ObjectiveSpelling("rl.kl_estimator", tuple(KL_TYPES), lambda value, rl: {"kl_estimator": KL_TYPES[value]}, _verl_kl, note="; ".join(f"{name}: {ours}" for name, ours in KL_TYPES.items())),
     "rl.use_kl_loss":                             ObjectiveSpelling("rl.beta", bool, _use_kl_loss, _verl_coefficient, note="true: 0.001 unless kl_loss_coef is set, without rl.use_bias_correction_kl, and k3 clamped as verl's; false: 0"),
     # NeMo-RL
     "rl.reference_policy_kl_penalty":             ObjectiveSpelling("rl.beta", None, lambda value, rl: {"beta": value}, _nemo_kl, note="with rl.kl_score_gradient instead of rl.use_bias_correction_kl, and clamped as NeMo-RL's"),

@@ -73,7 +73,7 @@ def mark_content(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with a marker at the start of its text, and another one after its reasoning."""
     content = message["content"]
     begin = len(content) - len(content.lstrip())
-    marked = REASONING_END.sub(lambda found: found.group() + CONTENT, content[begin:])
+    marked = REASONING_END.sub(lambda match: match.group() + CONTENT, content[begin:])
     return {**message, "content": content[:begin] + CONTENT + marked}
 
 

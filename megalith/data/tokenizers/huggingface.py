@@ -175,16 +175,16 @@ class HuggingFaceTokenizer(_RustTokenizer):
             if (
                 isinstance(token, str)
                 and _is_unicode(token)
-                and (found := self._tokenizer.token_to_id(token)) is not None
+                and (token_id := self._tokenizer.token_to_id(token)) is not None
             ):
-                return found
+                return token_id
         for name in (GENERATION, MODEL_CONFIG):
             ids = tables[name].get("eos_token_id")
             first = ids[0] if isinstance(ids, list) and ids else ids
             if isinstance(first, int) and 0 <= first < self.vocab_size:
                 return first
-        found = (self._tokenizer.token_to_id(token) for token in EOD_TOKENS)
-        return next((i for i in found if i is not None), None)
+        ids = (self._tokenizer.token_to_id(token) for token in EOD_TOKENS)
+        return next((i for i in ids if i is not None), None)
 
     def _side_table(self, name: str) -> dict[str, Any]:
         table = read_json(self.files[name], name) if name in self.files else {}

@@ -15,7 +15,7 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.dialects.oumi import oumi_grpo, oumi_layout, oumi_recipe
 from megalith.dialects.oumi.oumi_errors import oumi_key_errors
-from megalith.dialects.oumi.oumi_keys import ALL_KEYS, VERL_PREFIX, Assigns, MustBe, NoEffect, Read, row_of
+from megalith.dialects.oumi.oumi_keys import ALL_KEYS, VERL_PREFIX, Assigns, Ignored, MustBe, Read, row_of
 from megalith.dialects.oumi.oumi_values import OumiDataset, OumiKeys, read_datasets, read_sections
 from megalith.errors import ConfigError
 
@@ -196,7 +196,7 @@ def _no_effect_note(keys: OumiKeys, trainer: str) -> str:
     by_reason: dict[str, list[str]] = {}
     for key in keys.values:
         _, row = row_of(re.sub(r"\[\d+\]", "[]", key))
-        reason = row.reason if isinstance(row, NoEffect) and keys.values[key] is not None else None
+        reason = row.reason if isinstance(row, Ignored) and keys.values[key] is not None else None
         if isinstance(row, Read) and key not in keys.read and ".datasets[" not in key:
             reason = f"not read by {trainer} with the other keys"
         if reason:

@@ -165,8 +165,8 @@ class BertCrossEntropy(CrossEntropy):
     The weight of a sample's order loss is its number of masked tokens.
     """
 
-    def given(self, batch: Batch, weights: Tensor) -> Batch:
-        return replace(super().given(batch, weights), order_weights=batch.loss_mask.sum(1))
+    def with_weights(self, batch: Batch, weights: Tensor) -> Batch:
+        return replace(super().with_weights(batch, weights), order_weights=batch.loss_mask.sum(1))
 
 
 class BertMicroBatchMean(MicroBatchMean):
@@ -178,8 +178,8 @@ class BertMicroBatchMean(MicroBatchMean):
     def logged_weight(self, batch: Batch) -> float | None:
         return None
 
-    def given(self, batch: Batch, weights: Tensor) -> Batch:
-        return replace(super().given(batch, weights), order_weights=mean_weights(batch.sentence_order))
+    def with_weights(self, batch: Batch, weights: Tensor) -> Batch:
+        return replace(super().with_weights(batch, weights), order_weights=mean_weights(batch.sentence_order))
 
 
 def order_loss(logits: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ class T5(Transformer):
         self, config: ModelConfig, *, device: torch.device | str | None = None, seed: int = 0, **how
     ):
         decoder_layers = range(config.encoder_layers, config.num_layers)
-        super().__init__(config, numbers=decoder_layers, cross=True, device=device, seed=seed, **how)
+        super().__init__(config, layer_numbers=decoder_layers, cross=True, device=device, seed=seed, **how)
         self.encoder = Stack(config, range(config.encoder_layers), causal=False, device=device, seed=seed)
 
     def forward(

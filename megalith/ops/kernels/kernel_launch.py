@@ -25,7 +25,7 @@ class Launcher:
         self,
         grid: tuple[int, int, int],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[int, ...],
+        integers: tuple[int, ...],
         floats: tuple[float, ...],
         constants: tuple[Any, ...],
         warps: int,
@@ -34,11 +34,11 @@ class Launcher:
         address = 0
         for x in tensors:
             address |= x.data_ptr()
-        key = tensors[0].device, tuple([x.dtype for x in tensors]), numbers, constants, warps
+        key = tensors[0].device, tuple([x.dtype for x in tensors]), integers, constants, warps
         compiled = None if address % ALIGNED else self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*tensors, *numbers, *floats, *constants)
+            compiled[grid](*tensors, *integers, *floats, *constants)
             return
-        compiled = self._kernel[grid](*tensors, *numbers, *floats, *constants, num_warps=warps)
+        compiled = self._kernel[grid](*tensors, *integers, *floats, *constants, num_warps=warps)
         if not address % ALIGNED:
             self._compiled[key] = compiled
