@@ -95,5 +95,5 @@ def test_a_worker_that_dies_is_an_error_and_leaves_no_file(start, tmp_path):
     process = start(workers=1, then="die")
     _, errors = process.communicate()
     assert process.returncode != 0
-    assert "one of 1 worker processes ended before its work" in errors
+    assert "one of 1 worker processes ended early" in errors
     assert list((tmp_path / "outputs").iterdir()) == []

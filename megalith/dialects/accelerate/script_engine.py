@@ -61,6 +61,7 @@ from megalith.dialects.accelerate.script_batches import (
 )
 from megalith.dialects.accelerate.script_optimizer import CallGradients, CallLoss, EngineOptimizer
 from megalith.errors import CheckpointError, ConfigError, shorten
+from megalith.models.inputs import TokenInputs
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import reshard_parameters
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -362,13 +363,10 @@ class MegatronEngine(nn.Module):
                 "at the end, or leave return_logits out"
             )
         local = converted.to(self.device)
-        chunk = self.model.chunks[0]
-        return chunk(
-            local.input_ids,
-            position_ids=local.position_ids,
-            document_ends=local.document_ends,
-            padding=local.padding,
+        inputs = TokenInputs(
+            position_ids=local.position_ids, document_ends=local.document_ends, padding=local.padding
         )
+        return self.model.chunks[0](local.input_ids, token_inputs=inputs)
 
     def published_state(self) -> dict[str, Tensor]:
         """Return the full model's tensors under Hugging Face's file names, float32 on every rank's CPU."""
