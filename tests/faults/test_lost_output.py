@@ -50,8 +50,8 @@ def test_a_run_goes_on_to_its_end_whatever_becomes_of_its_output(tmp_path):
 
 PRINTS = """
 import sys
-from megalith.report.streams import lasting_streams
-with lasting_streams():
+from megalith.report.streams import guard_standard_streams
+with guard_standard_streams():
     print("a line")
 sys.exit(22)
 """

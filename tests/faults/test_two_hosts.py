@@ -23,8 +23,8 @@ assert ctypes.CDLL(None).setns(host, {CLONE_NEWNET}) == 0
 """
 COMMAND = ENTER + "from megalith.cli.main import main\nsys.exit(main(sys.argv[2:]))"
 JOIN = """from datetime import timedelta
-from megalith.launch.rendezvous import join_store
-join_store(sys.argv[2], int(sys.argv[3]), timedelta(seconds=9), patience=1.0)
+from megalith.launch.tcp_store import connect_store
+connect_store(sys.argv[2], int(sys.argv[3]), timedelta(seconds=9), connect_timeout=1.0)
 """
 
 
