@@ -20,6 +20,7 @@ from tensor_job import (
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
+from megalith.models.inputs import TokenInputs
 from megalith.models.transformer import Transformer
 from megalith.parallel.tensor.roles import ALWAYS, ROLES, role_of
 
@@ -181,7 +182,9 @@ def shapes_kept_for_backward() -> list[torch.Size]:
     model, _ = tensor_parallel_model(LLAMA, layout(2, True))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
-        model(**batch(LLAMA.vocab_size))
+        values = batch(LLAMA.vocab_size)
+        inputs = TokenInputs(sample_numbers=values.pop("sample_numbers"))
+        model(**values, token_inputs=inputs)
     return kept
 
 
@@ -202,4 +205,4 @@ def test_training_on_tokens_that_sequence_parallelism_cannot_cut_is_refused(pool
     with pytest.raises(RankFailed) as failure:
         pool.run(train_on_tokens_that_cannot_be_cut, size=2)
     assert isinstance(failure.value.__cause__, ConfigError)
-    assert "cannot cut 15 tokens over 2" in str(failure.value.__cause__)
+    assert "cannot shard 15 tokens over 2" in str(failure.value.__cause__)

@@ -32,14 +32,14 @@ def test_experts_are_cast_once_a_step_and_nothing_else_changes(kind, monkeypatch
         {"train.global_batch_size": 4} | (RECOMPUTED if kind == "recomputed" else {})
     )
     made, stays = [], []
-    prepared = moe.prepared
+    prepare_weight = moe.prepare_weight
 
     def watched(weight, cast, stays_there):
         made.append(cast.data_ptr())
         stays.append(stays_there)
-        return prepared(weight, cast, stays_there)
+        return prepare_weight(weight, cast, stays_there)
 
-    monkeypatch.setattr(moe, "prepared", watched)
+    monkeypatch.setattr(moe, "prepare_weight", watched)
     found = {}
     for once in (True, False):
         made.clear(), stays.clear()
