@@ -16,8 +16,10 @@ from megalith.config import ModelConfig
 
 @dataclass(frozen=True)
 class RowRun:
-    """`count` rows: `theirs`, `theirs` + 1, … of a Hugging Face tensor are rows `ours`, `ours` + step, … of
-    Megalith's."""
+    """A run of `count` rows that a Hugging Face tensor and Megalith's have in common.
+
+    Rows `theirs`, `theirs` + 1, … of the Hugging Face tensor are rows `ours`, `ours` + step, … of Megalith's.
+    """
 
     source: int  # index into the rule's names
     theirs: int
@@ -82,8 +84,10 @@ def first_last(name: str, count: int) -> Rule:
 
 
 def qkv(*names: str, transposed: bool = False) -> Rule:
-    """Return the rule of queries, keys and values: three tensors, or one with all queries, then all keys, then all
-    values."""
+    """Return the rule of queries, keys and values.
+
+    Hugging Face has three tensors, or one with all queries, then all keys, then all values.
+    """
     return Rule(names, _by_group, transposed)
 
 
@@ -115,7 +119,10 @@ def gate_up(*names: str) -> Rule:
 
 
 def keys_values(keys: str, values: str) -> Rule:
-    """Return the rule of cross-attention's keys and values: two tensors; here key, then value, for each KV group."""
+    """Return the rule of cross-attention's keys and values.
+
+    Hugging Face has two tensors. Megalith's has a key, then a value, for each KV group.
+    """
     return Rule((keys, values), _keys_values)
 
 
@@ -156,8 +163,10 @@ def _by_group_interleaved(model: ModelConfig, rows: int) -> list[RowRun]:
 
 
 def deinterleave(source: int, theirs: int, ours: int, size: int) -> list[RowRun]:
-    """Return runs for `size` rows of rotary pairs: (0, 1), (2, 3), … there; (0, size / 2), (1, size / 2 + 1), …
-    here."""
+    """Return runs that undo the interleaving of rotary pairs in `size` rows.
+
+    Pair j is rows (2j, 2j + 1) in Hugging Face's tensor, and rows (j, j + size / 2) in Megalith's.
+    """
     return [RowRun(source, theirs + 2 * pair, ours + pair, 2, step=size // 2) for pair in range(size // 2)]
 
 

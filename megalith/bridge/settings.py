@@ -60,7 +60,7 @@ def _plainly(settings: Tree) -> Tree:
 
 
 class Rope:
-    """Row for rotary_base and rope_scaling."""
+    """Maps rotary_base and rope_scaling."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)
@@ -85,7 +85,7 @@ class Rope:
 
 
 class RopeByLayer:
-    """Row for RoPE with a separate, unscaled base in sliding-window layers (Gemma 3)."""
+    """Maps RoPE with a separate, unscaled base in sliding-window layers (Gemma 3)."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
@@ -137,7 +137,7 @@ class PartialRope:
 
 
 class LongRope:
-    """Maps PartialRope with LongRoPE, under Phi-3's keys of config.json."""
+    """Maps RoPE as PartialRope does, and LongRoPE under Phi-3's keys of config.json."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope = rope_settings(hf_config)
@@ -217,7 +217,7 @@ class ConfigRow(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """Row for one setting and its key; `values` maps the key's values to the setting's."""
+    """Maps one setting to its key. `values` maps the key's values to the setting's."""
 
     setting: str
     key: str
@@ -262,7 +262,7 @@ class Field:
 
 
 class FixedSettings:
-    """Row for settings that all models of the family share and config.json omits: FixedSettings(swiglu=True)."""
+    """Sets settings that all models of the family share and config.json omits: FixedSettings(swiglu=True)."""
 
     def __init__(self, **fields: Any):
         self._fields = fields
@@ -275,7 +275,7 @@ class FixedSettings:
 
 
 class RequiredKeys:
-    """Row for keys that must have one value: RequiredKeys(hidden_act="silu").
+    """Requires one value of each key: RequiredKeys(hidden_act="silu").
 
     `defaults` gives the value of a key that config.json omits, if it differs from the required one.
     """
@@ -297,7 +297,7 @@ class RequiredKeys:
 
 
 class WrittenKeys:
-    """Row for keys that do not affect the model, written because their default fits only a published model."""
+    """Writes keys that do not affect the model, because their default fits only a published model."""
 
     def __init__(self, **keys: Any):
         self._keys = keys
@@ -311,7 +311,7 @@ class WrittenKeys:
 
 @dataclass(frozen=True)
 class SameInAllLayers:
-    """Row for a list with one value per layer, which must be the same for all layers."""
+    """Maps a list with one value per layer, which must be the same for all layers."""
 
     key: str
     value: Any
@@ -331,7 +331,7 @@ class SameInAllLayers:
 
 @dataclass(frozen=True)
 class Window:
-    """Row for `sliding_window`, the number of keys that a query attends to including its own, in every layer."""
+    """Maps `sliding_window`, the number of keys that a query attends to, including its own, in every layer."""
 
     default: int | None  # window if config.json omits it
 
@@ -354,7 +354,7 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
 
 @dataclass(frozen=True)
 class WindowsByLayer:
-    """Row for windows in the layers that `layer_types` calls sliding_attention, or in all but every N-th layer."""
+    """Maps windows in the layers that `layer_types` calls sliding_attention, or in all but every N-th layer."""
 
     every: int  # N if config.json has neither key
     default: int = 4096

@@ -116,7 +116,7 @@ def open_checkpoint(
 def open_existing(
     path: str | Path | StorePath, parts: Collection[str] | None = ("model",), *, show_progress: bool = False
 ) -> Checkpoint:
-    """Like `open_checkpoint` for a single process, but raise CheckpointError if there is no checkpoint."""
+    """Open a checkpoint as `open_checkpoint` does for a single process. Raise CheckpointError if there is none."""
     checkpoint = open_checkpoint(path, parts, show_progress=show_progress)
     if checkpoint is None:
         raise CheckpointError(

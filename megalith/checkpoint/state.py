@@ -131,7 +131,7 @@ def load_base(
     world: Axis = ALONE,
     show_progress: bool = False,
 ) -> None:
-    """Like `load_model`, for the weights other than adapters, from a checkpoint of a model without adapters."""
+    """Load all weights but the adapters, from a checkpoint of a model without adapters. See `load_model`."""
     _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world, show_progress)
 
 
@@ -230,7 +230,7 @@ def _fill_shards(
     stored: Mapping[str, LocalShard],
     progress: Progress,
 ) -> None:
-    """Fill `shards`. `stored` are their rows in the checkpoint; the others become zero."""
+    """Fill `shards` with `stored`, their rows in the checkpoint. Other rows become zero."""
     moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
     checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments}, progress)
     for name, shard in moments.items():

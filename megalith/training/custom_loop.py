@@ -87,7 +87,7 @@ class Optimizer:
     """The configured optimizer over this rank's shards, with clipping and skipping of non-finite gradients."""
 
     def __init__(self, model: ParallelModel, config: OptimConfig, precision: str = "fp32"):
-        """With `precision` fp16 the loss scale is dynamic."""
+        """Build the optimizer. With `precision` fp16, the loss scale is dynamic."""
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
         self.optimizer = build_optimizer(

@@ -45,7 +45,10 @@ def load(path: str | Path | StorePath, device: str | torch.device = "cpu") -> Tr
 def load_with_tokenizer(
     path: str | Path | StorePath, device: str | torch.device = "cpu", show_progress: bool = False
 ) -> tuple[Transformer, Tokenizer | None]:
-    """Like `load`, but also return the tokenizer stored with the checkpoint. None if the run had none."""
+    """Load a model as `load` does, with the tokenizer stored with the checkpoint.
+
+    The tokenizer is None if the run had none.
+    """
     if is_model_folder(path):
         return _load_hugging_face(path, device, show_progress)
     checkpoint = open_existing(path, show_progress=show_progress)

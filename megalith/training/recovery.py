@@ -55,7 +55,7 @@ class FaultHandler:
         return status.spike is not None and self._go_back(status)
 
     def rerun_if_suspect(self, loss: Tensor, micro_batches: Sequence[Batch]) -> None:
-        """With `rerun_bad_steps`, compute the gradients again if they or the step's `loss` look wrong."""
+        """Compute the gradients again if they or the step's `loss` look wrong and `rerun_bad_steps` is on."""
         run = self._run
         if not self._rerun:
             return

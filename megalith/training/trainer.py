@@ -158,7 +158,7 @@ class Trainer:
         startup_timer: StartupTimer | None = None,
         notes: Sequence[str] = (),
     ):
-        """`notes` appear at the start of the report."""
+        """Prepare the training loop. `notes` appear at the start of the report."""
         self.run, self.config = run, run.config
         run.notes[:0] = notes
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)

@@ -188,8 +188,10 @@ class SharedExperts:
 
 
 class RouterGroups:
-    """Row for `n_group` and `topk_group`; 1 means no limit. V2 has a key for the method; V3 scores a group by two
-    experts."""
+    """Row for `n_group` and `topk_group`, where 1 means no limit.
+
+    DeepSeek-V2 has a key for the method. V3 scores a group by its two best experts.
+    """
 
     def __init__(self, method: bool):
         self._method = method

@@ -312,7 +312,10 @@ ONE_NORM_TENSORS = {
 
 
 class FalconDecoder:
-    """Row for Falcon's two decoders: the new one has GQA and one or two norms, the first one norm and MQA or MHA."""
+    """Row for Falcon's two decoders.
+
+    The new one has GQA and one or two norms. The first one has one norm and MQA or MHA.
+    """
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         heads = hf_config.get("num_attention_heads")

@@ -132,8 +132,10 @@ class _Required:
 
 
 class _Heads:
-    """Row for attention heads. num_query_groups is used only with group_query_attention; latent attention uses
-    neither."""
+    """Row for attention heads.
+
+    num_query_groups is used only with group_query_attention. Latent attention uses neither.
+    """
 
     def read(self, args: Mapping[str, Any]) -> Tree:
         if not args.get("multi_latent_attention"):
