@@ -50,7 +50,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Return x, which is the same on all ranks; sum its gradient over them. Adjoint of all_reduce."""
+    """Return x, which is the same on all ranks, and sum its gradient over them. Adjoint of all_reduce."""
     return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
 
 
@@ -93,7 +93,9 @@ class PendingAllToAll:
 
 
 def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> PendingAllToAll:
-    """Start an all-to-all with sent[j] rows of x to rank j and received[j] rows from it; end_all_to_all returns them.
+    """Start an all-to-all that sends sent[j] rows of x to rank j and receives received[j] rows from it.
+
+    end_all_to_all returns the received rows.
 
     Computation between the two overlaps the transfer, and so does its backward pass: of the ready nodes autograd runs
     the one created last, so the gradients' transfer starts first and is waited for last.

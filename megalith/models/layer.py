@@ -90,8 +90,10 @@ class TransformerLayer(Runnable):
         return [self.self_attention, *([self.cross_attention] if self.has_cross_attention else [])]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the residual stream after the layer, of x's shape and dtype: [batch, seq, hidden], or with sequence
-        parallelism [1, tokens / tp, hidden]."""
+        """Return the residual stream after the layer, of x's shape and dtype.
+
+        The shape is [batch, seq, hidden], or with sequence parallelism [1, tokens / tp, hidden].
+        """
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def attention_branch(self, h: Tensor, context: Context) -> Branch:

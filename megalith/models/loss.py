@@ -186,8 +186,10 @@ def compute_logprobs(
     scale: Tensor | None,
     **shard,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the log-probabilities of the targets, their entropies or None, and the sum of losses with its gradient
-    times `scale`, or None if the objective is no sum over tokens."""
+    """Return the log-probabilities of the targets, their entropies or None, and the sum of losses or None.
+
+    The gradient of the sum is multiplied by `scale`. The sum is None if the objective is not a sum over tokens.
+    """
     options = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
     sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
     if objective.fused_head_loss is not None:

@@ -77,7 +77,7 @@ def compiled_recompute() -> tuple[AbstractContextManager, AbstractContextManager
 
 
 def compiled_save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Like `compiled_recompute`, but save the output of attention."""
+    """Return contexts as `compiled_recompute` does, in which only the output of attention is saved."""
     return create_selective_checkpoint_contexts(_saves)
 
 

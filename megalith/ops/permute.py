@@ -97,7 +97,9 @@ def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def sort_pairs_in_buffer(destinations: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `sort_pairs`, for a buffer of `rows` rows that is large enough for all pairs with a destination.
+    """Sort pairs as `sort_pairs` does, into a buffer of `rows` rows.
+
+    The buffer is large enough for all pairs with a destination.
 
     The sorted pair numbers are int64 [rows], followed by the total number of pairs; pairs without a destination have
     the position `rows`.

@@ -70,7 +70,7 @@ class Moment:
     dtype = torch.float32
 
     def __init__(self, codes: Tensor, scales: Tensor | None, signed: bool):
-        """`codes` is bf16, or uint8 with `scales`, float32 [..., blocks per row]."""
+        """Store `codes` in bf16, or in uint8 with `scales`, float32 [..., blocks per row]."""
         self.codes, self.scales, self.signed = codes, scales, signed
 
     @classmethod

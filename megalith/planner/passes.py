@@ -71,7 +71,7 @@ class Passes:
         gpus_per_node: int,
         micro_batches: int,
     ):
-        """`micro_batches`: number of micro-batches per step."""
+        """Prepare the estimate of a step with `micro_batches` micro-batches."""
         self.config, self.meta, self.rates, self.world = config, meta, rates, world_size
         self.micro_batches = micro_batches
         self.model, self.parallel, train = config.model, config.parallel, config.train

@@ -182,7 +182,10 @@ class _Candidate:
 
 class _Search:
     def __init__(self, answer: PlanResult, limited: bool = False, show_progress: bool = False):
-        """`limited`: the memory is limited to less than the devices have, which the run itself does not know."""
+        """Prepare a search.
+
+        `limited`: the memory is limited to less than the devices have, which the run itself does not know.
+        """
         self.answer, self.config, self.show_progress = answer, answer.config, show_progress
         self.limited = limited
         self.world, self.rates = answer.gpus, answer.rates

@@ -54,7 +54,7 @@ class LayoutReport:
         note: Callable[[str], None],
         pipeline: Pipeline | None = None,
     ):
-        """`first_step`: number of the first step of this process."""
+        """Prepare to measure. `first_step` is the number of the first step of this process."""
         self.step_to_measure = (
             step_to_measure(layout.config.log, first_step) if layout.world_size > 1 else None
         )

@@ -17,7 +17,7 @@ class LineWriter:
     """
 
     def __init__(self, path: Path, lazy: bool = False):
-        """`lazy`: open the file when the first line is written. Otherwise raises OSError if it cannot be opened."""
+        """Open the file, or with `lazy` when the first line is written. Raises OSError if it cannot be opened now."""
         self._path = path
         self._descriptor: int | None = None
         self._buffer = b""

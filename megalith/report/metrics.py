@@ -105,7 +105,7 @@ class MetricsWriter:
     """Writes the metrics files and passes the metrics of steps and evaluations to trackers. Only rank 0 has one."""
 
     def __init__(self, output_dir: str | Path, start_step: int = 0, trackers: Sequence[Tracker] = ()):
-        """`start_step`: the last step before this process starts; lines of later steps are removed."""
+        """Open the files. Lines of steps after `start_step`, the last step before this process starts, are removed."""
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._trackers = list(trackers)

@@ -165,7 +165,7 @@ class Report:
         profiler: StepProfiler | None = None,
         startup_timer: StartupTimer | None = None,
     ):
-        """`step`: the last completed step; 0 for a new run."""
+        """Start to report after `step`, the last completed step; 0 for a new run."""
         self._config = config = layout.config
         self._clock = StepTimer(device)
         self.last_loss: float | None = None

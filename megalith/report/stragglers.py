@@ -32,7 +32,7 @@ class StragglerDetector:
         is_traced: Callable[[int], bool],
         on_event: Callable[..., None],
     ):
-        """`is_traced`: returns True for a step in which another profiler runs."""
+        """Prepare to measure. `is_traced` returns True for a step in which another profiler runs."""
         self._interval = config.straggler_interval
         self._enabled = config.enable_straggler_detection and mesh.world.size > 1
         self._threshold = config.straggler_threshold

@@ -182,8 +182,11 @@ class CrossAttention(Attention):
 
 
 class SoftmaxOffset(nn.Module):
-    """An attention sink: an additional score per head, without a key. Learned (gpt-oss), weight float32 [heads], or 0,
-    which adds 1 to the softmax's denominator (Miller 2023)."""
+    """An attention sink: an additional score per head, without a key.
+
+    It is learned, with a weight float32 [heads] (gpt-oss), or 0, which adds 1 to the softmax's denominator (Miller
+    2023).
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
@@ -199,8 +202,10 @@ class SoftmaxOffset(nn.Module):
 
 
 def all_scores(weight: Tensor, token_index: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
-    """Return the biases [buckets, heads] of the local heads and the indices of their tokens. Context parallelism
-    computes all tokens' scores for some heads."""
+    """Return the biases [buckets, heads] of the local heads, and the indices of their tokens.
+
+    Context parallelism replaces it, because each rank computes all tokens' scores for some heads.
+    """
     return weight, token_index
 
 

@@ -63,7 +63,10 @@ class AmaxTable:
         margin: int,
         device: torch.device,
     ):
-        """`algo` derives scales from the "most_recent" amax or the "max" over `history_len` steps."""
+        """Create a table without scales, with a row per name.
+
+        `algo` derives scales from the "most_recent" amax or from the "max" over `history_len` steps.
+        """
         self.rows = {name: row for row, name in enumerate(names)}
         self.formats, self.algo, self.margin = formats, algo, margin
         # Each number has 16 bytes, because kernels launch faster with aligned addresses.
@@ -80,7 +83,7 @@ class AmaxTable:
         self.step_amax.zero_()
 
     def end_passes(self, world: Axis) -> None:
-        """After the last pass of a step, take the maximum of the amaxes over all ranks."""
+        """Take the maximum of the amaxes over all ranks, after the last pass of a step."""
         self.step_amax.copy_(all_reduce_no_grad(self.step_amax, world, "max"))
 
     def overflow(self) -> Tensor:
@@ -154,7 +157,7 @@ class DelayedScaling:
         )
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """Like `CurrentScaling.codes`, and record x's amax."""
+        """Return the codes as `CurrentScaling.codes` does, and record x's amax."""
         if self.table.ready:
             scale, inverse = self.scales[kind], self.inverses[kind]
         else:
@@ -194,7 +197,7 @@ class Fp8Gemm(Gemm):
         saves_weights: bool = True,
         step_codes: StepCodes | None = None,
     ):
-        """`dtype` is the dtype of results. Without `step_codes`, each pass casts the weight."""
+        """Create a Gemm whose results have `dtype`. Without `step_codes`, each pass casts the weight."""
         self.scaling, self.dtype, self.fp8_wgrad, self.saves_weights, self.step_codes = (
             scaling,
             dtype,
@@ -263,7 +266,7 @@ class BlockGemm(Gemm):
         return (codes, inverse), (by_column.t(), inverse) if saves else (weight,)
 
     def cast_for_step(self, weight: Tensor) -> None:
-        """See `Fp8Gemm.cast_for_step`."""
+        """Cast the weight for all uses until `step_codes` is cleared, as in `Fp8Gemm.cast_for_step`."""
         codes, inverse, by_column, _ = cast_blocks(weight, True, True, True)
         self.step_codes.operands = (codes, inverse), (by_column.t(), inverse)
 
@@ -301,7 +304,7 @@ class Fp8GroupedGemm(GroupedGemm):
     """Experts in FP8: forward and dgrad with a scale per row along the sum; wgrad without FP8."""
 
     def __init__(self, kernel: bool, axis: Axis | None = None, gradient_axis: Axis | None = None):
-        """`axis` and `gradient_axis` are the axes that shard the sums of `forward` and `dgrad`."""
+        """Create a Gemm. The sums of `forward` are sharded over `axis`, those of `dgrad` over `gradient_axis`."""
         super().__init__(kernel)
         self.axis, self.gradient_axis = axis or Axis(), gradient_axis or Axis()
 

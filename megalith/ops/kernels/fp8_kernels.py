@@ -138,8 +138,10 @@ _launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
 def cast(
     x: Tensor, scale: Tensor, running_amax: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
-    """See ops.fp8.codes.cast: codes of x [m, n] and their transpose [n, m]; the maximum of |x| is merged into
-    `running_amax`."""
+    """Return the codes of x [m, n] and their transpose [n, m]; see ops.fp8.codes.cast.
+
+    The maximum of |x| is merged into `running_amax`.
+    """
     if by_column and x.dtype == torch.float32:
         codes, none = cast(x, scale, running_amax, dtype, True, False)
         return codes if by_row else none, transpose(codes)
@@ -189,7 +191,10 @@ def transpose(codes: Tensor) -> Tensor:
 def cast_blocks(
     x: Tensor, by_row: bool, by_column: bool, tiles: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ops.fp8.codes.cast_blocks. Incomplete blocks of rows are supported for codes by row only."""
+    """Return the codes of blocks and their scales; see ops.fp8.codes.cast_blocks.
+
+    Incomplete blocks of rows are supported only for codes by row.
+    """
     dtype, (rows, columns), size = torch.float8_e4m3fn, x.shape, BLOCK.value
     if rows % size:
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % size))

@@ -81,7 +81,7 @@ def sampled_blocks(
     temperature: float,
     inverse: float,
 ) -> Tensor:
-    """See ops.gumbel.sampled_blocks."""
+    """Return statistics of blocks of logits for sampling; see ops.gumbel.sampled_blocks."""
     rows, width = logits.shape
     blocks = triton.cdiv(width, SAMPLED)
     out = torch.empty(rows, blocks, 5, dtype=torch.float32, device=logits.device)
