@@ -222,8 +222,10 @@ def make_sample(
 
 
 def _truncate(segments: list[list[int]], target: int, rng: np.random.RandomState) -> bool:
-    """Remove tokens from either end of the longer segment, in place, until both have `target`; return True if any
-    were."""
+    """Remove tokens from either end of the longer segment, in place, until both have `target` tokens together.
+
+    Returns True if any were removed.
+    """
     lengths = [len(segment) for segment in segments]
     excess = max(0, sum(lengths) - target)
     starts = [0, 0]
@@ -281,8 +283,9 @@ def mask_words(
 
 
 def _word_bounds(tokens: list[int], words: WordPieces, whole_words: bool) -> tuple[list[int], list[int]]:
-    """Return the positions of all tokens but [CLS] and [SEP], and the indices among them where words (or pieces) start,
-    plus the end.
+    """Return the positions of all tokens except [CLS] and [SEP], and the bounds of words among them.
+
+    The bounds are the indices, in these positions, where words (or pieces) start, followed by their number.
     """
     ids = np.array(tokens)
     positions = np.flatnonzero((ids != words.cls) & (ids != words.sep))

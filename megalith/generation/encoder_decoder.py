@@ -65,7 +65,7 @@ def generate_t5(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """Like `Engine.generate`: return `num_generations` completions per prompt, ordered by prompt, then generation.
+    """Return `num_generations` completions per prompt, ordered by prompt, then generation, as `Engine.generate` does.
 
     Sampling in a row depends only on the seed, the prompt's key and the generation. The model must be in evaluation
     mode.

@@ -84,7 +84,7 @@ def complete(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """Like `Engine.generate`, with an uncompiled engine built for this call."""
+    """Complete prompts as `Engine.generate` does, with an uncompiled engine that is built for this call."""
     sampling.check()
     if not prompts:
         raise ConfigError("the number of prompts is 0; it must be at least 1")
@@ -109,8 +109,9 @@ def complete_data_parallel(
     num_generations: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Completion]:
-    """Like `complete`, for a model that every process holds in host memory, with tensor and data parallelism on
-    `device`s.
+    """Complete prompts as `complete` does, with tensor and data parallelism over the processes' devices.
+
+    Every process holds the model in host memory.
 
     Each replica completes a share of the prompts. Rank 0 returns all completions, other ranks none.
     """

@@ -108,7 +108,7 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 
 
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
-    """Return the weight of a token's entropy in the numerator of a step with these sequences, a float64 scalar.
+    """Return the weight of a token's entropy in the numerator of a step's loss, a float64 scalar.
 
     Divided by the step's divisor, the weighted sum is the mean over the tokens.
     """

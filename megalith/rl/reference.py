@@ -74,8 +74,10 @@ def _without_adapters(
 
 
 class StepData(Data):
-    """Data whose micro-batches get outputs of another model, computed for all of a step at once to reduce pipeline
-    bubbles."""
+    """Data whose micro-batches get outputs of another model.
+
+    They are computed for all micro-batches of a step at once, to reduce pipeline bubbles.
+    """
 
     def augment(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return the micro-batches of a step with the other model's outputs. Every rank calls it."""

@@ -328,8 +328,11 @@ class RolloutData:
 
 
 def pack_rows(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:
-    """Assign samples to rows, longest first: one per row if `row_length` is 0, else best fit decreasing into rows of
-    it."""
+    """Assign samples to rows, longest first.
+
+    With `row_length` 0 each sample has its own row. Otherwise samples are packed best fit decreasing into rows of that
+    length.
+    """
     by_length = sorted(samples, key=lambda sample: -sample.tokens)
     if not row_length:
         return [[sample] for sample in by_length]
@@ -459,7 +462,10 @@ def absent_message(name: str, groups: Sequence[PromptGroup], streak: str = "") -
 
 
 def stale_tokens(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
-    """Return bool [tokens]: tokens sampled by weights older than rl.max_staleness allows, which leave the loss."""
+    """Return which tokens were sampled by weights older than rl.max_staleness allows, bool [tokens].
+
+    They leave the loss.
+    """
     if not rl.max_staleness or one.version is None:
         return np.zeros(len(one.ids), dtype=bool)
     oldest = first_step - rl.max_staleness * rl.steps_per_batch

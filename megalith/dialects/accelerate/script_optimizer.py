@@ -37,7 +37,7 @@ PARAMETER_KEYS = ("params", "param_names")
 
 
 class StepGradients:
-    """The step's accumulated gradient of each local parameter, or None; float32, multiplied by the loss scale."""
+    """The step's accumulated gradients: per local parameter a float32 tensor, multiplied by the loss scale, or None."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -307,7 +307,10 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     """The prepared scheduler: one step per optimizer step, independent of the number of processes."""
 
     def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
-        """`fp16`: do not step when the optimizer skipped its step, as at the start of fp16 training."""
+        """Wrap the script's scheduler.
+
+        With `fp16`, the scheduler does not step when the optimizer skips its step, as at the start of fp16 training.
+        """
         super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
         self._follows_skips = fp16
 

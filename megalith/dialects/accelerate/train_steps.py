@@ -158,7 +158,7 @@ class EncoderStep:
     """Micro-batches and loss of a call of an encoder."""
 
     def __init__(self, handler: BertTrainStep, multiple: int):
-        """`multiple`: sequences are padded to a multiple of it, for SP and CP."""
+        """Prepare to pad sequences to a multiple of `multiple`, for SP and CP."""
         self._handler, self._multiple = handler, multiple
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
@@ -202,7 +202,7 @@ class EncoderStep:
 
 
 class T5TrainStep(AbstractTrainStep):
-    """Train step of encoder-decoders: the decoder predicts the labels; its inputs are the labels shifted right."""
+    """Train step of encoder-decoders. The decoder predicts the labels from the labels shifted right."""
 
     def __init__(self, accelerator: Any, args: Any):
         """Read `decoder_start_token_id` and `pad_token_id` of `args`; None means 0."""
@@ -253,7 +253,7 @@ class EncoderDecoderStep:
     """Micro-batches and loss of a call of an encoder-decoder."""
 
     def __init__(self, handler: T5TrainStep, multiple: int):
-        """`multiple`: both sequences are padded to a multiple of it, for SP and CP."""
+        """Prepare to pad both sequences to a multiple of `multiple`, for SP and CP."""
         self._handler, self._multiple = handler, multiple
 
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
@@ -342,7 +342,7 @@ class CustomLoss(Loss):
     """The mean over the step's micro-batches of the script's loss function."""
 
     def __init__(self, functions: Sequence[Callable[[Tensor], Any]], seq: int):
-        """`functions`: one per micro-batch; `seq`: sequence length without padding for parallelism."""
+        """Store `functions`, one per micro-batch, and `seq`, the sequence length without padding for parallelism."""
         self._functions, self._seq = functions, seq
 
     def denominator(self, batch: Batch) -> float:

@@ -39,7 +39,7 @@ class Background:
     """A collective in a thread, because the other processes may not join."""
 
     def __init__(self, act: Callable[[], Any], description: str, device: torch.device):
-        """Start `act`. `device` is that of its collectives, on which the thread gets its own stream."""
+        """Start `act` in a thread. Its collectives run on `device`, on a stream of the thread's own."""
 
         def on_device() -> Any:
             if device.type != "cuda":
@@ -67,7 +67,10 @@ class Background:
 
 
 class TorchGroup:
-    """A torch process group as `init_process_group` with this name would create it over its own store, for SGLang."""
+    """A process group of torch over a store of its own, for SGLang.
+
+    It is equivalent to a group that `init_process_group` creates with this name.
+    """
 
     def __init__(self, backend: str, store: TCPStore, name: str, size: int, timeout: float):
         """Create the group and wait for the workers."""

@@ -24,8 +24,10 @@ class Arguments:
 
 
 def read_arguments(args: Mapping[str, Any] | object | None) -> Arguments:
-    """Read a dict, a dataclass object such as TRL's GRPOConfig, or another object's attributes, which count as a
-    dict."""
+    """Read a dict, a dataclass object such as TRL's GRPOConfig, or another object.
+
+    The attributes of an object that is no dataclass count as a dict.
+    """
     if not dataclasses.is_dataclass(args):
         values = dict(args if isinstance(args, Mapping) else vars(args) if args is not None else {})
         values = {name: plain(value) for name, value in values.items() if not name.startswith("_")}

@@ -65,7 +65,10 @@ class _FunctionLoss(GrpoLoss):
 
 
 def count_sequences(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
-    """Return the number of sequences, float64; rl.count_masked_sequences includes those without a token in the loss."""
+    """Return the number of sequences, float64.
+
+    Sequences without a token in the loss count only with rl.count_masked_sequences.
+    """
     counted = torch.ones_like(sequence_tokens) if rl.counts_masked_sequences else sequence_tokens > 0
     return counted.sum(dtype=torch.float64)
 

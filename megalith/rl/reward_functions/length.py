@@ -8,7 +8,10 @@ from megalith.rl.prompts import Prompt
 
 
 def length(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
-    """Return 1 − |tokens − column `length`| / `length`, at least 0; without the column 1 − tokens / maximum."""
+    """Return 1 − |tokens − target| / target, at least 0, where target is the column `length`.
+
+    Without the column, return 1 − tokens / maximum.
+    """
     target = prompt.columns.get("length")
     if target is None:
         return 1 - len(ids) / max_tokens

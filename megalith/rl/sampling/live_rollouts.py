@@ -36,7 +36,7 @@ class LiveRollouts:
     can_prefetch = False
 
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards, held_out: Sequence[Prompt] = ()):
-        """`held_out` are the prompts of evaluations, which `rewards` has after the others."""
+        """Prepare to sample. `held_out` are the prompts of evaluations; in `rewards` they follow the others."""
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._timer = PhaseTimer(run.device)
         canary_prompts = [prompts.prompts[n] for n in range(min(4, len(prompts)))]

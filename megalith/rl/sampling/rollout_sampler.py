@@ -50,7 +50,7 @@ class RolloutSampler:
         weights: WeightSync,
         timed: PhaseTimer,
     ):
-        """`rewards` has the held-out prompts after the others."""
+        """Prepare to sample. In `rewards`, the held-out prompts follow the others."""
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._weights, self._timed = weights, timed
         self._all_prompts = [*prompts.prompts, *held_out]

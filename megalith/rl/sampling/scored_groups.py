@@ -264,7 +264,10 @@ def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
 
 
 def _piece(one: Completion, continues_at: int) -> Sampled:
-    """Convert a completion. With `continues_at` tokens and no end it stays open; 0: it always ends."""
+    """Convert a completion to a piece of a sample.
+
+    A completion of `continues_at` tokens that has not ended stays open. With `continues_at` 0, none stays open.
+    """
     ids, versions = list(one.ids), list(map(int, one.versions))
     versions = versions if len(versions) == len(ids) else versions * len(ids)
     truncated = None if one.truncated and len(ids) == continues_at else one.truncated

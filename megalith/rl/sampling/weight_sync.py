@@ -35,7 +35,7 @@ class WeightSync:
     def __init__(
         self, run: Run, prompts: Sequence[Prompt], canary_prompts: Sequence[Prompt], timed: PhaseTimer
     ):
-        """`prompts` are all that the engine will get, which determines its size."""
+        """Prepare to build the engine. `prompts` are all that it will get, and determine its size."""
         if run.config.rl.is_colocated:
             imported_vllm()
         self._run, self._prompts, self._timed = run, prompts, timed
