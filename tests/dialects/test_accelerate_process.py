@@ -87,8 +87,7 @@ def test_a_collective_that_the_main_process_calls_alone_ends_with_a_sentence(poo
     assert time.monotonic() - before < pool.timeout / 2
     message = (tmp_path / "message").read_text()
     assert (
-        f"different calls: rank 0 in {then}" in message
-        and f"; rank 1 in {name}. Every rank must" in message
+        f"different calls: rank 0 in {then}" in message and f"; rank 1 in {name}. Every rank must" in message
     )
 
 
