@@ -228,7 +228,7 @@ def in_a_pool(completions, **columns):
 def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
     """Also in a run, which takes note of the signal that ends a pool's processes, and goes on."""
     with StopSignals(announces=False):
-        judge = rewards(in_a_pool)
+        judge = rewards(in_a_pool, timeout=60.0)
         assert judge([GROUP]).rewards[0][:, 0].tolist() == [1, 2]
         judge.close()
 
