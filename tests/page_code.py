@@ -161,6 +161,7 @@ PYTHON: dict[str, tuple[Block, ...]] = {
     "docs/grpo.md": (Block(GRPO, (('"max_steps": 100', '"max_steps": 1, "num_generations": 2, "max_prompt_length": 16, '
                                    '"max_completion_length": 4, "per_device_train_batch_size": 4'),),
                            is_quick=False), Block()),
+    "docs/grpo_objective.md": (Block(), Block(), Block()),  # tests/rl/test_extensions.py trains with them
     "docs/hugging_face.md": (Block('small_model("HF_DIR")'), Block(not_run="vLLM is not installed")),
     "docs/inference.md": (
         Block('small_run("runs/quickstart", model={"vocab_size": None, "max_position_embeddings": 256},'

@@ -103,9 +103,9 @@ class OfTokens(megalith.Loss):
     [
         (
             Vector(),
-            r"Vector.__call__ returned a tensor of shape \[2, 8\]; return a tensor of shape \[\]: the micro",
+            r"Vector.__call__ returned a tensor of shape \[2, 8\]; return a tensor of shape \[\]: the sum over",
         ),
-        (Number(), r"Number.__call__ returned 3.0; return a tensor of shape \[\]: the micro-batch's sum"),
+        (Number(), r"Number.__call__ returned 3.0; return a tensor of shape \[\]: the sum over the micro"),
         (Weights(), r"Weights.weights returned a tensor of shape \[2\]; return a tensor of shape \[2, 8\]"),
         (Divisors(), r"Divisors.denominator returned a tensor of shape \[2\]; .* shape \[\], or a number"),
         (
