@@ -169,7 +169,7 @@ def test_predictions_of_other_samples_or_settings_are_refused(predictions, tmp_p
         job(stored(predictions, 6).with_settings({"distill.logits_dir": str(short)}))
     settings = stored(predictions, 6).with_settings({"distill.temperature": 1.0})
     with pytest.raises(
-        ConfigError, match=r"was written with temperature 2\.0, and distill\.temperature is 1\.0"
+        ConfigError, match=r"was written with temperature 2\.0, but distill\.temperature is 1\.0"
     ):
         job(settings)
     with pytest.raises(
