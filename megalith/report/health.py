@@ -113,8 +113,8 @@ class HealthMonitor:
         """Combine the results of all ranks, whose losses may differ in the last bit."""
         if not steps:
             return HealthStatus()
-        steps = [step.step if step else 0 for step in (bad, spike)]
-        agreed = all_reduce_no_grad(torch.tensor([*steps, too_many]), self._world, "max")
+        local = [step.step if step else 0 for step in (bad, spike)]
+        agreed = all_reduce_no_grad(torch.tensor([*local, too_many]), self._world, "max")
         bad_step, spike_step, too_many = agreed.tolist()
         by_number = {step.step: step for step in (*self._history, *steps)}
         before = max((number for number in by_number if number < spike_step), default=0)
