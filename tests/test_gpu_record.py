@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = json.loads((ROOT / "tests" / "gpu" / "record.json").read_text())
-CODE_FOR_GPUS = [f"megalith/{folder}" for folder in ("ops", "parallel", "generation", "optim")]
+CODE_FOR_GPUS = [f"megalith/{folder}" for folder in ("compat", "ops", "parallel", "generation", "optim")]
 MOST_COMMITS = 40  # that may change this code before the GPU tests have to be run again
 
 
