@@ -30,7 +30,7 @@ class EncoderDecoder(Transformer):
 
     def __init__(self, config: ModelConfig, encoder_layers: int, *, device=None, seed: int = 0):
         decoder = range(encoder_layers, config.num_layers)
-        super().__init__(config, numbers=decoder, cross=True, device=device, seed=seed)
+        super().__init__(config, layer_numbers=decoder, cross=True, device=device, seed=seed)
         self.encoder = Stack(config, range(encoder_layers), causal=False, device=device, seed=seed)
 
     def forward(
