@@ -40,9 +40,8 @@ class BertBatch(Batch):
 
     tokentype_ids: Tensor  # int64 [batch, seq], segment of each token
     sentence_order: Tensor  # int64 [batch], 1 if the segments were swapped, else 0
-    order_weights: Tensor | None = (
-        None  # float32 [batch], weights of the sentence-order loss, set by the loss
-    )
+    # float32 [batch], weights of the sentence-order loss, set by the loss
+    order_weights: Tensor | None = None
 
     of_tokens = (*Batch.of_tokens, "tokentype_ids")
 

@@ -13,7 +13,34 @@ from megalith.data.pairs import DECODER_START, pair_dtype
 from megalith.errors import ConfigError
 
 
-class MockDataset:
+class _MockSamples:
+    """Base of the mock datasets. A subclass makes sample i in `_sample`."""
+
+    num_samples: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
+        return self._sample(i)
+
+    def epochs(self) -> dict[str, int]:
+        return {}
+
+    def describe(self, i: int) -> str:
+        return f"sample {i} of the mock dataset"
+
+    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
+        return not permuted or num_samples == len(self)
+
+    def _sample(self, i: int) -> np.ndarray:
+        raise NotImplementedError
+
+
+class MockDataset(_MockSamples):
     """Mock samples for a decoder, int64 [seq_length + 1].
 
     A document counts up from a random token in steps of 1, 2 or 3, and ends with `eod` (which occurs nowhere else;
@@ -29,12 +56,7 @@ class MockDataset:
         self.seed = seed
         self.eod = eod
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
+    def _sample(self, i: int) -> np.ndarray:
         rng = np.random.default_rng([self.seed, i])
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
         at = 0
@@ -43,15 +65,6 @@ class MockDataset:
             sample[at : at + length] = self._document(rng, length)[: len(sample) - at]
             at += length
         return sample
-
-    def epochs(self) -> dict[str, int]:
-        return {}
-
-    def describe(self, i: int) -> str:
-        return f"sample {i} of the mock dataset"
-
-    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        return not permuted or num_samples == len(self)
 
     def _document(self, rng: np.random.Generator, length: int) -> np.ndarray:
         words = self.vocab_size if self.eod is None else self.vocab_size - 1
@@ -62,7 +75,7 @@ class MockDataset:
         return document
 
 
-class MockMaskedDataset:
+class MockMaskedDataset(_MockSamples):
     """Mock samples for BERT. Sentences count up from a random token and fill half of a sample to all of it."""
 
     def __init__(
@@ -76,12 +89,7 @@ class MockMaskedDataset:
         self._word_bounds = WordPieces(*range(len(SPECIAL)), vocab_size, begins_word)
         self.seq_length, self.num_samples, self.seed, self._masking = seq_length, num_samples, seed, masking
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
+    def _sample(self, i: int) -> np.ndarray:
         rng = np.random.RandomState([self.seed, i])
         max_tokens, words = self.seq_length - SPECIAL_COUNT, self._word_bounds.vocab_size - len(SPECIAL)
         length = rng.randint(max(2, max_tokens // 2), max_tokens + 1)
@@ -92,17 +100,8 @@ class MockMaskedDataset:
         ]
         return make_sample(sentences, max_tokens, self.seq_length, self._word_bounds, self._masking, rng)
 
-    def epochs(self) -> dict[str, int]:
-        return {}
 
-    def describe(self, i: int) -> str:
-        return f"sample {i} of the mock dataset"
-
-    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        return not permuted or num_samples == len(self)
-
-
-class MockPairDataset:
+class MockPairDataset(_MockSamples):
     """Mock samples for T5: the encoder's tokens count up from a random one in steps of 1, 2 or 3, and the decoder
     continues.
 
@@ -115,12 +114,7 @@ class MockPairDataset:
         self.vocab_size, self.num_samples, self.seed = vocab_size, num_samples, seed
         self.lengths, self._dtype = (encoder_length, length), pair_dtype(encoder_length, length)
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a mock dataset that has {len(self)}")
+    def _sample(self, i: int) -> np.ndarray:
         rng = np.random.default_rng([self.seed, i])
         encoder_tokens, decoder_tokens = (
             int(rng.integers((size + 1) // 2, size + 1)) for size in self.lengths
@@ -137,12 +131,3 @@ class MockPairDataset:
         sample["labels"][:decoder_tokens], sample["loss_mask"][:decoder_tokens] = count[encoder_tokens:], 1.0
         sample["text_dec"][0], sample["text_dec"][1:decoder_tokens] = DECODER_START, count[encoder_tokens:-1]
         return sample
-
-    def epochs(self) -> dict[str, int]:
-        return {}
-
-    def describe(self, i: int) -> str:
-        return f"sample {i} of the mock dataset"
-
-    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        return not permuted or num_samples == len(self)

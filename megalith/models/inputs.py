@@ -20,9 +20,8 @@ class TokenInputs:
     position_ids: Tensor | None = None  # int64 [batch, seq]; None: token_index
     token_index: Tensor | None = None  # int64 [seq], each token's index in the full sequence; None: 0, 1, …
     document_ends: Tensor | None = None  # int32 [batch, documents] (ops/documents.py): attention stays inside
-    padding_mask: Tensor | None = (
-        None  # bool [batch, seq] of full sequences, False for padding; None: no padding
-    )
+    # bool [batch, seq] of full sequences, False for padding; None: no padding
+    padding_mask: Tensor | None = None
     padding: Tensor | None = None  # bool [batch, seq], as in Batch
     sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
 
@@ -34,12 +33,10 @@ class TokenInputs:
 class LossInputs:
     """Inputs of a training pass's loss besides labels and loss_mask."""
 
-    objective: Objective | None = (
-        None  # of the labels' log-probabilities; None: −their sum weighted by loss_mask
-    )
+    # of the labels' log-probabilities; None: −their sum weighted by loss_mask
+    objective: Objective | None = None
     loss_scale: Tensor | None = None  # float32 scalar, multiplies the loss's gradient; None: 1
-    balance_scale: Tensor | None = (
-        None  # float32 scalar, multiplies the balancing losses' gradient; None: no such loss
-    )
+    # float32 scalar, multiplies the balancing losses' gradient; None: no such loss
+    balance_scale: Tensor | None = None
     mtp_targets: MTPTargets | None = None  # None: the MTP layers are not run
     max_label_tokens: int | None = None  # tokens with a nonzero loss_mask, at most; None: unknown

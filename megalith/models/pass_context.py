@@ -79,6 +79,5 @@ class Encoded:
     hidden: Tensor  # [batch, keys, hidden], the residual stream of the stack's pass
     context: Context  # of that pass
     mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True to attend; None: all
-    documents: Tensor | None = (
-        None  # int32 [2, batch, documents], ends in the queries and in the keys; None: one
-    )
+    # int32 [2, batch, documents], ends in the queries and in the keys; None: one
+    documents: Tensor | None = None

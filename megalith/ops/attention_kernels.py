@@ -34,13 +34,11 @@ class Block:
     """Masking, scaling and dropout of a block."""
 
     causal: bool = False  # queries and keys are the same tokens: each sees keys up to itself
-    mask: Tensor | None = (
-        None  # bool [batch, 1, queries, keys], True where a query sees a key; includes causality
-    )
+    # bool [batch, 1, queries, keys], True where a query sees a key; includes causality
+    mask: Tensor | None = None
     documents: tuple[Tensor, Tensor] | None = None  # ends of the queries' and the keys' (ops/documents.py)
-    window: int | None = (
-        None  # maximum number of keys that a query sees, including its own; implies causality
-    )
+    # maximum number of keys that a query sees, including its own; implies causality
+    window: int | None = None
     ahead: int = 0  # with window: position of the last query minus that of the last key
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim

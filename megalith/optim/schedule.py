@@ -36,9 +36,8 @@ class ParamSchedule:
     weight_decay_steps: int
     weight_decay_style: str
     samples_per_iteration: int | None  # None: the position is the number of consumed samples
-    decoupled: ParamSchedule | None = (
-        None  # schedule of the word embedding and the output matrix, if different
-    )
+    # schedule of the word embedding and the output matrix, if different
+    decoupled: ParamSchedule | None = None
 
     def learning_rate(self, iteration: int, consumed_samples: int) -> float:
         """Return the learning rate of the update after `iteration` updates and `consumed_samples` samples.
