@@ -27,7 +27,7 @@ def test_what_kernels_still_compute_at_the_call_is_saved_and_what_they_do_after_
         kept = [parameter.detach().clone() for parameter in trained.parameters()]
         for parameter in trained.parameters():
             parameter.data.fill_(torch.nan)
-        (saved,) = saver.finished(wait=True)
+        (saved,) = saver.completed_saves(wait=True)
         assert saved.error is None
         loaded = model(1)
         load_model(open_checkpoint(tmp_path, ("model",)), loaded)
