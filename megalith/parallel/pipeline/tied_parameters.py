@@ -47,8 +47,11 @@ def reduce_shared_gradients(chunks: Sequence[Transformer], mesh: Mesh) -> None:
     It all-reduces local fp32 shards once per step: [padded vocabulary, hidden] of a tied embedding, and [buckets,
     heads] per stack with relative position embeddings.
     """
+    shared = shared_parameters(chunks, mesh)
+    if not shared:
+        return
     parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-    for name, axis in shared_parameters(chunks, mesh).items():
+    for name, axis in shared.items():
         parameter = parameters[name]
         if not parameter.requires_grad:
             continue

@@ -311,6 +311,8 @@ def reduce_partial_gradients(model: nn.Module, axis: Axis, names: Collection[str
 
     Call it after the backward pass and before the gradient norm. Gradients may be plain tensors or DTensors.
     """
+    if not names:
+        return
     parameters = model.named_parameters()
     gradients = [local(p.grad) for name, p in parameters if name in names and p.grad is not None]
     if not gradients:
