@@ -1,14 +1,16 @@
-"""Markers for the number of GPUs, a GPU for each worker of pytest-xdist, and the log that run.py reads."""
+"""Markers for the number of GPUs, the GPUs of each worker of pytest-xdist, and the log that run.py reads."""
 
 import json
 import os
 
-# Before torch is imported: each worker has one of the GPUs that run.py gives its session.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (shared := os.environ.get("MEGALITH_TEST_GPUS")):
-    gpus_of_session = shared.split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus_of_session[
-        int(worker.removeprefix("gw")) % len(gpus_of_session)
-    ]
+# Before torch is imported: each worker sees one of the groups of GPUs that run.py gives its session. Workers of a group
+# see them in different orders, because tests of a single process take the first.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (groups := os.environ.get("MEGALITH_TEST_GPUS")):
+    groups_of_session = [group.split(",") for group in groups.split(";")]
+    turn, group = divmod(int(worker.removeprefix("gw")), len(groups_of_session))
+    seen = groups_of_session[group]
+    first = turn % len(seen)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[first:] + seen[:first])
 
 import pytest
 import torch

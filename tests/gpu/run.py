@@ -2,8 +2,8 @@
 
     python tests/gpu/run.py --seconds 560 --logs build/gpu [--record tests/gpu/record.json]
 
-Tests that measure time run first and alone. Then those of several GPUs and those of one run in two pytest-xdist
-sessions whose workers share all GPUs. The record has the commit, the GPUs, the versions, and for each file how many
+Tests that measure time run first and alone. Then pytest-xdist sessions for one, two and four GPUs share the GPUs: each
+worker sees as many as its tests need. The record has the commit, the GPUs, the versions, and for each file how many
 tests passed, failed, were skipped and were not reached. The exit status is 0 if every test was reached and none failed.
 """
 
@@ -33,28 +33,34 @@ OUTCOMES = "passed", "failed", "skipped", "not_reached"
 class Job(NamedTuple):
     name: str
     options: tuple[str, ...]  # of pytest
-    gpus: Sequence[str]
-    workers: int = 1
-    shares: bool = False  # each worker sees one of the GPUs, not all of them
+    groups: Sequence[Sequence[str]]  # GPUs: each worker sees one of these groups
+    workers_per_group: int = 1
+
+    @property
+    def gpus(self) -> list[str]:
+        return [gpu for group in self.groups for gpu in group]
 
 
 def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
-    """Return the jobs for these GPUs: those of a stage run at once, the stages one after the other.
+    """Return the jobs for these GPUs. Those of a stage run at the same time, the stages one after the other.
 
-    Tests that measure time come first, each job of them on two GPUs that nothing else uses.
+    Tests that measure time come first, each job of them on two GPUs that nothing else uses. `workers` is the number of
+    processes per GPU that share the tests of one GPU.
     """
     folder = str(FOLDER)
-    one_gpu = Job(
-        "one_gpu", (folder, "-m", "not two_gpus and not four_gpus"), gpus, workers * len(gpus), shares=True
-    )
-    if len(gpus) < 2:
+    singles = [[gpu] for gpu in gpus]
+    pairs = [gpus[first : first + 2] for first in range(0, len(gpus) - 1, 2)]
+    one_gpu = Job("one_gpu", (folder, "-m", "not two_gpus and not four_gpus"), singles, workers)
+    if not pairs:
         return [[one_gpu]]
-    halves = (gpus[:2], gpus[2:4]) if len(gpus) >= 4 else (gpus[:2], gpus[:2])
-    measured = Job("quiet-measured", (folder, "-m", "quiet", "-k", "measured_step"), halves[0])
-    compared = Job("quiet-auto", (folder, "-m", "quiet", "-k", "not measured_step"), halves[1])
-    several = Job("several", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), gpus, 3 * len(gpus))
-    quiet = [[measured, compared]] if len(gpus) >= 4 else [[measured], [compared]]
-    return [*quiet, [several, one_gpu]]
+    measured = Job("quiet-measured", (folder, "-m", "quiet", "-k", "measured_step"), pairs[:1])
+    compared = Job("quiet-auto", (folder, "-m", "quiet", "-k", "not measured_step"), pairs[-1:])
+    if len(pairs) == 1:
+        several = Job("two_gpus", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), pairs, 6)
+        return [[measured], [compared], [several, one_gpu]]
+    two_gpus = Job("two_gpus", (folder, "-m", "two_gpus and not four_gpus and not quiet"), pairs, 4)
+    four_gpus = Job("four_gpus", (folder, "-m", "four_gpus and not quiet"), [gpus[:4]], 3)
+    return [[measured, compared], [four_gpus, two_gpus, one_gpu]]
 
 
 class Runner:
@@ -87,11 +93,12 @@ class Runner:
     def _pytest(self, job: Job, seconds: float) -> int:
         """Return the exit status of pytest, 2 if the time limit ended it."""
         command = [sys.executable, "-m", "pytest", *job.options, "-v", "-rf", "-p", "no:cacheprovider"]
-        if job.workers > 1 and importlib.util.find_spec("xdist") is not None:
-            command += ["-p", "xdist", "-n", str(job.workers), "--dist", "worksteal"]
+        workers = job.workers_per_group * len(job.groups)
+        if workers > 1 and importlib.util.find_spec("xdist") is not None:
+            command += ["-p", "xdist", "-n", str(workers), "--dist", "worksteal"]
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": ",".join(job.gpus),
-            "MEGALITH_TEST_GPUS": ",".join(job.gpus) if job.shares else "",
+            "MEGALITH_TEST_GPUS": ";".join(",".join(group) for group in job.groups),
             "MEGALITH_TEST_LOG": str(self._logs / f"{job.name}.jsonl"),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",
         }
@@ -172,7 +179,7 @@ def main() -> int:
         "--record", type=Path, help="write the record here; tests/gpu/record.json is the one in git"
     )
     parser.add_argument("--commit", help="of the tree that is tested (default: git's HEAD)")
-    names = "quiet-measured", "quiet-auto", "several", "one_gpu"
+    names = "quiet-measured", "quiet-auto", "four_gpus", "two_gpus", "one_gpu"
     parser.add_argument("--only", nargs="+", choices=names, help="jobs, in place of all of them")
     parser.add_argument(
         "--workers", type=int, default=10, help="processes per GPU that share the tests of one GPU"
