@@ -1,10 +1,11 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, with transformers' module names.
 
-If the family has separate queries, keys and values (gate and up), each part of a Megalith linear is bitwise PEFT's
-adapter of one module. If the family fuses them, PEFT has one pair A, B for all rows: Megalith's part `whole`, with the
-rows of B in another order. The other two cases are exact as well:
+If the family has separate queries, keys and values (gate and up), each part of a Megalith linear is PEFT's adapter of
+one module. If the family fuses them, PEFT has one pair A, B for all rows: Megalith's part `whole`. The rows of B are
+in the order of the family's weights. The other two cases are exact as well:
 
-    Megalith has parts, PEFT one module       A: the parts' A stacked; B: block-diagonal; rank: the sum
+    Megalith has parts, PEFT one module       A: the parts' A stacked; B: a block of columns per part, zero in the rows
+                                              of the others; rank: the sum
     Megalith has `whole`, PEFT separate ones  A: the same for each module; B: split by rows
 """
 
@@ -15,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import list_tensors, read_json
-from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import as_config_error
@@ -45,7 +46,6 @@ TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}  # PEFT has no 
 ONLY = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False,
     "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "layer_replication": None,
-    "rank_pattern": {}, "alpha_pattern": {},
 }  # fmt: skip
 # LoraConfig's target for each part of a linear.
 TARGET_OF = {
@@ -81,10 +81,31 @@ class AdapterTarget:
         names = [name.removesuffix(".weight") for name in self.group.names()]
         return dict(zip(PARTS[self.role] if len(names) > 1 else (WHOLE,), names))
 
-    def lora_b_group(self, rank: int) -> Group:
-        """Return the group of B of part `whole`: the weight's rows, with `rank` columns."""
+    def rows_of_modules(self) -> dict[str, Tensor]:
+        """Return Megalith's row for each row of each Hugging Face module, int64 [rows of the module]."""
+        rows = torch.arange(self.group.shape[0], dtype=torch.float64)[:, None]
         rule = replace(self.group.rule, transposed=False)
-        return replace(self.group, shape=(self.group.shape[0], rank), rule=rule)
+        group = replace(self.group, shape=tuple(rows.shape), rule=rule)
+        theirs = to_theirs(group, rows, dict.fromkeys(group.sources, rows.dtype))
+        return {name.removesuffix(".weight"): order.squeeze(1).long() for name, order in theirs}
+
+    def rows_of_part(self, part: str) -> Tensor:
+        """Return the rows of this part in Megalith's linear, in the order of the rows of the part's B, int64."""
+        rows, model = torch.arange(self.group.shape[0]), self.group.model
+        if part == WHOLE:
+            return rows
+        if self.role == "linear_fc1":  # gate 0, up 0, gate 1, up 1, …
+            return rows.view(-1, 2)[:, PARTS[self.role].index(part)]
+        queries = model.num_attention_heads // model.query_groups
+        heads = {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}
+        return rows.view(model.query_groups, queries + 2, model.head_dim)[:, heads[part]].flatten()
+
+    def rows_of_module(self, module: str, part: str) -> Tensor:
+        """Return the row of the module for each row of the part's B, int64; the module must have them all."""
+        position = torch.empty(self.group.shape[0], dtype=torch.int64)
+        ours = self.rows_of_modules()[module]
+        position[ours] = torch.arange(len(ours))
+        return position[self.rows_of_part(part)]
 
 
 def adapter_targets(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
@@ -127,21 +148,26 @@ def _peft_pairs(target: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, P
     modules = target.modules
     if WHOLE in pairs:
         a, b = pairs[WHOLE]
-        group = target.lora_b_group(len(a))
-        rows = to_theirs(group, b, dict.fromkeys(group.sources, b.dtype))
-        return {name.removesuffix(".weight"): (a, part) for name, part in rows}
+        return {module: (a, b[rows]) for module, rows in target.rows_of_modules().items()}
     if WHOLE in modules and pairs:
-        return {modules[WHOLE]: _fused_pair(target, [pairs.get(part) for part in PARTS[target.role]])}
-    return {modules[part]: pair for part, pair in pairs.items()}
+        return {modules[WHOLE]: _fused_pair(target, pairs)}
+    return {modules[part]: (a, _their_rows(target, modules[part], part, b)) for part, (a, b) in pairs.items()}
 
 
-def _fused_pair(target: AdapterTarget, pairs: list[Pair | None]) -> Pair:
-    """Return one pair for the stacked rows of all parts; rows of a part without adapters are zero."""
-    model = target.group.model
-    heads = (model.num_attention_heads, model.query_groups, model.query_groups)
-    counts = [count * model.head_dim for count in heads] if len(pairs) == 3 else [model.ffn_size] * 2
-    blocks = [torch.empty(count, 0) if pair is None else pair[1] for pair, count in zip(pairs, counts)]
-    return torch.cat([pair[0] for pair in pairs if pair is not None]), torch.block_diag(*blocks)
+def _their_rows(target: AdapterTarget, module: str, part: str, b: Tensor) -> Tensor:
+    """Return B of a part with the module's rows in its order; rows of other parts are zero."""
+    weight_rows = len(target.rows_of_modules()[module])
+    rows = b.new_zeros(weight_rows, b.shape[1])
+    rows[target.rows_of_module(module, part)] = b
+    return rows
+
+
+def _fused_pair(target: AdapterTarget, pairs: Mapping[str, Pair]) -> Pair:
+    """Return one pair for a module that fuses all parts."""
+    module = target.modules[WHOLE]
+    ordered = [part for part in PARTS[target.role] if part in pairs]
+    blocks = [_their_rows(target, module, part, pairs[part][1]) for part in ordered]
+    return torch.cat([pairs[part][0] for part in ordered]), torch.cat(blocks, dim=1)
 
 
 def _peft_config(
@@ -204,6 +230,7 @@ class PeftFolder:
                 f"({model.num_layers}); give adapters of the same base"
             )
         self._targets = {target.name: target for target in adapter_targets(family, model)}
+        self._fused = self._find_fused_parts(family, model)
         self._parts = self._find_parts()
         self.lora = self._lora()
         self._check_shapes()
@@ -213,10 +240,75 @@ class PeftFolder:
         linear, _, rest = name.partition(ADAPTER)
         half, part, _ = rest.split(".")
         target = self._targets[linear]
-        value = self._stored[_key(target, part, half)].read().float()
-        if part == WHOLE and half == "lora_B":
-            return to_ours(target.lora_b_group(value.shape[1]), lambda _: value)
-        return value
+        fused = self._fused.get(target.role)
+        stored_part = WHOLE if fused else part
+        value = self._stored[_key(target, stored_part, half)].read().float()
+        if fused:
+            columns = slice(fused.index(part) * self.lora.rank, (fused.index(part) + 1) * self.lora.rank)
+            value = value[columns] if half == "lora_A" else value[:, columns]
+        if half == "lora_A":
+            return value
+        return value[target.rows_of_module(target.modules[stored_part], part)]
+
+    def _find_fused_parts(self, family: Family, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """Return the parts by role where a fused module has one adapter per part, as `save_peft` writes them.
+
+        Such a module has a rank of its own in `rank_pattern`, and each block of `r` columns of its B is zero outside
+        the rows of one part. Raises CheckpointError for any other `rank_pattern` or `alpha_pattern`.
+        """
+        patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+        if not any(patterns.values()):
+            return {}
+        rank, alpha = self._config["r"], self._config["lora_alpha"]
+        fused: dict[str, tuple[str, ...]] = {}
+        ranks = {}
+        for target in self._targets.values():
+            module = target.modules.get(WHOLE)
+            if module is None or _key(target, WHOLE, "lora_A") not in self._stored:
+                continue
+            ranks[module] = self._stored[_key(target, WHOLE, "lora_A")].shape[0]
+            if ranks[module] != rank:
+                parts = self._parts_of_blocks(target, rank)
+                if fused.setdefault(target.role, parts) != parts:
+                    fused[target.role] = ()
+        larger = {
+            target: size for target, size in _target_suffixes(ranks, family, model).items() if size != rank
+        }
+        expected = {
+            "rank_pattern": larger,
+            "alpha_pattern": {target: alpha * size / rank for target, size in larger.items()},
+        }
+        if patterns != expected or not all(fused.values()) or self._config.get("use_rslora"):
+            key = next(key for key, value in patterns.items() if value)
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has {key} {patterns[key]!r}, but only plain LoRA of one rank is supported, "
+                "and fused matrices with an adapter per part as `megalith lora export` writes them; merge the "
+                "adapters with PEFT, or train others"
+            )
+        return fused
+
+    def _parts_of_blocks(self, target: AdapterTarget, rank: int) -> tuple[str, ...]:
+        """Return the part of each block of `rank` columns of a fused module's B; empty if they are not parts."""
+        b = self._stored[_key(target, WHOLE, "lora_B")].read()
+        all_parts, module = PARTS[target.role], target.modules[WHOLE]
+        if rank < 1 or b.ndim != 2 or b.shape[1] % rank or b.shape[0] != target.group.shape[0]:
+            return ()
+        if b.shape[1] > rank * len(all_parts):
+            return ()
+        used = []
+        for block in b.split(rank, dim=1):
+            outside = {}
+            for part in all_parts:
+                rest = block.clone()
+                rest[target.rows_of_module(module, part)] = 0
+                outside[part] = not rest.any()
+            used.append([part for part in all_parts if outside[part]])
+        fitting = [
+            parts
+            for parts in combinations(all_parts, len(used))
+            if all(part in possible for part, possible in zip(parts, used))
+        ]
+        return fitting[0] if len(fitting) == 1 else ()
 
     def _find_parts(self) -> dict[str, tuple[str, ...]]:
         """Return the parts with adapters by role; they must be the same in every layer."""
@@ -225,7 +317,9 @@ class PeftFolder:
         for target in self._targets.values():
             parts = tuple(part for part in target.modules if _key(target, part, "lora_A") in self._stored)
             expected |= {_key(target, part, half) for part in parts for half in ("lora_A", "lora_B")}
-            parts_by_role.setdefault(target.role, set()).add(parts)
+            parts_by_role.setdefault(target.role, set()).add(
+                self._fused.get(target.role, parts) if parts else ()
+            )
         missing, extra = expected - self._stored.keys(), self._stored.keys() - expected
         if missing or extra or not expected:
             messages = [
@@ -263,16 +357,18 @@ class PeftFolder:
 
     def _check_shapes(self) -> None:
         for target in self._targets.values():
-            for part in self._parts.get(target.role, ()):
+            fused = self._fused.get(target.role)
+            rank = self.lora.rank * len(fused or (WHOLE,))
+            for part in (WHOLE,) if fused else self._parts.get(target.role, ()):
                 weight_shape = target.group.sources[f"{target.modules[part]}.weight"]
                 rows, columns = reversed(weight_shape) if target.group.rule.transposed else weight_shape
-                expected = {"lora_A": (self.lora.rank, columns), "lora_B": (rows, self.lora.rank)}
+                expected = {"lora_A": (rank, columns), "lora_B": (rows, rank)}
                 for half, expected_shape in expected.items():
                     shape = tuple(self._stored[_key(target, part, half)].shape)
                     if shape != expected_shape:
                         raise CheckpointError(
                             f"{self.path}: {_key(target, part, half)} has the shape {list(shape)}, but the model and "
-                            f"r {self.lora.rank} give {list(expected_shape)}; give adapters of the same base"
+                            f"r {rank} give {list(expected_shape)}; give adapters of the same base"
                         )
 
     def _reject_other_methods(self) -> None:
@@ -283,8 +379,8 @@ class PeftFolder:
                     f"{self.path / CONFIG_FILE} has {key} {value!r}, but only plain LoRA is supported "
                     f"({key} {only!r}); merge them with PEFT, or train others"
                 )
-        for key in ("r", "lora_alpha"):
-            if type(self._config.get(key)) not in (int, float):
+        for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+            if type(self._config.get(key)) not in kinds:
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has no {key}; give a folder that PEFT has saved"
                 )

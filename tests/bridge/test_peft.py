@@ -28,6 +28,8 @@ TARGETS = {
     "gemma2": ["k_proj", "gate_proj", "down_proj"],
     "phi3, window": ["qkv_proj", "o_proj", "gate_up_proj"],
     "gpt2": ["c_attn", "mlp.c_proj", "c_fc"],
+    "gpt-j": ["q_proj", "k_proj", "v_proj"],  # rotary pairs are interleaved
+    "gpt-neox": ["query_key_value"],  # queries, keys and values of each head in turn
 }
 IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
 
@@ -86,6 +88,9 @@ def test_adapters_go_from_peft_to_a_run_and_back_bitwise_and_compute_the_same(
     [
         ("phi3, window", ["linear_qkv", "linear_fc1"]),  # parts of ours, fused there
         ("phi3, window", ["q_proj", "v_proj", "up_proj"]),
+        ("gpt-neox", ["linear_qkv"]),
+        ("bloom", ["k_proj", "v_proj"]),
+        ("falcon, new decoder", ["linear_qkv", "linear_fc1"]),
         ("llama", ["qkv_proj", "gate_up_proj", "linear_proj"]),  # whole of ours, apart there
     ],
 )
@@ -99,6 +104,14 @@ def test_what_is_fused_on_one_side_alone_is_written_exactly(
     assert (theirs - their_logits(name)).abs().max() > 1e-3 * theirs.abs().max()
     with torch.no_grad():
         assert close(megalith.load(step)(IDS), theirs)
+    loaded = run_config(hf_folder(name), tmp_path / "again", lora={"load": str(tmp_path / "peft")})
+    again = megalith.train(loaded.with_settings({"train.train_iters": 1, "optim.lr": 0.0})).checkpoint
+    export_adapters(again, tmp_path / "same")
+    before, after = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("peft", "same")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_a_run_goes_on_with_its_adapters_and_holds_nothing_else(hf_folder, tmp_path: Path) -> None:
@@ -168,6 +181,7 @@ def test_peft_adapters_merge_with_a_base_of_either_kind(
     [
         ({"use_dora": True}, "has use_dora True, but only plain LoRA is supported"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8.0}}, "has alpha_pattern"),
         ({"r": None}, "has no r;"),
         ({"r": 7}, r"lora_A.weight has the shape \[3, 64\], but the model and r 7 give \[7, 64\]"),
     ],
