@@ -54,7 +54,7 @@ NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", 
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # checked recursively
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
-    "short_factor": float, "long_factor": float,
+    "short_factor": float, "long_factor": float, "mlp_layer_types": str,
 }
 # fmt: on
 
@@ -88,6 +88,8 @@ def _broken_rule(key: str, value: Any) -> str | None:
         return (
             None if _is_count(value) and value <= MOST_LAYERS else f"a number of layers up to {MOST_LAYERS:,}"
         )
+    if key == "sliding_window_pattern" and isinstance(value, str) and set(value) <= {"L", "G"}:
+        return None  # EXAONE's spelling
     if key in COUNTS:
         return None if _is_count(value) else f"a whole number from 0 to {LARGEST:,}"
     if key in NUMBERS:

@@ -84,8 +84,17 @@ class Rope:
         }
 
 
+@dataclass(frozen=True)
 class RopeByLayer:
-    """Maps RoPE with a separate, unscaled base in sliding-window layers (Gemma 3)."""
+    """Maps RoPE with a separate, unscaled base in sliding-window layers (Gemma 3).
+
+    `base` and `local_base` are the bases of both kinds of layers if config.json omits them. `nested` writes
+    `rope_parameters` by kind of layer, for families without `rope_local_base_freq`.
+    """
+
+    base: float = 1e6
+    local_base: float = 10000.0
+    nested: bool = False
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         rope, scaling = hf_config.get("rope_parameters") or {}, hf_config.get("rope_scaling") or {}
@@ -101,17 +110,28 @@ class RopeByLayer:
                 f"config.json scales the rotary positions of sliding-window layers ({local['rope_type']}), which "
                 "is not supported"
             )
-        base = full.get("rope_theta") or hf_config.get("rope_theta") or 1e6
+        base = full.get("rope_theta") or hf_config.get("rope_theta") or self.base
         fields = Rope().read(_with_rope(hf_config, {**full, "rope_theta": base}))
         kinds = hf_config.get("layer_types") or ["sliding_attention"]
         if hf_config.get("sliding_window") and "sliding_attention" in kinds:
-            fields["rotary_base_local"] = (
-                local.get("rope_theta") or hf_config.get("rope_local_base_freq") or 10000.0
-            )
+            old = None if self.nested else hf_config.get("rope_local_base_freq")
+            local_base = local.get("rope_theta") or old or self.local_base
+            if not self.nested or local_base != base or "rope_scaling" in fields:
+                fields["rotary_base_local"] = local_base
         return fields
 
     def write(self, model: ModelConfig) -> Tree:
-        return Rope().write(model) | {"rope_local_base_freq": model.rotary_base_local or model.rotary_base}
+        tree, local_base = Rope().write(model), model.rotary_base_local or model.rotary_base
+        if not self.nested:
+            return tree | {"rope_local_base_freq": local_base}
+        scaling = tree["rope_scaling"] or {"rope_type": "default"}
+        local = {"rope_type": "default", "rope_theta": local_base}
+        return {
+            "rope_parameters": {
+                "full_attention": {**scaling, "rope_theta": tree["rope_theta"]},
+                "sliding_attention": local,
+            }
+        }
 
 
 @dataclass(frozen=True)
@@ -356,8 +376,11 @@ def check_layer_types(kinds: Collection[str] | None, supported: Collection[str])
 class WindowsByLayer:
     """Maps windows in the layers that `layer_types` calls sliding_attention, or in all but every N-th layer."""
 
-    every: int  # N if config.json has neither key
-    default: int = 4096
+    every: int | None = None  # N if config.json has neither key; None: windows in all layers
+    default: int | None = 4096  # window if config.json omits it
+    pattern: str | None = "sliding_window_pattern"  # key of N
+    unused: int | None = None  # window to write if no layer has one
+    first: bool = False  # layer 0 is the first without a window, not layer N - 1
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         window = hf_config.get("sliding_window", self.default)
@@ -365,13 +388,23 @@ class WindowsByLayer:
         check_layer_types(kinds, LAYER_KINDS)
         if window is None or (kinds and "sliding_attention" not in kinds):
             return {}
-        every = hf_config.get("sliding_window_pattern", self.every)
-        skip = [int(kind == "sliding_attention") for kind in kinds] if kinds else every
+        every = hf_config.get(self.pattern, self.every)
+        if not kinds and isinstance(every, str):
+            raise ConfigError(
+                f"config.json has {self.pattern} {every!r} and no layer_types; add layer_types, with sliding_attention "
+                "or full_attention for each layer"
+            )
+        if kinds:
+            skip = [int(kind == "sliding_attention") for kind in kinds]
+        elif self.first and every:
+            skip = [int(layer % every > 0) for layer in range(hf_config["num_hidden_layers"])]
+        else:
+            skip = every
         return {"window_size": [window - 1, 0], "window_attn_skip_freq": skip}
 
     def write(self, model: ModelConfig) -> Tree:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in model.windows]
-        return {"sliding_window": max(filter(None, model.windows), default=None), "layer_types": kinds}
+        return {"sliding_window": max(filter(None, model.windows), default=self.unused), "layer_types": kinds}
 
 
 LATENT_EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps is

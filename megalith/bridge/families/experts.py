@@ -167,11 +167,45 @@ class DenseFirst:
         return {"first_k_dense_replace": model.expert_layers[0] if model.expert_layers else model.num_layers}
 
 
-class SharedExperts:
-    """Row for `n_shared_experts`, which Megalith joins into one MLP."""
+class MlpLayerTypes:
+    """Row for `mlp_layer_types`, a list of `dense` and `sparse`; the latter have experts.
+
+    `dense` is the number of first layers without experts if config.json omits the list, unless the key `count` says it.
+    """
+
+    def __init__(self, dense: int, count: str | None = None):
+        self._dense, self._count = dense, count
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        count = hf_config.get("n_shared_experts")
+        kinds, layers = hf_config.get("mlp_layer_types"), hf_config["num_hidden_layers"]
+        if kinds is None:
+            dense = min(hf_config.get(self._count, self._dense), layers)
+            return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
+        if others := [kind for kind in kinds if kind not in ("dense", "sparse")]:
+            raise ConfigError(
+                f"config.json has mlp_layer_types with {others[0]!r}, but layers are dense or sparse"
+            )
+        return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+
+    def write(self, model: ModelConfig) -> Tree:
+        sparse = model.expert_layers
+        return {"mlp_layer_types": [("dense", "sparse")[n in sparse] for n in range(model.num_layers)]}
+
+
+class SharedExperts:
+    """Row for the number of shared experts, which Megalith joins into one MLP.
+
+    Args:
+        key: key of the number.
+        absent: value to write if there are none.
+        default: the number if config.json omits the key.
+    """
+
+    def __init__(self, key: str = "n_shared_experts", absent: int | None = None, default: int | None = None):
+        self._key, self._absent, self._default = key, absent, default
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        count = hf_config.get(self._key, self._default)
         return (
             {"moe_shared_expert_intermediate_size": count * hf_config["moe_intermediate_size"]}
             if count
@@ -184,7 +218,7 @@ class SharedExperts:
             raise ConfigError(
                 f"a shared expert of {width} is not a multiple of an expert's {model.expert_size}"
             )
-        return {"n_shared_experts": width // model.expert_size or None}
+        return {self._key: width // model.expert_size or self._absent}
 
 
 class RouterGroups:

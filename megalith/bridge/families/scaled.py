@@ -42,10 +42,20 @@ class QKNormPerHead:
 
 
 class RopeInWindows:
-    """Row for RoPE only in layers with a window."""
+    """Row for RoPE only in layers with a window.
+
+    Args:
+        windows: the family's row of windows.
+        everywhere_without: True if `sliding_window: null` means RoPE in every layer.
+    """
+
+    def __init__(self, windows: WindowsByLayer, everywhere_without: bool = False):
+        self._windows, self._everywhere_without = windows, everywhere_without
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        fields, count = WINDOWS.read(hf_config), hf_config["num_hidden_layers"]
+        if self._everywhere_without and hf_config.get("sliding_window", self._windows.default) is None:
+            return {}
+        fields, count = self._windows.read(hf_config), hf_config["num_hidden_layers"]
         windowed_layers = fields.get("window_attn_skip_freq", [0] * count)
         if isinstance(windowed_layers, int):
             windowed_layers = [
@@ -54,7 +64,8 @@ class RopeInWindows:
         return {"no_rope_freq": [1 - windowed for windowed in windowed_layers]}
 
     def write(self, model: ModelConfig) -> Tree:
-        return {}
+        nowhere = not any(model.windows) and all(model.layers_without_rope or [0])
+        return {"sliding_window": self._windows.default} if self._everywhere_without and nowhere else {}
 
 
 # fmt: off
@@ -133,7 +144,7 @@ COHERE2 = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
     tensors=PARALLEL_TENSORS,
-    settings=(*COHERE_SETTINGS, WINDOWS, RopeInWindows(), RequiredKeys(hidden_act="silu")),
+    settings=(*COHERE_SETTINGS, WINDOWS, RopeInWindows(WINDOWS), RequiredKeys(hidden_act="silu")),
     tied="lm_head.weight",
     ignored=IGNORED,
 )

@@ -1,0 +1,80 @@
+"""Cases of reference.py for the families of 2024 and later that need no operator of their own."""
+
+from collections.abc import Callable
+
+import transformers
+from models.tiny import DEEPSEEK, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OURS, YARN_ROPE
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+OUR_MIXED = dict(window_size=[10, 0], window_attn_skip_freq=[1, 0, 1])
+ROUTED = dict(n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=24)
+OUR_ROUTED = dict(OURS, num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=24,
+                  moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+                  moe_shared_expert_intermediate_size=48, moe_router_num_groups=4, moe_router_group_topk=2)  # fmt: skip
+FULL_YARN = dict(YARN_ROPE, beta_fast=32.0, beta_slow=1.0)
+LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+
+NEWER_CASES: dict[str, tuple[Callable, dict]] = {
+    "glm": (
+        lambda: transformers.GlmConfig(**LLAMA, head_dim=24, pad_token_id=None),
+        dict(OURS, kv_channels=24, rotary_percent=0.5, rotary_interleaved=True, layernorm_epsilon=1.5625e-07,
+             add_qkv_bias=True),
+    ),
+    "glm4": (
+        lambda: transformers.Glm4Config(**LLAMA, head_dim=16, pad_token_id=None, rms_norm_eps=1e-5,
+                                        rope_parameters=dict(YARN_ROPE, partial_rotary_factor=0.25)),
+        dict(OURS, kv_channels=16, rotary_percent=0.25, rotary_interleaved=True, layernorm_epsilon=1e-5,
+             add_qkv_bias=True, norm_placement="sandwich",
+             rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64)),
+    ),
+    "glm4-moe": (
+        lambda: transformers.Glm4MoeConfig(**LLAMA, **ROUTED, use_qk_norm=True, attention_bias=True, n_shared_experts=2,
+                                           n_group=4, topk_group=2, routed_scaling_factor=1.7, num_mtp_layers=0),
+        dict(OUR_ROUTED, rotary_percent=0.5, layernorm_epsilon=1e-5, qk_layernorm=True, add_qkv_bias=True,
+             moe_layer_freq=[0, 1, 1], moe_router_topk_scaling_factor=1.7),
+    ),
+    "glm4-moe-lite": (
+        lambda: transformers.Glm4MoeLiteConfig(**LITE, q_lora_rank=36, rms_norm_eps=1e-6, n_group=4, topk_group=2,
+                                               mlp_layer_types=["sparse", "dense", "sparse"]),
+        dict(OUR_DEEPSEEK, q_lora_rank=36, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=1.8,
+             moe_layer_freq=[1, 0, 1]),
+    ),
+    "solar-open": (
+        lambda: transformers.SolarOpenConfig(**LLAMA, **ROUTED, head_dim=24, attention_bias=True, n_shared_experts=2,
+                                             n_group=4, topk_group=2),
+        dict(OUR_ROUTED, kv_channels=24, rotary_base=1e6, layernorm_epsilon=1e-5, add_qkv_bias=True),
+    ),
+    "dots1": (
+        lambda: transformers.Dots1Config(**LLAMA, **ROUTED, norm_topk_prob=True, n_shared_experts=2, n_group=4,
+                                         topk_group=2, first_k_dense_replace=1, sliding_window=11,
+                                         attention_bias=True, layer_types=MIXED[1:] + MIXED[:1]),
+        dict(OUR_ROUTED, qk_layernorm=True, add_qkv_bias=True, add_proj_bias=True, moe_layer_freq=[0, 1, 1],
+             window_size=[10, 0], window_attn_skip_freq=[0, 1, 1]),
+    ),
+    "olmo3": (
+        lambda: transformers.Olmo3Config(**LLAMA, pad_token_id=None, sliding_window=11, layer_types=MIXED,
+                                         rope_parameters=dict(full_attention=FULL_YARN, sliding_attention=dict(
+                                             rope_type="default", rope_theta=5e4))),
+        dict(OURS, **OUR_MIXED, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True,
+             layernorm_epsilon=1e-5, rotary_base=10000.0, rotary_base_local=5e4,
+             rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64)),
+    ),
+    "flex-olmo": (
+        lambda: transformers.FlexOlmoConfig(**LLAMA, pad_token_id=None, num_experts=8, num_experts_per_tok=3),
+        dict(OURS, **OUR_EXPERTS, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True,
+             moe_router_pre_softmax=True, rotary_base=500000.0),
+    ),
+    "exaone4": (
+        lambda: transformers.Exaone4Config(**LLAMA, sliding_window=11, layer_types=MIXED),
+        dict(OURS, **OUR_MIXED, no_rope_freq=[0, 1, 0], norm_placement="post", qk_layernorm=True,
+             layernorm_epsilon=1e-5),
+    ),
+    "exaone-moe": (
+        lambda: transformers.ExaoneMoeConfig(**LLAMA, pad_token_id=None, num_experts=8, num_experts_per_tok=4,
+                                             moe_intermediate_size=24, n_group=4, topk_group=2, num_shared_experts=2,
+                                             sliding_window=11, layer_types=MIXED),
+        dict(OUR_ROUTED, **OUR_MIXED, no_rope_freq=[0, 1, 0], qk_layernorm=True, layernorm_epsilon=1e-5,
+             moe_layer_freq=[0, 1, 1], moe_router_topk_scaling_factor=2.5),
+    ),
+}  # fmt: skip
