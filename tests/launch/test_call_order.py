@@ -1,8 +1,5 @@
 """Ranks that wait in different calls end with a sentence; ranks that are slow, or in the same call, go on."""
 
-import subprocess
-import sys
-
 import forked
 import pytest
 
@@ -32,27 +29,22 @@ print("done", flush=True)
 """
 
 
-def run(way):
-    port = str(forked.free_port())
-    words = [sys.executable, "-c", SCRIPT]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), way, port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [rank.communicate(timeout=100) for rank in ranks]
-    return (
-        [rank.returncode for rank in ranks],
-        "".join(out for out, _ in outputs),
-        "".join(err for _, err in outputs),
-    )
+def run(way, folder):
+    port = forked.free_port()
+    log, errors = folder / "log", folder / "errors"
+    ranks = [forked.Forked(["-c", SCRIPT, rank, way, port], log, errors) for rank in (0, 1)]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return codes, log.read_text(), errors.read_text()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", ["slow", "other", "ended"])
-def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_for(way):
-    codes, printed, errors = run(way)
+def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_for(way, tmp_path):
+    codes, printed, errors = run(way, tmp_path)
     if way == "slow":
         assert codes == [0, 0] and printed == "done\ndone\n", errors
     else:

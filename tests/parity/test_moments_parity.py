@@ -2,9 +2,10 @@
 
 import functools
 
+import parity_cases
 import pytest
 import torch
-from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config, samples, train
+from parity_cases import RUNS, SHOWN_WITH, layers, run_config, samples, train
 
 from megalith.config import RunConfig
 from megalith.optim.moments import Moment
@@ -13,18 +14,21 @@ from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job, start, state_by_name
 
 STEPS = 3
-HERE = {  # the axes that cut rows, columns, layers and experts, with every way of sharding state
+BY_DEFAULT = {  # the axes that cut rows, columns, layers and experts, with every way of sharding state
     "tp2-dp2-zero2": "fp8",
     "tp2-sp-pp2-dp2-zero3": "fp8",
-    "ep2-dp4-zero3": "fp8",
     "dp4-zero3-hybrid": "bf16",
     "tp2-sp-etp2-ep2": "fp8",
 }
-CASES = [*HERE.items()] + [
+MORE = (
+    "ep2-dp4-zero3", "pp4-interleaved", "pp4-uneven", "tp2-sp-pp2", "tp2-sp-pp2-zero_bubble", "cp2-a2a-pp2-interleaved",
+    "pp2-interleaved-dp2-zero2", "cp2-a2a-overlap", "pp2-ep2",
+)  # fmt: skip
+CASES = [*BY_DEFAULT.items()] + [
     pytest.param(layout, dtype, marks=pytest.mark.full)
-    for layout in BY_DEFAULT
+    for layout in (*BY_DEFAULT, *MORE, *parity_cases.BY_DEFAULT)
     for dtype in ("bf16", "fp8")
-    if HERE.get(layout) != dtype
+    if BY_DEFAULT.get(layout) != dtype
 ]
 
 

@@ -3,7 +3,9 @@
 import functools
 
 import pytest
-from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config, samples
+from parity_cases import BY_DEFAULT, PARTS_OF_OTHERS, RUNS, SHOWN_WITH, layers, run_config, samples
+from test_memory_parity import CASES as WITH_MEMORY
+from test_moments_parity import BY_DEFAULT as WITH_MOMENTS
 
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
@@ -74,7 +76,9 @@ def test_every_layout_with_every_feature(assert_equal, layout):
 
 def test_every_feature_is_shown_by_default():
     assert SHOWN_WITH.keys() == LAYOUTS.keys() > set(BY_DEFAULT)
-    assert {SHOWN_WITH[layout] for layout in BY_DEFAULT} == RUNS.keys()
+    shown = {SHOWN_WITH[layout] for layout in (*BY_DEFAULT, *WITH_MOMENTS)}
+    shown |= {run for _, run, _ in WITH_MEMORY}
+    assert shown | PARTS_OF_OTHERS == RUNS.keys()
     assert all(possible(layout, run) for layout, run in SHOWN_WITH.items())
 
 
