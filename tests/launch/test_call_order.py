@@ -1,11 +1,15 @@
 """Ranks that wait in different calls end with a sentence; ranks that are slow, or in the same call, go on."""
 
+import itertools
+
 import forked
 import pytest
 
 from megalith.launch.call_order import END, differing_calls
 
-SCRIPT = """import sys, time
+# A fork runs no exit functions by itself, and has those of the process that it is forked from.
+SCRIPT = """import atexit, sys, time
+atexit._clear()
 import torch
 import torch.distributed as dist
 from datetime import timedelta
@@ -26,25 +30,35 @@ elif way == "other":
     with order.call("wait_for_everyone"):
         dist.recv(torch.ones(1), 1)
 print("done", flush=True)
+atexit._run_exitfuncs()
 """
 
 
-def run(way, folder):
-    port = forked.free_port()
-    log, errors = folder / "log", folder / "errors"
-    ranks = [forked.Forked(["-c", SCRIPT, rank, way, port], log, errors) for rank in (0, 1)]
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Run the three ways at once, since their ranks mostly wait; return exit codes, output and errors of each."""
+    running, folders = {}, {way: tmp_path_factory.mktemp(way) for way in ("slow", "other", "ended")}
     try:
-        codes = [rank.wait() for rank in ranks]
+        for way, folder in folders.items():
+            port = forked.free_port()
+            running[way] = [
+                forked.Forked(["-c", SCRIPT, rank, way, port], folder / "log", folder / "errors")
+                for rank in (0, 1)
+            ]
+        codes = {way: [rank.wait() for rank in ranks] for way, ranks in running.items()}
     finally:
-        for rank in ranks:
+        for rank in itertools.chain(*running.values()):
             rank.kill()
-    return codes, log.read_text(), errors.read_text()
+    return {
+        way: (codes[way], (folder / "log").read_text(), (folder / "errors").read_text())
+        for way, folder in folders.items()
+    }
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", ["slow", "other", "ended"])
-def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_for(way, tmp_path):
-    codes, printed, errors = run(way, tmp_path)
+def test_calls_of_one_rank_alone_end_with_a_sentence_and_a_slow_rank_is_waited_for(way, outcomes):
+    codes, printed, errors = outcomes[way]
     if way == "slow":
         assert codes == [0, 0] and printed == "done\ndone\n", errors
     else:
