@@ -29,12 +29,14 @@ RECOMPUTED = ["layernorm", "mlp", "core_attn"]
 BACKWARD = ["gelu_backward", "norm_backward", "join_qkv", "norm_backward"]
 CASES = {  # model, recomputed modules, operators of a layer's forward and backward pass
     "gpt": (GPT, [], ["norm_forward", "norm_forward", *BACKWARD]),
-    "groups": (dict(GPT, num_query_groups=2), [], None),
-    "dropout": (dict(GPT, hidden_dropout=0.1), [], None),
-    "no biases": (LLAMA, [], ["norm_forward", "norm_forward", "norm_backward", "norm_backward"]),
+    "groups, dropout": (dict(GPT, num_query_groups=2, hidden_dropout=0.1), [], None),
+    "no biases, zero centred": (
+        dict(LLAMA, layernorm_zero_centered_gamma=True),
+        [],
+        ["norm_forward", "norm_forward", "norm_backward", "norm_backward"],
+    ),
     "sandwich": (dict(GPT, norm_placement="sandwich"), [], None),
     "norms behind": (dict(GPT, norm_placement="post"), [], ["gelu_backward", "join_qkv"]),
-    "zero centred": (dict(LLAMA, layernorm_zero_centered_gamma=True), [], None),
     "recomputed": (GPT, RECOMPUTED, ["norm_forward"] * 4 + BACKWARD),
     "recomputed, no biases": (LLAMA, ["layernorm", "mlp_act"], ["norm_forward"] * 4 + ["norm_backward"] * 2),
 }
