@@ -126,21 +126,32 @@ KILLS = {  # where, and in which of its calls
 }
 
 
+def run_in_phases(prompts: Path, folder: Path, **held_out) -> None:
+    """Train eight steps into `folder`, or go on there, on the prompts in the folder `prompts`."""
+    sections = tree(
+        prompts,
+        rl=PHASES | dict(num_iterations=1) | held_out,
+        train=dict(train_iters=8, output_dir=str(folder), eval_interval=1),
+    )
+    sections["checkpoint"] = dict(save_interval=2) | ({"load": str(folder)} if folder.exists() else {})
+    train_grpo(RunConfig.from_tree(sections))
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory) -> Path:
+    """Train without being killed; return the folder of the run, which lies in the folder of the prompts."""
+    folder = tmp_path_factory.mktemp("never_killed") / "whole"
+    run_in_phases(folder.parent, folder)
+    return folder
+
+
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(tmp_path, monkeypatch, moment):
+def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(
+    never_killed, tmp_path, monkeypatch, moment
+):
     """Also where the one that is killed evaluates after each step, and the other never does."""
-    rl, checkpoint = PHASES | dict(num_iterations=1), dict(save_interval=2)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-
-    def run(folder: Path) -> None:
-        held_out = HELD_OUT | dict(eval_prompts=str(write_prompts(tmp_path))) if folder == cut else {}
-        sections = tree(
-            tmp_path, rl=rl | held_out, train=dict(train_iters=8, output_dir=str(folder), eval_interval=1)
-        )
-        sections["checkpoint"] = checkpoint | ({"load": str(folder)} if folder.exists() else {})
-        train_grpo(RunConfig.from_tree(sections))
-
-    run(whole)
+    prompts, cut = never_killed.parent, tmp_path / "cut"
+    held_out = HELD_OUT | dict(eval_prompts=str(prompts / "prompts.jsonl"))
     owner, method, call = KILLS[moment]
     real, calls = getattr(owner, method), []
 
@@ -150,13 +161,12 @@ def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(tmp_path, monk
             raise Killed
         return real(*args, **more)
 
-    monkeypatch.setattr(owner, method, dies)
-    with pytest.raises(Killed):
-        run(cut)
-    monkeypatch.undo()
-    run(cut)
-    assert contents(cut) == contents(whole)
-    assert losses(cut) == losses(whole)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, method, dies)
+        run_in_phases(prompts, cut, **held_out)
+    run_in_phases(prompts, cut, **held_out)
+    assert contents(cut) == contents(never_killed)
+    assert losses(cut) == losses(never_killed)
 
 
 @pytest.mark.parametrize("old", ["rollout", "policy"])
