@@ -105,13 +105,19 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
 
 
 def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
-    """Reject more layers or experts than tensors, before allocating anything per layer or expert."""
+    """Reject counts that no folder of this size can have, before allocating anything per layer, expert or row."""
     for name, count in (("layers", model.num_layers), ("experts", model.num_experts or 0)):
         if count > len(source.tensors):
             raise CheckpointError(
                 f"{source.path} has {len(source.tensors)} tensors, but its {source.settings_name} says {count:,} "
                 f"{name}; correct that, or fetch it again"
             )
+    longest = max((size for stored in source.tensors.values() for size in stored.shape), default=0)
+    if model.multi_latent_attention and model.qk_pos_emb_head_dim > longest:
+        raise CheckpointError(
+            f"{source.path} has no tensor of more than {longest:,} rows or columns, but its {source.settings_name} "
+            f"says {model.qk_pos_emb_head_dim:,} rotary rows of a head; correct that, or fetch it again"
+        )
 
 
 def _wrong_types(source: SourceFolder, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
