@@ -39,12 +39,15 @@ print(f"{MegatronLMPlugin.__module__} {kind} pp {degree} of rank {rank}\\n", end
 """
 OWN_PLUGIN = """import sys
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import MegatronLMPlugin
 
-given = {"megatron_lm_plugin": MegatronLMPlugin(tp_degree=2)} if sys.argv[1:] else {}
-accelerator = Accelerator(**given)
-kind = accelerator.distributed_type.value
-print(f"{type(accelerator).__module__} {kind} rank {accelerator.process_index}\\n", end="", flush=True)
+processes = int(sys.argv[1])
+for given in ({}, {"megatron_lm_plugin": MegatronLMPlugin(tp_degree=processes)}):
+    accelerator = Accelerator(**given)
+    kind = accelerator.distributed_type.value
+    print(f"{type(accelerator).__module__} {kind} rank {accelerator.process_index}\\n", end="", flush=True)
+    AcceleratorState._reset_state(True)
 """
 ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
 TWO_MACHINES = ["", "multi-CPU", "2", *[""] * 13]  # up to the rank of this one
@@ -128,7 +131,11 @@ def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_
 @pytest.mark.processes
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_type(tmp_path, trains):
-    """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing."""
+    """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing.
+
+    Each launch imports PyTorch in the launcher and in its processes: two for the file and its flag, and for the plugin
+    in a script one, two in the full suite.
+    """
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
@@ -163,12 +170,17 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
         ]
     file.unlink()  # the plugin in the script is enough, and one without it is Accelerate's
     script.write_text(OWN_PLUGIN)
-    launch = "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"
-    printed = run(*launch, "--main_process_port", "0", str(script), "plugin").stdout
-    assert sorted(line for line in printed.splitlines() if "rank" in line) == [
-        f"megalith.dialects.accelerate.accelerator MEGATRON_LM rank {rank}" for rank in (0, 1)
+    processes = 2 if trains else 1
+    printed = run(
+        *("-m", "accelerate.commands.accelerate_cli", "launch", *["--multi_gpu"] * trains),
+        *("--num_processes", str(processes), "--main_process_port", "0", str(script), str(processes)),
+    ).stdout
+    lines = [line for line in printed.splitlines() if "rank" in line]
+    own = [line for line in lines if "MEGATRON_LM" in line]
+    assert sorted(own) == [
+        f"megalith.dialects.accelerate.accelerator MEGATRON_LM rank {rank}" for rank in range(processes)
     ]
-    assert "MEGATRON_LM" not in run(*launch, "--main_process_port", "0", str(script)).stdout
+    assert sorted(line.rpartition(" ")[2] for line in lines if line not in own) == list("01"[:processes])
     seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
     assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
     assert (
