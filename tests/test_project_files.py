@@ -1,0 +1,52 @@
+"""Files for contributors, their tools and coding agents name what exists."""
+
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "site"))
+
+from llms import llms_text  # noqa: E402
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_llms_txt_lists_the_pages_of_the_site():
+    assert (ROOT / "llms.txt").read_text() == llms_text(), "run `make llms`"
+    for path in re.findall(r"\]\((\S+)\):", llms_text()):
+        assert (ROOT / path).is_file(), path
+
+
+def test_workflows_run_targets_of_the_makefile():
+    commands = [
+        step["run"]
+        for path in WORKFLOWS
+        for job in yaml.safe_load(path.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    called = {target for command in commands for target in re.findall(r"\bmake ([\w-]+)", command)}
+    assert {"lint", "types", "test", "test-quick", "test-minimum", "docs", "dist"} <= called <= TARGETS
+
+
+def test_workflows_test_every_python_that_is_declared():
+    tested = set(re.findall(r'"(3\.\d+)"', (ROOT / ".github" / "workflows" / "ci.yml").read_text()))
+    declared = set(re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
+    assert declared <= tested
+
+
+def test_pre_commit_uses_the_locked_ruff():
+    locked = re.search(r"^ruff==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["rev"] == f"v{locked}"
+
+
+def test_agents_md_names_files_and_targets_that_exist():
+    text = (ROOT / "AGENTS.md").read_text()
+    for path in re.findall(r"`((?:megalith|tests)/[\w./]+)`|\]\(([^)]+)\)", text):
+        assert (ROOT / "".join(path)).exists(), path
+    assert set(re.findall(r"`make ([\w-]+)`", text)) <= TARGETS
