@@ -77,7 +77,6 @@ CASES = [
     ("experts", "tp2-etp2", 5e-6, 1e-4),
     ("bert delayed", "cp2", 1e-6, 1e-6),
     ("t5 recompute delayed", "tp2-sp-pp2", 1e-6, 1e-6),
-    ("t5 recompute delayed", "cp2-a2a", 1e-6, 1e-6),
 ]
 MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("delayed", "cp2", 1e-4, 1e-4),
@@ -96,6 +95,7 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     *((f"latent {recipe}", "tp2-sp-dp2-zero3", 1e-6, 1e-5) for recipe in RECIPES),
     ("latent tensorwise", "cp2", 1e-4, 1e-4),
     ("latent blockwise", "pp2-zero_bubble", 1e-7, 1e-5),
+    ("t5 recompute delayed", "cp2-a2a", 1e-6, 1e-6),
     ("t5 recompute tensorwise", "tp2", 1e-6, 1e-6),
     ("t5 recompute blockwise", "pp2", 1e-7, 1e-5),
 ]

@@ -69,8 +69,8 @@ def test_a_layout_equals_one_process(pool, pool_of_eight, corpus, layout, dtype)
     assert errors.within(), errors
 
 
-def saved(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Trains one step and saves it; what a checkpoint then holds."""
+def saved(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train one step and save it; return what the checkpoint holds, and the state two steps later."""
     job = start(config)
     train(job, 1)
     job.save()
@@ -78,7 +78,9 @@ def saved(config: RunConfig) -> dict[str, torch.Tensor]:
     assert any(
         isinstance(value, Moment) for state in job.optimizer.state.values() for value in state.values()
     )
-    return state_by_name(job)
+    stored = state_by_name(job)
+    train(job, 2)
+    return stored, state_by_name(job)
 
 
 def gone_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -93,19 +95,11 @@ def gone_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch
 def test_a_run_goes_on_bitwise_and_with_other_dtypes_and_layouts(pool, tmp_path, dtype):
     run, layout = "llama tied, documents", "tp2-sp-dp2-zero3"
     common = {"model": {"num_layers": 2}, "train": {"output_dir": str(tmp_path), "train_iters": 3}}
-    stored = pool.run(saved, reduced(run, layout, "", dtype, checkpoint={"async_save": True}, **common))[0]
+    config = reduced(run, layout, "", dtype, checkpoint={"async_save": True}, **common)
+    stored, whole = pool.run(saved, config)[0]
     common |= {"checkpoint": {"load": str(tmp_path)}}
     here, later = pool.run(gone_on, reduced(run, layout, "", dtype, **common))[0]
     assert stored.keys() == here.keys() and all(torch.equal(stored[name], here[name]) for name in stored)
     with_fp32, _ = gone_on(reduced(run, None, "", "fp32", **common))
     assert all(torch.equal(stored[name], with_fp32[name]) for name in stored)
-    common["train"] = common["train"] | {"output_dir": str(tmp_path / "uninterrupted")}
-    common.pop("checkpoint")
-    whole = pool.run(uninterrupted, reduced(run, layout, "", dtype, **common))[0]
     assert all(torch.equal(later[name], whole[name]) for name in whole)
-
-
-def uninterrupted(config: RunConfig) -> dict[str, torch.Tensor]:
-    job = start(config)
-    train(job, 3)
-    return state_by_name(job)

@@ -17,11 +17,12 @@ BIASED = "deepseek documents"
 # run, saved in, loaded in (None: one process)
 CASES = [
     ("gpt2 untied, documents, dropout", "tp4", "pp2-zero_bubble-dp2-zero1"),
-    ("llama tied, documents", "cp2-dp2-zero3", None),
     (BIASED, "tp2-sp-etp2-ep2", "ep4-zero3"),
     ("t5 dropout", "pp4-uneven", "tp2-sp"),  # relative positions stand on every stage
 ]
-MORE = [  # checkpoint/test_checkpoint_layouts.py goes through more by default
+# By default checkpoint/test_checkpoint_layouts.py goes through more, and test_moments_parity.py into one process.
+MORE = [
+    ("llama tied, documents", "cp2-dp2-zero3", None),
     ("gpt2 untied, documents, dropout", None, "tp2-sp-dp2-zero3"),
     ("llama tied, documents", "pp4-uneven", "tp2-cp2"),
     ("llama tied, documents", "dp4-zero1-hybrid", "tp2-pp2-interleaved"),
