@@ -114,14 +114,16 @@ def parallel(name: str) -> dict:
 
 def test_every_layout_equals_one_process(pool, predictions):
     models = predictions
-    cases, ones = {}, {"": job(config_of(models))}
+    cases, ones, by_kind = {}, {"": job(config_of(models))}, {}
     for name in ("tp2-sp", "pp2", "cp2", "dp2-zero3"):
         cases[name] = (config_of(models, parallel=parallel(name)),)
     for name in ("tp2-sp", "pp2", "cp2"):
         kinds = "forward_kl" if name == "pp2" else "reverse_kl"
         how = {"distill": {"logits_dir": str(models["folder"] / "logits6"), "divergence": kinds}}
         cases[f"stored, {name}"] = (config_of(models, parallel=parallel(name), **how),)
-        ones[f"stored, {name}"] = job(config_of(models, **how))
+        if kinds not in by_kind:
+            by_kind[kinds] = job(config_of(models, **how))
+        ones[f"stored, {name}"] = by_kind[kinds]
     lora = {"lora": {"rank": 2, "alpha": 64}, "distill": {"divergence": "reverse_kl"}}
     cases["lora, tp2-sp"] = (config_of(models, parallel=LAYOUTS["tp2-sp"].parallel, **lora),)
     ones["lora, tp2-sp"] = job(config_of(models, **lora))

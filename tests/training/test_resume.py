@@ -21,7 +21,8 @@ from megalith.training.run_state import Run
 
 CASES = {
     "plain": dict(),
-    "dropout, accumulation and ramp-up": dict(
+    "dropout, accumulation, ramp-up, blend": dict(
+        data=dict(data_path="BLEND"),
         model=dict(hidden_dropout=0.1, attention_dropout=0.1),
         train=dict(micro_batch_size=2, rampup_batch_size=[2, 2, 30]),
         optim=dict(lr_warmup_iters=3, weight_decay=0.1, clip_grad=0.5),
@@ -29,17 +30,17 @@ CASES = {
     "counted in samples, in order": dict(
         train=dict(train_iters=None, train_samples=72), data=dict(dataloader_type="single", num_workers=1)
     ),
-    "documents apart": dict(
+    "documents apart, bf16, sgd": dict(
+        train=dict(precision="bf16"),
+        optim=dict(optimizer="sgd", lr=0.1),
         model=dict(preset="tiny-llama", num_query_groups=1),
         data=dict(reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True),
     ),
-    "fp16": dict(
+    "fp16, mock, adam": dict(
         train=dict(precision="fp16"),
-        optim=dict(initial_loss_scale=2.0**34, loss_scale_window=3, hysteresis=1),
+        data=dict(data_path=None, mock=True),
+        optim=dict(optimizer="adam", initial_loss_scale=2.0**34, loss_scale_window=3, hysteresis=1),
     ),
-    "bf16, sgd": dict(train=dict(precision="bf16"), optim=dict(optimizer="sgd", lr=0.1)),
-    "mock, adam": dict(data=dict(data_path=None, mock=True), optim=dict(optimizer="adam")),
-    "blend": dict(data=dict(data_path="BLEND")),
 }
 
 
