@@ -156,6 +156,7 @@ def test_rows_of_all_layers_are_those_of_each():
             assert torch.equal(rows[layer, place], keys_of(layer=layer).stream_rows(site))
 
 
+@pytest.mark.full  # models/test_transformer.py compiles both masks in a layer
 def test_compiled_masks_are_those_of_eager(quick_compile):
     def masks(x, samples, positions, layer):
         tokens = token_keys(1234, samples, positions)

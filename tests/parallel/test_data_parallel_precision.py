@@ -12,7 +12,7 @@ from data_job import GPT2, LLAMA, Job, Outcome, assert_equal, collectives, train
 from megalith.config import ModelConfig
 from megalith.parallel.data.data_parallel import Fp32SumReduceScatter
 
-MANY = 32  # samples: 16 micro-batches a rank
+MANY = 16  # samples: 8 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}
 EXCHANGED = dict(reduce_scatter_with_fp32_accumulation=True)
 SENT = "optim_grads_params, sent in bf16"
@@ -41,7 +41,7 @@ def alone(model: str) -> Outcome:
 
 @pytest.mark.parametrize("name", [*STRATEGIES, SENT, LATER])
 def test_bf16_gradients_of_many_micro_batches_add_up_in_fp32(trained, name):
-    """One process adds bf16 gradients to fp32 ones; adding them up in bf16 would be off by 1e-2."""
+    """One process adds bf16 gradients to fp32 ones; adding them up in bf16 would be off by more than 1e-3."""
     model = STRATEGIES[name.split(",")[0]]
     assert_equal(trained[name], alone(model.model_dump_json()), bound=2e-6)
 

@@ -132,8 +132,25 @@ def losses_and_kernel_calls(
     return outputs | {"losses": torch.stack(losses).detach()}, computed.call_count
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode]["recompute_granularity"] == "full"])
-@pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen", "tiny-deepseek"])
+# Each mode with one family, and latent attention with both methods, by default.
+SAVED = [
+    ("tiny-gpt", "uniform, each layer"),
+    ("tiny-qwen", "uniform, pairs, and a rest"),
+    ("tiny-deepseek", "uniform, more than there are"),
+    ("tiny-gpt", "block, the first"),
+    ("tiny-deepseek", "block, all"),
+]
+MORE_SAVED = [
+    (family, mode)
+    for family in ("tiny-gpt", "tiny-qwen", "tiny-deepseek")
+    for mode in MODES
+    if MODES[mode]["recompute_granularity"] == "full" and (family, mode) not in SAVED
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), SAVED + [pytest.param(*case, marks=pytest.mark.full) for case in MORE_SAVED]
+)
 def test_attention_that_is_saved_is_computed_once(family, mode):
     options = dict(num_layers=3, vocab_size=VOCAB, max_position_embeddings=32, hidden_dropout=0.1)
     config = ModelConfig(**{**PRESETS[family], **options, "attention_dropout": 0.0})
@@ -297,7 +314,7 @@ def test_layers_beside_experts_stay_compiled_and_are_recomputed_so(tmp_path):
     """Experts' layers are several graphs: the first layer, which has none, is one in every pass of two steps."""
     again = {"recompute_granularity": "full", "recompute_method": "block"}
     tree = {
-        "model": {"preset": "tiny-deepseek", "vocab_size": VOCAB}, "parallel": again,
+        "model": {"preset": "tiny-deepseek", "vocab_size": VOCAB, "num_layers": 2}, "parallel": again,
         "data": {"mock": True, "seq_length": 16, "num_workers": 0},
         "train": {"train_iters": 2, "global_batch_size": 1, "eval_iters": 0, "output_dir": str(tmp_path)},
         "optim": {"lr": 1e-3}, "runtime": {"device": "cpu", "compile": True},

@@ -73,20 +73,20 @@ MODELS = {
 }  # fmt: skip
 CASES = [
     ("encoder-decoder", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
-    ("encoder-decoder", SP | CHUNKS),
     ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
     ("encoder-decoder", PP | ZERO3 | PARTS | {"pipeline_model_parallel_layout": "Ett|ttL"}),
     ("encoder-decoder", SP | {"tp_comm_overlap": True}),
     ("t5", SP | ZERO3),
-    ("t5", {"data_parallel_sharding_strategy": "no_shard"} | TP | PARTS),
     ("t5", SP | PP),  # cut inside of the decoder
     ("t5", {"pipeline_model_parallel_size": 4} | PARTS),  # no stage has layers of both stacks
-    ("t5", PP | ZERO3 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("t5", PP | CP),
     ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
 ]
 MORE = [
+    ("encoder-decoder", SP | CHUNKS),
+    ("t5", {"data_parallel_sharding_strategy": "no_shard"} | TP | PARTS),
+    ("t5", PP | ZERO3 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("t5", {"data_parallel_sharding_strategy": "no_shard"} | PP | {"pipeline_schedule": "zero_bubble"}),
     ("t5", SP | {"tensor_model_parallel_size": 4} | FULL),
     ("t5", ZERO3 | FULL),
