@@ -34,7 +34,7 @@ COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
-    "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
+    "n_shared_experts", "num_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
     "rotary_dim", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
