@@ -298,7 +298,7 @@ def _config(args: Arguments, gpus: int):
 
 
 def _draw(answer, path: str) -> None:
-    from megalith.planner.plan_drawing import draw_plan
+    from megalith.report.plan_drawing import draw_plan
 
     try:
         print(f"wrote {draw_plan(answer, path)}", file=sys.stderr)
@@ -412,10 +412,10 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
 
 
 def run_pipeline_show(args: argparse.Namespace) -> int:
-    from megalith.parallel.pipeline.drawing import TEXT_LEGEND, draw_png, draw_text
     from megalith.parallel.pipeline.schedules import build_schedule
     from megalith.parallel.pipeline.simulate import few_micro_batches_warning, simulate
     from megalith.parallel.pipeline.timeline import read_timeline
+    from megalith.report.pipeline_drawing import TEXT_LEGEND, draw_png, draw_text
 
     kind = args.schedule or ("interleaved" if args.virtual > 1 else "1f1b")
     schedule = build_schedule(kind, args.stages, args.micro_batches, args.virtual, args.group)

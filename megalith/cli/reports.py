@@ -37,12 +37,14 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plot(args: Arguments) -> int:
-    from megalith.report.plot import loss_points, plot_run
+    from megalith.report.plot import plot_run
+    from megalith.report.run_files import open_runs
     from megalith.report.text_curve import text_curve
 
     if args.text:
         for run in args.run_dir:
-            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
+            losses = open_runs([run])[0].curve("loss")
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(losses.tolist()), sep="\n")
         return 0
     output = args.output or Path(args.run_dir[0]) / "loss.png"
     return _write(output, lambda: plot_run(args.run_dir, output))

@@ -1,15 +1,20 @@
-"""A curve drawn as text with Braille characters, for a run's loss in a terminal."""
+"""Curves drawn as text, for a run's loss in a terminal: with Braille characters, or as a single line."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from megalith.report.charts import means
+
+SPARKS = "▁▂▃▄▅▆▇█"
 # Bits of a Braille character above U+2800, by row and column of the dot.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def text_curve(points: Sequence[tuple[float, float]], width: int = 80, height: int = 13) -> str:
+def text_curve(points: Iterable[tuple[float, float]], width: int = 80, height: int = 13) -> str:
     """Draw the curve through `points` as text of at most `width` columns and `height` + 2 lines.
 
     A Braille character has 2 × 4 dots. Each column of dots shows the mean of its points. The left edge is labelled with
@@ -74,3 +79,10 @@ def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
         )
         for i in range(count + 1)
     ]
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """Return the values as text of about `width` characters, each the mean of consecutive values."""
+    heights = means(np.array(values), width).tolist()
+    low, high = min(heights, default=0.0), max(heights, default=0.0)
+    return "".join(SPARKS[round((len(SPARKS) - 1) * (y - low) / ((high - low) or 1.0))] for y in heights)

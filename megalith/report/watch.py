@@ -20,9 +20,8 @@ from rich.text import Text
 from megalith.errors import printable
 from megalith.remote import StorePath, modified, open_location
 from megalith.report.metrics import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
-from megalith.report.page.charts import sparkline
-from megalith.report.page.run_files import Record, metric_points, run_settings, tail, to_float
-from megalith.report.plot import run_names
+from megalith.report.run_files import Record, metric_points, run_names, run_settings, tail, to_float
+from megalith.report.text_curve import sparkline
 from megalith.tables import format_si
 
 TAIL_BYTES = 128 * 1024  # read from the end of a file
@@ -124,7 +123,7 @@ class RunSnapshot:
             self._format("loss", "{:.4f}"),
             sparkline([loss for _, loss in metric_points(self._steps, "loss")]),
             self._format("rewards_mean", "{:.4f}"),
-            f"{checks[-1][1]:.4f}" if checks else "–",
+            f"{checks[-1][1]:.4f}" if len(checks) else "–",
             self._format("lr", "{:.2e}"),
             format_si(speed) if (speed := to_float(self._last.get("tokens_per_second_per_device"))) else "–",
             self._format("mfu", "{:.1%}"),

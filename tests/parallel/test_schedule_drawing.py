@@ -9,10 +9,10 @@ import pytest
 
 from megalith.cli.planning import add_pipeline_show, run_pipeline_show
 from megalith.errors import ConfigError, DataError
-from megalith.parallel.pipeline.drawing import draw_png, draw_text
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, read_timeline, write_timeline
+from megalith.report.pipeline_drawing import draw_png, draw_text
 
 
 def show(*arguments: str) -> int:
@@ -108,7 +108,7 @@ def test_impossible_durations_are_refused(durations):
 def test_showing_a_schedule_does_not_load_torch():
     code = (
         "import argparse, sys; from megalith.cli.planning import add_pipeline_show as add, run_pipeline_show as run\n"
-        "p = argparse.ArgumentParser(); add(p); assert 'megalith.parallel.pipeline.drawing' not in sys.modules\n"
+        "p = argparse.ArgumentParser(); add(p); assert 'megalith.report.pipeline_drawing' not in sys.modules\n"
         "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); run(a); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

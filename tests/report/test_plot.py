@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from megalith.errors import DataError
+from megalith.report.charts import smooth
 from megalith.report.metrics import MetricsWriter, StepMetrics
-from megalith.report.plot import loss_points, plot_run, smooth
+from megalith.report.plot import plot_run
+from megalith.report.run_files import open_runs
 from megalith.report.text_curve import text_curve
 
 
@@ -111,14 +113,33 @@ def test_run_of_one_step_is_plotted(tmp_path):
     assert plot_run(_run(tmp_path / "run", steps=1), tmp_path / "run.png").stat().st_size > 0
 
 
+def test_a_long_run_is_parsed_in_chunks_and_drawn_with_a_bounded_number_of_points(tmp_path, monkeypatch):
+    line = {"loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second_per_device": 5.0}
+    records = [{"step": n, **line, "grad_norm": 9.0 if n == 19_999 else n % 2} for n in range(1, 30_001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    parsed, drawn = [], []
+    monkeypatch.setattr(json, "loads", lambda text, loads=json.loads: parsed.append(text) or loads(text))
+    plot = matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "plot",
+        lambda axes, x, y, **style: drawn.append((x, y)) or plot(axes, x, y, **style),
+    )
+    plot_run(tmp_path, tmp_path / "run.png")
+    assert len(parsed) < 100
+    assert len(drawn) == 5 and max(len(x) for x, _ in drawn) <= 12_004
+    x, y = drawn[3]  # the gradient norm
+    assert y[x.index(19_999)] == 9.0
+
+
 def test_folder_without_metrics_is_a_sentence(tmp_path):
-    with pytest.raises(DataError, match=r"nothing to plot in .*nowhere.*metrics\.jsonl is missing or empty"):
+    with pytest.raises(DataError, match=r"nothing to show in .*nowhere.*metrics\.jsonl is missing or empty"):
         plot_run(tmp_path / "nowhere", tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()
 
 
 def test_lost_losses_are_left_out_of_the_points(tmp_path):
-    points = loss_points(_run(tmp_path / "run"))
+    points = open_runs([_run(tmp_path / "run")])[0].curve("loss")
     assert len(points) == 59 and 40 not in dict(points)
 
 

@@ -6,14 +6,16 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_runs import EVIL, run_folder, write_lines
 
 from megalith.cli.main import main
 from megalith.errors import DataError
-from megalith.report.page import run_files, write_report
-from megalith.report.page.charts import tick_labels
-from megalith.report.page.run_files import RunFiles, downsample, metric_points
+from megalith.report import run_files
+from megalith.report.charts import downsample, tick_labels
+from megalith.report.page import write_report
+from megalith.report.run_files import RunFiles, metric_points
 
 VOID = {"meta", "link", "br", "img", "input"}
 SECTIONS = [
@@ -114,7 +116,7 @@ def test_ten_megabytes_of_metrics_are_a_small_page_in_seconds_with_every_spike(t
     assert time.process_time() - begun < 10
     assert page.stat().st_size < 1e6
     known = [(float(record["step"]), record["grad_norm"]) for record in records]
-    few = downsample(known, 1000)
+    few = downsample(np.array(known), 1000)
     assert len(few) <= 1004 and (4242.0, 77.0) in few and few == sorted(few) and few[-1] == known[-1]
 
 
@@ -122,13 +124,14 @@ def test_a_page_looks_at_each_figure_of_a_long_run_once(tmp_path, monkeypatch):
     figures, checked = [f"figure_{n}" for n in range(20)], []
     records = [{"step": n} | dict.fromkeys(figures, float(n % 7)) for n in range(1, 2001)]
     write_lines(tmp_path / "metrics.jsonl", records)
-    plain = run_files.to_float
-    monkeypatch.setattr(run_files, "to_float", lambda value: checked.append(value) or plain(value))
+    column = run_files._column
+    monkeypatch.setattr(run_files, "_column", lambda rows, key: checked.append(key) or column(rows, key))
     run = RunFiles.open("long", tmp_path)
-    assert [run.curve(name) for name in figures] == [metric_points(records, name) for name in figures]
+    for name in figures:
+        np.testing.assert_array_equal(run.curve(name), metric_points(records, name))
     checked.clear()
     write_report([str(tmp_path)], tmp_path / "long.html")
-    assert len(checked) < 2 * len(records)  # of 40,000 figures
+    assert all(checked.count(name) == 1 for name in figures)
 
 
 OWN_FILES = ("experts.jsonl", "events.jsonl", "starts.jsonl", "completions.jsonl", "measured_step.json",
@@ -174,7 +177,7 @@ def test_the_command_writes_into_the_first_run_and_names_a_folder_without_metric
         assert main([command, str(run), "--output", "memory://bucket/x"]) == 2
         assert "give a local file" in capsys.readouterr().err
     assert not (Path("memory:")).exists()
-    with pytest.raises(DataError, match=r"nothing to report in .*none"):
+    with pytest.raises(DataError, match=r"nothing to show in .*none"):
         write_report([str(tmp_path / "none")], tmp_path / "x.html")
 
 

@@ -7,7 +7,7 @@ from report_runs import EVIL, run_folder, write_lines
 from rich.console import Console
 
 from megalith.cli.main import main
-from megalith.report.page.charts import sparkline
+from megalith.report.text_curve import sparkline
 from megalith.report.watch import watch
 
 

@@ -12,12 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import megalith
 from megalith.io import replace_file
-from megalith.parallel.pipeline.drawing import LEGEND
 from megalith.progress import Progress
-from megalith.report.metrics import metrics_size
-from megalith.report.page.charts import (
+from megalith.report.charts import downsample, loss_limits, smoothed
+from megalith.report.page.svg_charts import (
     COLOURS,
     Curve,
     Html,
@@ -30,8 +31,8 @@ from megalith.report.page.charts import (
     text,
     timeline,
 )
-from megalith.report.page.run_files import RunFiles, downsample, metric_points, to_float
-from megalith.report.plot import loss_limits, run_names, smoothed
+from megalith.report.pipeline_drawing import LEGEND
+from megalith.report.run_files import RunFiles, metric_points, open_runs, to_float
 from megalith.tables import format_bytes, format_si
 
 MAX_POINTS = 1000  # of a curve
@@ -106,10 +107,7 @@ def write_report(folders: Sequence[str], output: str | Path) -> Path:
     Raises:
         DataError: a folder has no metrics.
     """
-    names = run_names(folders)
-    with Progress("read metrics", metrics_size(folders)) as progress:
-        runs = [RunFiles.open(name, folder, progress) for name, folder in zip(names, folders)]
-    page = render_page(runs)
+    page = render_page(open_runs(folders))
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, page)
@@ -180,12 +178,8 @@ def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
 
 def _constant(runs: Sequence[RunFiles], key: str) -> float | None:
     """Return the value of a metric that is the same in all steps; None if it varies or has fewer than two values."""
-    first, count = None, 0
-    for value in (value for run in runs for _, value in run.curve(key)):
-        first, count = (value if first is None else first), count + 1
-        if value != first:
-            return None
-    return first if count > 1 else None
+    values = np.concatenate([run.curve(key)[:, 1] for run in runs])
+    return values[0] if len(values) > 1 and (values == values[0]).all() else None
 
 
 def _constants(runs: Sequence[RunFiles], charts: Sequence[tuple[str, str]]) -> str:
@@ -227,33 +221,33 @@ def _summary_row(run: RunFiles) -> tuple[str, ...]:
     losses, checks = run.curve("loss"), metric_points(run.evaluations, "validation_loss")
     middle = to_float(run.steps[len(run.steps) // 2]["step"]) or 0.0  # the first steps compile
 
-    def second_half(key: str) -> list[float]:
-        return [y for step, y in run.curve(key) if step >= middle]
+    def second_half(key: str) -> np.ndarray:
+        steps, values = run.curve(key).T
+        return values[steps >= middle]
 
     def mean(key: str, form: str) -> str:
         values = second_half(key)
-        return format(sum(values) / len(values), form) if values else "–"
+        return format(values.mean(), form) if len(values) else "–"
 
-    memory = [y for _, y in run.curve("max_memory_gb")]
+    memory = run.curve("max_memory_gb")[:, 1]
     speed = second_half("tokens_per_second_per_device")
-    least = min((y for _, y in checks), default=None)
     return (
         run.name,
         str(run.steps[-1]["step"]),
-        f"{losses[-1][1]:.4f}" if losses else "–",
-        f"{checks[-1][1]:.4f}, least {least:.4f}" if checks else "–",
-        format_si(sum(speed) / len(speed)) if speed else "–",
+        f"{losses[-1][1]:.4f}" if len(losses) else "–",
+        f"{checks[-1][1]:.4f}, least {checks[:, 1].min():.4f}" if len(checks) else "–",
+        format_si(speed.mean()) if len(speed) else "–",
         mean("mfu", ".1%"),
-        f"{max(memory):.1f} GB" if memory else "–",
+        f"{memory.max():.1f} GB" if len(memory) else "–",
         str(len(run.starts) or "–"),
-        f"{sum(y for _, y in run.curve('skipped')):.0f}",
-        f"{sum(y for _, y in run.curve('nan_iterations')):.0f}",
+        f"{run.curve('skipped')[:, 1].sum():.0f}",
+        f"{run.curve('nan_iterations')[:, 1].sum():.0f}",
     )
 
 
 def _losses(runs: Sequence[RunFiles]) -> str:
     """Return the loss charts. GRPO runs, whose loss is about 0, have their own chart if there are other runs too."""
-    policies = [n for n, run in enumerate(runs) if metric_points(run.steps[-1:], "rewards_mean")]
+    policies = [n for n, run in enumerate(runs) if len(metric_points(run.steps[-1:], "rewards_mean"))]
     others = [n for n in range(len(runs)) if n not in policies]
     if not policies or not others:
         return _loss("loss", runs, range(len(runs)))
@@ -280,9 +274,8 @@ def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
     for event in run.events:
         if (step := to_float(event.get("step"))) is not None:
             yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
-    for step, is_bad in run.curve("nan_iterations"):
-        if is_bad:
-            yield Mark(step, f"{run.name}, step {step:.0f}: loss lost", colour)
+    for step in run.nonzero_steps("nan_iterations"):
+        yield Mark(step, f"{run.name}, step {step:.0f}: loss lost", colour)
     for start in run.starts[1:]:
         if (step := to_float(start.get("step"))) is not None:
             yield Mark(step, f"{run.name}, started again after step {step:g}", colour)
@@ -305,7 +298,7 @@ def _fp8(runs: Sequence[RunFiles], metric: str, title: str) -> str:
     for n, run in enumerate(runs):
         for kind, style in OPERAND_STYLES.items():
             pairs = [(to_float(record["step"]), _largest(record, metric, kind)) for record in run.fp8_steps]
-            points = [(x, y) for x, y in pairs if x is not None and y is not None]
+            points = np.array([(x, y) for x, y in pairs if x is not None and y is not None])
             curves.append(Curve(f"{run.name}, {kind}", downsample(points, MAX_POINTS), n, style))
     return chart(title, [curve for curve in curves if curve.points])
 
@@ -322,12 +315,7 @@ def _expert_load(runs: Sequence[RunFiles]) -> str:
 
 
 def _load_of(run: RunFiles) -> str:
-    tokens = (run.experts or {}).get("tokens")
-    rows = []
-    for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
-        loads = [to_float(count) or 0.0 for count in counts] if isinstance(counts, list) else []
-        mean = sum(loads) / len(loads) if loads else 0.0
-        rows.append((f"layer {str(layer)[:20]}", [load / mean if mean else 0.0 for load in loads]))
+    rows = [(f"layer {layer}", loads) for layer, loads in run.expert_load]
     title = f"tokens of each expert / mean, step {(run.experts or {}).get('step')} (right: the busiest)"
     return heat_map(title, rows[:MAX_ROWS])
 
@@ -458,7 +446,7 @@ def _hosts(start: dict[str, Any]) -> str:
 
 def _events(run: RunFiles) -> str:
     rows = [(e.get("time"), e.get("step"), e.get("event"), e.get("text")) for e in run.events[-MAX_ROWS:]]
-    skipped = [str(record["step"]) for record in run.steps if to_float(record.get("skipped"))]
+    skipped = [f"{step:.0f}" for step in run.nonzero_steps("skipped")]
     facts = []
     if run.saved_steps:
         facts.append(f"checkpoints there: steps {', '.join(map(str, run.saved_steps[-40:]))}")

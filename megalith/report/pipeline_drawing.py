@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import Span, Timeline
+from megalith.report.charts import legend_above, new_figure, save_png, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ LEGEND = {
     Kind.BACKWARD_INPUT: "backward, input",
     Kind.BACKWARD_WEIGHT: "backward, weights",
 }
-COLOURS = {
+PASS_COLOURS = {
     Kind.FORWARD: "#74a9e8",
     Kind.BACKWARD: "#f0a35e",
     Kind.BACKWARD_INPUT: "#f0a35e",
@@ -48,19 +49,13 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
 
 def draw_png(path: str | Path, timelines: Sequence[tuple[str, Timeline]], unit: str = "") -> Path:
     """Draw timelines below each other, each with its title, and return the path. `unit` labels the last one's axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     heights = [max(2, len(list(_rows(timeline)))) * _ROW_INCHES + 0.9 for _, timeline in timelines]
-    figure = Figure(figsize=(15, sum(heights) + 0.4), dpi=110, layout="constrained")
+    figure = new_figure(15, sum(heights) + 0.4, 110)
     all_axes = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, timeline) in zip(all_axes, timelines):
         _draw(axes, title, timeline)
     all_axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
-    return path
+    return save_png(figure, path)
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[int, int | None]]:
@@ -106,7 +101,14 @@ def _draw(axes: Axes, title: str, timeline: Timeline) -> None:
             label = None if kind in named else LEGEND[kind]
             named.add(kind)
             axes.barh(
-                row, length, 0.86, start, color=COLOURS[kind], edgecolor="white", linewidth=0.6, label=label
+                row,
+                length,
+                0.86,
+                start,
+                color=PASS_COLOURS[kind],
+                edgecolor="white",
+                linewidth=0.6,
+                label=label,
             )
             if length >= _LABEL_INCHES * inch:
                 axes.text(
@@ -123,11 +125,6 @@ def _draw(axes: Axes, title: str, timeline: Timeline) -> None:
         fontsize=9,
     )
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_title(title, loc="left", fontsize=10, color="#343a40")
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, borderaxespad=0.2
-    )
-    axes.tick_params(labelsize=8, colors="#495057", length=0)
+    legend_above(axes, 4, 8)
     axes.set_facecolor("#f1f3f5")
-    for edge in ("top", "right", "left", "bottom"):
-        axes.spines[edge].set_visible(False)
+    style_axes(axes, title, 8, hidden=("top", "right", "left", "bottom"))

@@ -1,4 +1,4 @@
-"""Charts as SVG and HTML: curves, stacked bars, timelines, heat maps, and sparklines as text.
+"""Charts as SVG and HTML: curves, stacked bars, timelines and heat maps.
 
 The SVGs contain no text and are stretched to their box; labels are HTML elements positioned in percent. So a chart fits
 any width without scaling its text, and needs no script. The page's script adds the values under the pointer. All names
@@ -7,24 +7,19 @@ pass through `text`, because they may come from untrusted files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from megalith.errors import LINES, printable
-from megalith.report.page.run_files import Points
-from megalith.report.plot import limits_around
+from megalith.report.charts import Points, Scale, tick_labels
 from megalith.tables import format_si
 
 SIZE = 1000.0  # width and height of a chart in SVG units
-TICKS = 5
 COLOURS = 8  # of page.css
 MAX_NAME = 300  # characters
 MAX_MARKS = 200
-MAX_LABEL = 8  # characters of a tick label
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def text(value: Any, length: int = MAX_NAME, keep: str = "") -> str:
@@ -76,30 +71,6 @@ class Mark:
     colour: int
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The range of an axis."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, values: Sequence[float], margin: float = 0.0) -> Scale:
-        return cls(*limits_around(min(values, default=0.0), max(values, default=1.0), margin))
-
-    def at(self, value: float) -> float:
-        """Return the position of `value` on the axis, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self) -> list[float]:
-        """Return about TICKS round values in the range."""
-        rough = (self.high - self.low) / TICKS
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next((m * power for m in (1, 2, 2.5, 5) if m * power >= rough), 10 * power)
-        first = math.ceil(self.low / step)
-        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
-
-
 def chart(
     title: str,
     curves: Sequence[Curve],
@@ -131,28 +102,6 @@ def chart(
         f'<div class="plot" {data}><svg viewBox="0 0 {SIZE:g} {SIZE:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(title)}">{"".join(drawn)}</svg>{"".join(labels)}</div></figure>'
     )
-
-
-def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Return labels with three digits, or as many as distinguish them: `15k`, `6e-5`.
-
-    If they become too long, all but the first show the difference from it: `1.0000002`, `+5e-8`.
-    """
-    labels: list[str] = []
-    for digits in range(3, 12):
-        labels = [_short(format_si(tick, digits)) for tick in ticks]
-        if len(set(labels)) == len(ticks):
-            break
-    if max(map(len, labels), default=0) > MAX_LABEL:
-        labels[1:] = [f"+{_short(format_si(tick - ticks[0], 2))}" for tick in ticks[1:]]
-    return labels
-
-
-def _short(label: str) -> str:
-    number, suffix = (label[:-1], label[-1]) if label[-1:] in "kMBT" else (label, "")
-    if "." in number and "e" not in number:
-        number = number.rstrip("0").rstrip(".")
-    return number.replace("e-0", "e-").replace("e+0", "e") + suffix
 
 
 def _grid(up: Scale) -> str:
@@ -258,11 +207,3 @@ def _rows(title: str, body: str, names: Sequence[str] = ()) -> str:
     )
     caption = f'<figcaption>{text(title)}<span class="legend">{keys}</span></figcaption>'
     return f'<figure class="chart wide">{caption}<div class="rows">{body}</div></figure>'
-
-
-def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """Return the values as text of about `width` characters, each the mean of consecutive values."""
-    size = -(-len(values) // width) or 1
-    means = [sum(part) / len(part) for i in range(0, len(values), size) if (part := values[i : i + size])]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    return "".join(SPARKS[round((len(SPARKS) - 1) * (mean - low) / ((high - low) or 1.0))] for mean in means)

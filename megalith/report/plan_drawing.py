@@ -6,10 +6,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megalith.io import atomic_path
 from megalith.planner.layout_text import MEMORY_HEADINGS
 from megalith.planner.plan_result import PlanResult
 from megalith.planner.step_time import PARTS
+from megalith.report.charts import legend_above, new_figure, save_png, style_axes
+from megalith.report.pipeline_drawing import PASS_COLOURS
 
 GB = 1e9
 COLOURS = (
@@ -28,15 +29,10 @@ COLOURS = (
 
 def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     """Draw the times of the best layouts by part, and the best one's memory by stage and pipeline timeline."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from megalith.parallel.pipeline.drawing import COLOURS as PASSES
-
     best, timeline = answer.best[0], answer.best[0].time.timeline
     heights = [1 + 0.4 * len(answer.best), 1 + 0.3 * len(best.memory)]
     heights += [1 + 0.3 * len(timeline.spans)] if timeline is not None else []
-    figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=110, layout="constrained")
+    figure = new_figure(12, sum(heights) + 0.5, 110)
     figure.suptitle(f"the best: {best.name}", fontsize=10, color="#343a40")
     axes = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     bars, memory = axes[0], axes[1]
@@ -56,7 +52,7 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
     ]
     if timeline is not None:
         for rank, spans in enumerate(timeline.spans):
-            for kind, colour in PASSES.items():
+            for kind, colour in PASS_COLOURS.items():
                 boxes = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if s.action.kind is kind]
                 axes[2].broken_barh(
                     boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3
@@ -68,15 +64,8 @@ def draw_plan(answer: PlanResult, path: str | Path) -> Path:
             (axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)")
         )
     for each, title in titles:
-        each.set_title(title, loc="left", fontsize=10, color="#343a40")
-        each.tick_params(labelsize=7, colors="#495057", length=0)
-        for edge in ("top", "right", "left"):
-            each.spines[edge].set_visible(False)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        FigureCanvasAgg(figure).print_png(str(partial))
-    return path
+        style_axes(each, title, 7)
+    return save_png(figure, path)
 
 
 def _stack(axes: Any, rows: range, parts: dict[str, list[float]]) -> None:
@@ -87,6 +76,4 @@ def _stack(axes: Any, rows: range, parts: dict[str, list[float]]) -> None:
         axes.barh(rows, values, 0.75, start, color=colour, label=name)
         start = [a + b for a, b in zip(start, values)]
     axes.invert_yaxis()
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2
-    )
+    legend_above(axes, 5, 7)

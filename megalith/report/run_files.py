@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megalith.checkpoint.steps import list_steps
-from megalith.config.yaml_loader import parse_yaml
 from megalith.errors import DataError, MegalithError
 from megalith.parallel.pipeline.timeline import Timeline, read_timeline
 from megalith.progress import Progress
-from megalith.remote import StorePath, open_location, size_of
+from megalith.remote import StorePath, is_url, open_location, size_of
 from megalith.report.metrics import (
     EVALUATIONS_FILE,
     EVENTS_FILE,
@@ -28,12 +26,12 @@ from megalith.report.metrics import (
     MEASURED_FILE,
     METRICS_FILE,
     STARTS_FILE,
+    metrics_size,
     read_records,
 )
 
 MAX_VALUE = 1e150  # larger values are ignored: their sums and differences could overflow
 TAIL_BYTES = 2 * 2**20  # read from the end of a file of which the newest lines are shown
-Points = list[tuple[float, float]]
 Record = dict[str, Any]
 
 
@@ -44,11 +42,24 @@ def to_float(value: Any) -> float | None:
     return float(value) if -MAX_VALUE < value < MAX_VALUE else None  # False for NaN
 
 
-def metric_points(records: Sequence[Record], key: str) -> Points:
-    """Return (step, value) of the records that have both."""
-    having = [record for record in records if record.get(key) is not None]
-    pairs = [(to_float(record.get("step")), to_float(record[key])) for record in having]
-    return [(step, value) for step, value in pairs if step is not None and value is not None]
+def metric_points(records: Sequence[Record], key: str) -> np.ndarray:
+    """Return the steps and values of the records that have both, float64 [points, 2]."""
+    return _points(_column(records, "step"), _column(records, key))
+
+
+def _column(records: Sequence[Record], key: str) -> np.ndarray:
+    """Return the values of a key, NaN where `to_float` returns None."""
+    values = [record.get(key) for record in records]
+    if not set(map(type, values)) <= {float}:
+        values = list(map(to_float, values))
+    column = np.array(values, np.float64)
+    column[~(np.abs(column) < MAX_VALUE)] = np.nan
+    return column
+
+
+def _points(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    points = np.stack([steps, values], 1)
+    return points[~np.isnan(points).any(1)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class RunFiles:
     folder: Path | StorePath
     steps: list[Record] = field(repr=False)
     """Records of metrics.jsonl."""
+    _curves: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    """The points of metrics that were read before."""
 
     @classmethod
     def open(cls, name: str, folder: str | Path | StorePath, progress: Progress | None = None) -> RunFiles:
@@ -71,25 +84,29 @@ class RunFiles:
         steps = read_records(location / METRICS_FILE, progress)
         if not steps:
             raise DataError(
-                f"there is nothing to report in {folder}: {METRICS_FILE} is missing or empty; name the output folder "
-                "of a run that has made a step"
+                f"there is nothing to show in {folder}: {METRICS_FILE} is missing or empty; name the output folder of "
+                "a run that has made a step"
             )
         return cls(name, location, steps)
 
-    def curve(self, key: str) -> Points:
-        """Return the points of a metric of metrics.jsonl."""
-        return self._curves.get(key, [])
+    def curve(self, key: str) -> np.ndarray:
+        """Return the points of a metric of metrics.jsonl, float64 [points, 2]."""
+        if key not in self._curves:
+            records = self.steps if key in self._keys else []
+            self._curves[key] = _points(self._step_column[: len(records)], _column(records, key))
+        return self._curves[key]
+
+    def nonzero_steps(self, key: str) -> list[float]:
+        """Return the steps at which a metric is not 0."""
+        return [step for step, value in self.curve(key).tolist() if value]
 
     @cached_property
-    def _curves(self) -> dict[str, Points]:
-        """The points of all metrics, collected in one pass because long runs have many records."""
-        curves: dict[str, Points] = {}
-        for record in self.steps:
-            step = to_float(record.get("step"))
-            for key, value in record.items() if step is not None else ():
-                if type(value) in (float, int) and -MAX_VALUE < value < MAX_VALUE:  # False for NaN
-                    curves.setdefault(key, []).append((step, float(value)))
-        return curves
+    def _step_column(self) -> np.ndarray:
+        return _column(self.steps, "step")
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        return frozenset().union(*self.steps)
 
     @cached_property
     def evaluations(self) -> list[Record]:
@@ -101,9 +118,21 @@ class RunFiles:
         return next(reversed(tail(self.folder / EXPERTS_FILE)), None)
 
     @cached_property
+    def expert_load(self) -> list[tuple[str, list[float]]]:
+        """(layer, tokens of each expert over their mean) of the last logged step."""
+        tokens = (self.experts or {}).get("tokens")
+        rows = []
+        for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
+            loads = [to_float(count) or 0.0 for count in counts] if isinstance(counts, list) else []
+            mean = sum(loads) / len(loads) if loads else 0.0
+            rows.append((str(layer)[:20], [load / mean if mean else 0.0 for load in loads]))
+        return rows
+
+    @cached_property
     def fp8_steps(self) -> list[Record]:
         """The records with FP8 metrics, which are logged every log.log_fp8_interval steps."""
-        return [record for record in self.steps if any(key.startswith("fp8_") for key in record)]
+        keys = {key for key in self._keys if key.startswith("fp8_")}
+        return [record for record in self.steps if not keys.isdisjoint(record)] if keys else []
 
     @cached_property
     def events(self) -> list[Record]:
@@ -134,6 +163,10 @@ class RunFiles:
     @cached_property
     def saved_steps(self) -> list[int]:
         """The steps that have a checkpoint."""
+        from megalith.checkpoint.steps import (
+            list_steps,  # imports the configuration, which `plot` does not need
+        )
+
         try:
             return list(list_steps(self.folder / "checkpoints"))
         except OSError:
@@ -144,8 +177,39 @@ class RunFiles:
         return run_settings(self.folder)
 
 
+def open_runs(folders: Sequence[str | Path]) -> list[RunFiles]:
+    """Open runs, each with a unique name. Raises DataError if a folder has no metrics."""
+    with Progress("read metrics", metrics_size(folders)) as progress:
+        return [RunFiles.open(name, folder, progress) for name, folder in zip(run_names(folders), folders)]
+
+
+def run_names(folders: Sequence[str | Path]) -> list[str]:
+    """Return a unique name for each run: the end of its path, and a number for a folder that is given twice.
+
+    No name begins with an underscore, because matplotlib's legend omits such names. If a folder is a URL, the names are
+    the folders as given.
+    """
+    if any(map(is_url, folders)):
+        return list(map(str, folders))
+    paths = [Path(folder).resolve() for folder in folders]
+    names = []
+    for number, path in enumerate(paths):
+        others = {other for other in paths if other != path}
+        for length in range(1, len(path.parts) + 1):
+            name = str(Path(*path.parts[-length:]))
+            if name[0] != "_" and all(other.parts[-length:] != path.parts[-length:] for other in others):
+                break
+        repeats = paths[:number].count(path)
+        names.append(name + (f" ({repeats + 1})" if repeats else ""))
+    return names
+
+
 def run_settings(folder: Path | StorePath) -> dict[str, str]:
     """Return `section.key` → value of a run's config.yaml; empty if it cannot be read."""
+    from megalith.config.yaml_loader import (
+        parse_yaml,  # imports the configuration, which `plot` does not need
+    )
+
     try:
         tree = parse_yaml(_text(folder / "config.yaml"))
     except (yaml.YAMLError, ValueError, RecursionError, OSError):
@@ -190,22 +254,3 @@ def _parse_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def downsample(points: Points, count: int) -> Points:
-    """Return about `count` points at most, keeping all spikes (M4 aggregation, Jugel et al. 2014).
-
-    The steps are cut into `count / 4` intervals, of which the first, smallest, largest and last points are kept.
-    """
-    if len(points) <= count:
-        return points
-    low, high = points[0][0], points[-1][0]
-    width = (high - low) / max(count // 4, 1) or 1.0
-    steps, values = np.array(points).T
-    bins = np.floor((steps - low) / width)
-    order = np.argsort(bins, kind="stable")
-    kept: Points = []
-    for indices in np.split(order, 1 + np.flatnonzero(np.diff(bins[order]))):
-        smallest, largest = indices[values[indices].argmin()], indices[values[indices].argmax()]
-        kept += sorted({points[at] for at in (indices[0], indices[-1], smallest, largest)})
-    return kept
