@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models.reference import CASES
+from transformers.models.auto import modeling_auto as auto
 
 from megalith.bridge.exporter import _config_json
 from megalith.bridge.families import FAMILIES, family_for, family_of
 from megalith.bridge.origin import Origin
 from megalith.bridge.settings import differences
 from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.bridge.unsupported import markdown, reasons
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import ConfigError
 
@@ -236,9 +239,34 @@ def test_the_documentation_lists_every_architecture() -> None:
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"RobertaForMaskedLM, which cannot be built here; known: Bert.*, LlamaForCausalLM, ",
+        match=r"RobertaForMaskedLM, which cannot be built here; known: .*, BertModel, .*, LlamaForCausalLM, ",
     ):
         family_of({"architectures": ["RobertaForMaskedLM"]}, "x")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba2", "needs state-space layers"),
+        ("whisper", "is out of scope: audio"),
+        ("mpt", "only needs tables"),
+    ],
+)
+def test_a_model_type_of_transformers_is_refused_with_its_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"cannot be built here: model_type {model_type} {reason}.*; known: "
+    ):
+        family_of({"architectures": ["Another"], "model_type": model_type}, "x")
+
+
+def test_each_language_model_of_transformers_is_a_family_or_has_a_reason() -> None:
+    every = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    families = {family.model_type for family in FAMILIES.values()}
+    wrapped = {"gemma3"}  # its language model is read
+    if transformers.__version__ == "5.24.0":  # other versions have other models
+        assert every - families - wrapped == reasons().keys()
+    assert not families & reasons().keys()
+    assert markdown() in (Path(__file__).parents[2] / "docs/models.md").read_text()
 
 
 def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None:

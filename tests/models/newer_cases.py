@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import transformers
-from models.tiny import DEEPSEEK, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OURS, YARN_ROPE
+from models.tiny import DEEPSEEK, GEMMA, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OUR_GEMMA, OURS, YARN_ROPE
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 OUR_MIXED = dict(window_size=[10, 0], window_attn_skip_freq=[1, 0, 1])
@@ -13,6 +13,14 @@ OUR_ROUTED = dict(OURS, num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=24
                   moe_shared_expert_intermediate_size=48, moe_router_num_groups=4, moe_router_group_topk=2)  # fmt: skip
 FULL_YARN = dict(YARN_ROPE, beta_fast=32.0, beta_slow=1.0)
 LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+
+HEADS = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+WITHOUT_DROPOUT = {key: value for key, value in LLAMA.items() if key != "attention_dropout"}
+PLAIN = {key: value for key, value in OURS.items() if key not in ("swiglu", "add_bias_linear")}
+LAYER_NORM = dict(PLAIN, normalization="LayerNorm", activation="squared_relu", layernorm_epsilon=1e-5)
+SPARSE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+OUR_SPARSE = dict(OURS, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=24, qk_layernorm=True)
+OUR_YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
 
 NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "glm": (
@@ -76,5 +84,87 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
                                              sliding_window=11, layer_types=MIXED),
         dict(OUR_ROUTED, **OUR_MIXED, no_rope_freq=[0, 1, 0], qk_layernorm=True, layernorm_epsilon=1e-5,
              moe_layer_freq=[0, 1, 1], moe_router_topk_scaling_factor=2.5),
+    ),
+    "arcee": (
+        lambda: transformers.ArceeConfig(**LLAMA, attention_bias=True, mlp_bias=True, rope_parameters=FULL_YARN),
+        dict(PLAIN, activation="squared_relu", layernorm_epsilon=1e-5, rope_scaling=OUR_YARN),
+    ),
+    "jais2": (
+        lambda: transformers.Jais2Config(**LLAMA, head_dim=24),
+        dict(LAYER_NORM, kv_channels=24),
+    ),
+    "nemotron": (
+        lambda: transformers.NemotronConfig(**LLAMA, head_dim=24),
+        dict(LAYER_NORM, kv_channels=24, layernorm_zero_centered_gamma=True, rotary_percent=0.5, add_bias_linear=False),
+    ),
+    "persimmon": (
+        lambda: transformers.PersimmonConfig(**HEADS),
+        dict(LAYER_NORM, num_query_groups=4, rotary_percent=0.5, qk_layernorm=True),
+    ),
+    "ministral": (
+        lambda: transformers.MinistralConfig(**LLAMA, head_dim=24, sliding_window=11, layer_types=MIXED),
+        dict(OURS, **OUR_MIXED, kv_channels=24),
+    ),
+    "cwm": (
+        lambda: transformers.CwmConfig(**LLAMA, head_dim=24, sliding_window=11, layer_types=MIXED, mlp_bias=True,
+                                       pad_token_id=None),
+        dict(OURS, **OUR_MIXED, kv_channels=24, add_mlp_bias=True, layernorm_epsilon=1e-5, rotary_base=1e6,
+             rope_scaling=dict(type="llama3", factor=16.0, original_max_position_embeddings=8192)),
+    ),
+    "helium": (
+        lambda: transformers.HeliumConfig(**LLAMA, head_dim=16, attention_bias=True, mlp_bias=True),
+        dict(OURS, kv_channels=16, add_qkv_bias=True, add_mlp_bias=True, rotary_interleaved=True, rotary_base=1e5,
+             layernorm_epsilon=1e-8),
+    ),
+    "ernie4.5": (
+        lambda: transformers.Ernie4_5Config(**WITHOUT_DROPOUT, head_dim=24, use_bias=True),
+        dict(OURS, kv_channels=24, add_bias_linear=True, rotary_interleaved=True, rotary_base=5e5,
+             layernorm_epsilon=1e-5, untie_embeddings_and_output_weights=False),
+    ),
+    "vaultgemma": (
+        lambda: transformers.VaultGemmaConfig(**GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=30.0),
+        dict(OUR_GEMMA, norm_placement="pre", window_attn_skip_freq=2, attn_logit_softcapping=20.0,
+             final_logit_softcapping=30.0),
+    ),
+    "hyperclova-x": (
+        lambda: transformers.HyperCLOVAXConfig(**LLAMA, head_dim=24, embedding_multiplier=3.0, residual_multiplier=0.4,
+                                               attention_multiplier=0.2, logits_scaling=0.25, pad_token_id=None),
+        dict(OURS, kv_channels=24, embedding_multiplier=3.0, residual_multiplier=0.4, softmax_scale=0.2,
+             logits_scaling=4.0, norm_placement="sandwich"),
+    ),
+    "minimax-m2": (
+        lambda: transformers.MiniMaxM2Config(**LLAMA, head_dim=16, num_local_experts=6, num_experts_per_tok=3,
+                                             rotary_dim=8),
+        dict(OURS, kv_channels=16, num_experts=6, moe_router_topk=3, rotary_percent=0.5, rotary_base=5e6,
+             qk_layernorm=True, qk_layernorm_full_width=True, moe_router_score_function="sigmoid",
+             moe_router_enable_expert_bias=True),
+    ),
+    "hy-v3": (
+        lambda: transformers.HYV3Config(**LLAMA, **SPARSE, head_dim=24, num_shared_experts=2),
+        dict(OUR_SPARSE, kv_channels=24, rotary_base=11158840.0, layernorm_epsilon=1e-5, moe_layer_freq=[0, 1, 1],
+             moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_topk_scaling_factor=2.826, moe_shared_expert_intermediate_size=48),
+    ),
+    "afmoe": (
+        lambda: transformers.AfmoeConfig(**LLAMA, **SPARSE, head_dim=24, mup_enabled=True, sliding_window=11,
+                                         layer_types=MIXED, route_scale=2.0),
+        dict(OUR_SPARSE, **OUR_MIXED, kv_channels=24, no_rope_freq=[0, 1, 0], scale_embeddings=True,
+             norm_placement="sandwich", attention_output_gate=True, layernorm_epsilon=1e-5, moe_layer_freq=[0, 1, 1],
+             moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_topk_scaling_factor=2.0, moe_shared_expert_intermediate_size=48),
+    ),
+    "flint": (
+        lambda: transformers.FlintConfig(**LLAMA, **SPARSE, head_dim=24, shared_expert_intermediate_size=32,
+                                         sliding_window=11, layer_types=MIXED, mlp_only_layers=[0]),
+        dict(OUR_SPARSE, **OUR_MIXED, kv_channels=24, no_rope_freq=[0, 1, 0], softmax_type="learnable",
+             moe_layer_freq=[0, 1, 1], moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=32),
+    ),
+    "mellum": (
+        lambda: transformers.MellumConfig(**LLAMA, **SPARSE, head_dim=24, sliding_window=11, layer_types=MIXED,
+                                          mlp_layer_types=["dense", "sparse", "sparse"],
+                                          rope_parameters=dict(full_attention=FULL_YARN, sliding_attention=dict(
+                                              rope_type="default", rope_theta=2e3))),
+        dict(OUR_SPARSE, **OUR_MIXED, kv_channels=24, rotary_base=10000.0, rotary_base_local=2e3,
+             rope_scaling=OUR_YARN, moe_layer_freq=[0, 1, 1]),
     ),
 }  # fmt: skip

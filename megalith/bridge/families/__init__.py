@@ -12,12 +12,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalith.bridge.family import Family, check_types
+from megalith.bridge.unsupported import reasons
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
 # An export without an origin takes the first family that can express the model. These files come first, in this order,
 # then all others by name.
-PREFERRED = ("layernorm_decoders", "llama", "experts")
+PREFERRED = (
+    "layernorm_decoders",
+    "llama",
+    "experts",
+    "encoders",
+    "gpt_oss",
+    "hybrids",
+    "scaled",
+    "seed_oss",
+    "separate_qkv",
+)
 
 
 def _families() -> Iterator[Family]:
@@ -51,8 +62,11 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     ]
     name = names[0] if names else str(hf_config.get("model_type"))
     if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
+        kind = hf_config.get("model_type")
+        reason = f": model_type {kind} {reasons()[kind]}" if kind in reasons() else ""
         raise ConfigError(  # no suggestion: a similar name is a different model
-            f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(sorted(FAMILIES))}"
+            f"{where} names the architecture {name}, which cannot be built here{reason}; known: "
+            f"{', '.join(sorted(FAMILIES))}"
         )
     return family_named(name, where)
 

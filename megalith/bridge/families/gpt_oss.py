@@ -34,12 +34,15 @@ def stacked_experts(name: str) -> Rule:
     return stacked(same(name), transposed=True)
 
 
-class GptOssRope:
-    """Row for Rope with gpt-oss's defaults."""
+class RopeWithDefaults:
+    """Row for Rope with a scaling and a base of its own if config.json has none."""
+
+    def __init__(self, scaling: Mapping[str, Any], base: float):
+        self._scaling, self._base = scaling, base
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        rope = rope_settings(hf_config) or YARN
-        base = rope.get("rope_theta") or hf_config.get("rope_theta") or 150000.0
+        rope = rope_settings(hf_config) or dict(self._scaling)
+        base = rope.get("rope_theta") or hf_config.get("rope_theta") or self._base
         return Rope().read(
             {**hf_config, "rope_parameters": {**rope, "rope_theta": base}, "rope_scaling": None}
         )
@@ -76,7 +79,7 @@ GPT_OSS = Family(
     settings=(
         *SIZES,
         UNTIED,
-        GptOssRope(),
+        RopeWithDefaults(YARN, 150000.0),
         WindowsByLayer(every=2, default=128),
         Field("num_experts", "num_local_experts", default=128),
         Field("moe_router_topk", "num_experts_per_tok", default=4),

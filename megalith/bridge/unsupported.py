@@ -1,0 +1,101 @@
+"""Model types of transformers that Megalith cannot read, each with the reason.
+
+The types are those of transformers' causal and sequence-to-sequence language models. `python -m
+megalith.bridge.unsupported` prints the table of docs/models.md. Errors about such a type give the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TABLES = "only needs tables, no new operator (docs/adding_a_family.md)"
+# Operator that is missing → model types that need it. A type is in the row of one operator, though some need several.
+OPERATORS: Mapping[str, str] = {
+    "state-space layers (Mamba)": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
+    "zamba2",
+    "a recurrence (RWKV, xLSTM, RG-LRU)": "recurrent_gemma rwkv xlstm",
+    "short convolutions as mixers": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text inkling2_loop_text",
+    "lightning attention": "minimax",
+    "gated delta nets with separate projections": "lara_mini olmo_hybrid qwen3_5 qwen3_5_text qwen3_5_moe "
+    "qwen3_5_moe_text qwen4_exp qwen4_exp_text",
+    "delta attention with a gate per channel (KDA)": "bailing_hybrid kimi_linear",
+    "sparse attention with an indexer (DSA)": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa "
+    "hy_v4 minimax_m3_vl_text",
+    "attention scores scaled by position": "beam llama4 llama4_text ministral3",
+    "QK norms after RoPE": "hunyuan_v1_dense hunyuan_v1_moe",
+    "norms without weights": "nanochat olmo",
+    "norms inside attention and MLP": "bitnet",
+    "the xIELU activation": "apertus apertus1p5_text",
+    "differential attention": "diffllama",
+    "dynamic masks in attention": "doge",
+    "normalized Transformers (nGPT) with looped layers": "dory",
+    "looped layers": "hrm_text",
+    "attention with its own mixture of experts": "jetmoe",
+    "SparseMixer routing": "phimoe",
+    "an expert bias with softmax scores": "ernie4_5_moe",
+    "an expert bias on router logits": "kolibri1",
+    "experts in parallel with attention": "cohere2_moe",
+    "experts that do nothing, and two attentions per layer": "longcat_flash",
+    "a norm after experts only": "axk1",
+    "softplus gates on attention's output": "laguna",
+    "value heads of another size than key heads": "mimo_v2_flash",
+    "compressed convolutional attention": "zaya",
+    "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
+    "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",
+    "clipping of queries, keys and values": "dbrx",
+    "sinusoidal positions": "ctrl xglm",
+    "biases in the last layer only": "gpt_neox_japanese",
+    "post-norm layers without a norm after the embedding": "openai-gpt",
+    "rotary positions in three dimensions": "cohere_compass_text",
+    "a head with a dense layer and a norm": "modernbert-decoder",
+    "LSH attention": "reformer",
+    "block-sparse attention": "big_bird bigbird_pegasus led longt5",
+    "permuted or two-stream attention": "xlnet prophetnet",
+    "relative positions in segments": "cpmant",
+    "relative positions in every layer": "umt5",
+    "experts in an encoder-decoder": "nllb-moe switch_transformers",
+    "learned or sinusoidal positions in an encoder-decoder": "bart blenderbot blenderbot-small fsmt "
+    "m2m_100 marian mbart mvp pegasus pegasus_x plbart trocr",
+    "RoPE in an encoder-decoder": "t5gemma t5gemma2",
+}
+SCOPES: Mapping[str, str] = {
+    "an encoder that transformers can also run as a decoder; train its masked form": "bert-generation camembert "
+    "data2vec-text electra ernie rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
+    "xlm-roberta-xl xmod",
+    "images": "emu3 fuyu git got_ocr2 gemma3n gemma4 gemma4_unified mllama phi4_multimodal",
+    "audio": "audioflamingo3 glmasr granite_speech granite_speech_plus moshi moss_transcribe_diarize musicflamingo "
+    "musicgen musicgen_melody nemo_speechlm omniasr qwen2_audio qwen3_asr seamless_m4t seamless_m4t_v2 "
+    "vibevoice_asr voxtral voxtral_realtime whisper",
+    "two models of any families": "encoder-decoder",
+    "bytes in patches of varying length": "blt",
+}
+NEEDS_TABLES = (
+    "aria_text biogpt codegen exaone gpt-sw3 gpt_bigcode gpt_neo granite_swa granitemoe_swa granitemoeshared internlm3 "
+    "iquestcoder minicpm3 mpt mt5 sarvam_mla sarvam_moe youtu"
+)
+
+
+def reasons() -> dict[str, str]:
+    """Return the reason for every model type that is not supported."""
+    return {
+        **{kind: f"needs {name}" for name, kinds in OPERATORS.items() for kind in kinds.split()},
+        **{kind: f"is out of scope: {name}" for name, kinds in SCOPES.items() for kind in kinds.split()},
+        **dict.fromkeys(NEEDS_TABLES.split(), TABLES),
+    }
+
+
+def markdown() -> str:
+    """Return the table of docs/models.md."""
+    rows = [
+        *((f"operator: {name}", kinds) for name, kinds in OPERATORS.items()),
+        *((f"out of scope: {name}", kinds) for name, kinds in SCOPES.items()),
+        ("tables only, [help is welcome](adding_a_family.md)", NEEDS_TABLES),
+    ]
+    lines = [
+        f"| {name} | {', '.join(f'`{kind}`' for kind in sorted(kinds.split()))} |" for name, kinds in rows
+    ]
+    return "\n".join(["| Missing | `model_type` |", "|---|---|", *lines])
+
+
+if __name__ == "__main__":
+    print(markdown())
