@@ -1,5 +1,7 @@
 """Properties of every schedule over a wide range of stages, micro-batches and chunks."""
 
+from collections.abc import Sequence
+
 import pytest
 from schedule_check import (
     one_for_all,
@@ -21,31 +23,53 @@ from megalith.parallel.pipeline.schedules import (
     in_flight_bound,
 )
 
-STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 25), range(2, 5)
-SIZES = {
-    "1f1b": [(s, m, 1) for s in STAGES for m in MICRO_BATCHES],
-    "zero_bubble": [(s, m, 1) for s in STAGES for m in MICRO_BATCHES],
-    "interleaved": [(s, m, v) for s in STAGES[1:] for m in MICRO_BATCHES if m % s == 0 for v in VIRTUAL]
+MICRO_BATCHES, VIRTUAL = range(1, 25), range(2, 5)
+
+
+def sizes_of(stages: Sequence[int], micro_batches: Sequence[int], grouped: Sequence[int]) -> dict[str, list]:
+    """Return stages, micro-batches, chunks and perhaps a group's size for each kind of schedule.
+
+    Args:
+        stages: numbers of stages, 1 first.
+        micro_batches: numbers of micro-batches.
+        grouped: numbers of stages for which groups of more micro-batches than stages are tried.
+    """
+    return {
+        "1f1b": [(s, m, 1) for s in stages for m in micro_batches],
+        "zero_bubble": [(s, m, 1) for s in stages for m in micro_batches],
+        "interleaved": [(s, m, v) for s in stages[1:] for m in micro_batches if m % s == 0 for v in VIRTUAL]
+        + [
+            (s, m, v, g)
+            for s in grouped
+            for m in range(s, 16)
+            for g in (s + 1, 2 * s, m)
+            if not 0 < m % g < s
+            for v in VIRTUAL
+        ],
+    }
+
+
+# By default every small number, numbers that do not divide each other, and three times as many micro-batches as stages.
+SIZES = sizes_of((1, 2, 3, 4, 5, 8), (*range(1, 11), 13, 16, 17, 24), (2, 3))
+kinds_and_sizes = pytest.mark.parametrize(
+    ("kind", "cases"),
+    [pytest.param(kind, cases, id=kind) for kind, cases in SIZES.items()]
     + [
-        (s, m, v, g)
-        for s in (2, 3, 6)
-        for m in range(s, 16)
-        for g in (s + 1, 2 * s, m)
-        if not 0 < m % g < s
-        for v in VIRTUAL
+        pytest.param(kind, cases, id=f"{kind}, all", marks=pytest.mark.full)
+        for kind, cases in sizes_of(range(1, 9), MICRO_BATCHES, (2, 3, 6)).items()
     ],
-}
+)
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_every_size_is_complete_in_order_and_free_of_deadlock(kind):
-    for sizes in SIZES[kind]:
+@kinds_and_sizes
+def test_every_size_is_complete_in_order_and_free_of_deadlock(kind, cases):
+    for sizes in cases:
         assert violations(build_schedule(kind, *sizes)) == [], sizes
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_a_number_of_micro_batches_is_raised_to_the_next_that_fits(kind):
-    for stages, virtual, group in {(sizes[0], sizes[2], *sizes[3:], None)[:3] for sizes in SIZES[kind]}:
+@kinds_and_sizes
+def test_a_number_of_micro_batches_is_raised_to_the_next_that_fits(kind, cases):
+    for stages, virtual, group in {(sizes[0], sizes[2], *sizes[3:], None)[:3] for sizes in cases}:
         for micro_batches in MICRO_BATCHES:
             count = fitting_micro_batches(kind, stages, micro_batches, group)
             check_schedule(kind, stages, count, virtual, group)
@@ -54,9 +78,9 @@ def test_a_number_of_micro_batches_is_raised_to_the_next_that_fits(kind):
                     check_schedule(kind, stages, lower, virtual, group)
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_in_flight_activations_reach_the_bound_and_never_pass_it(kind):
-    for sizes in SIZES[kind]:
+@kinds_and_sizes
+def test_in_flight_activations_reach_the_bound_and_never_pass_it(kind, cases):
+    for sizes in cases:
         schedule = build_schedule(kind, *sizes)
         for rank, actions in enumerate(schedule.actions):
             assert peak_in_flight(actions) == in_flight_bound(schedule, rank), (sizes, rank)

@@ -5,32 +5,45 @@ import pytest
 from megalith.parallel.pipeline.schedules import Kind, build_schedule
 from megalith.parallel.pipeline.simulate import Durations, few_micro_batches_warning, simulate
 
-STAGES, MICRO_BATCHES = range(1, 9), range(1, 25)
+# By default every small number, numbers that do not divide each other, and up to three times as many micro-batches as
+# stages.
+ranges = pytest.mark.parametrize(
+    ("stages_of", "micro_batches_of"),
+    [
+        pytest.param((1, 2, 3, 4, 5, 8), (*range(1, 11), 13, 16, 17, 24), id="some"),
+        pytest.param(range(1, 9), range(1, 25), id="all", marks=pytest.mark.full),
+    ],
+)
 
 
+@ranges
 @pytest.mark.parametrize("durations", [Durations(1, 1, 1), Durations(3, 2, 4)])
-def test_1f1b_waits_for_one_micro_batch_less_than_there_are_stages(durations):
+def test_1f1b_waits_for_one_micro_batch_less_than_there_are_stages(durations, stages_of, micro_batches_of):
     whole = durations.forward + durations.backward_input + durations.backward_weight
-    for stages in STAGES:
-        for micro_batches in MICRO_BATCHES:
+    for stages in stages_of:
+        for micro_batches in micro_batches_of:
             timeline = simulate(build_schedule("1f1b", stages, micro_batches), durations)
             assert timeline.total == (micro_batches + stages - 1) * whole
             assert timeline.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+@ranges
 @pytest.mark.parametrize("virtual", [2, 3, 4])
-def test_interleaving_divides_the_bubble_by_the_chunks(virtual):
-    for stages in STAGES[1:]:
-        for micro_batches in range(stages, 25, stages):
+def test_interleaving_divides_the_bubble_by_the_chunks(virtual, stages_of, micro_batches_of):
+    for stages in stages_of[1:]:
+        for micro_batches in range(stages, micro_batches_of[-1] + 1, stages):
             timeline = simulate(build_schedule("interleaved", stages, micro_batches, virtual))
             assert timeline.total == 3 * (virtual * micro_batches + stages - 1)
             bubble = (stages - 1) / (virtual * micro_batches + stages - 1)
             assert timeline.bubble == pytest.approx(bubble)
 
 
+@pytest.mark.parametrize(
+    "stages_of", [(1, 2, 3, 5, 8), pytest.param(range(1, 9), marks=pytest.mark.full)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("virtual", [2, 3, 4])
-def test_larger_groups_have_the_same_bubble_and_hide_transfers(virtual):
-    for stages in STAGES[1:]:
+def test_larger_groups_have_the_same_bubble_and_hide_transfers(virtual, stages_of):
+    for stages in stages_of[1:]:
         for groups in (1, 3):
             sizes = ("interleaved", stages, 2 * stages * groups, virtual)
             slow = Durations(1, 1, 1, p2p=0.25)
@@ -43,20 +56,22 @@ def test_larger_groups_have_the_same_bubble_and_hide_transfers(virtual):
             assert simulate(build_schedule(*sizes), slow).total > free.total + 2 * (virtual - 1) * 0.25
 
 
+@ranges
 @pytest.mark.parametrize("durations", [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 5, 4), (2, 1, 1)])
-def test_zero_bubble_waits_for_forward_and_input_less_weights(durations):
+def test_zero_bubble_waits_for_forward_and_input_less_weights(durations, stages_of, micro_batches_of):
     forward, inputs, weights = durations
-    for stages in STAGES:
-        for micro_batches in range(stages, 25):
+    for stages in stages_of:
+        for micro_batches in (count for count in micro_batches_of if count >= stages):
             timeline = simulate(build_schedule("zero_bubble", stages, micro_batches), Durations(*durations))
             assert timeline.total == micro_batches * sum(durations) + (stages - 1) * (
                 forward + inputs - weights
             )
 
 
-def test_zero_bubble_is_never_slower_than_1f1b():
-    for stages in STAGES:
-        for micro_batches in MICRO_BATCHES:
+@ranges
+def test_zero_bubble_is_never_slower_than_1f1b(stages_of, micro_batches_of):
+    for stages in stages_of:
+        for micro_batches in micro_batches_of:
             for durations in (Durations(1, 1, 1), Durations(2, 2, 3), Durations(1, 2, 1, p2p=0.3)):
                 split = simulate(build_schedule("zero_bubble", stages, micro_batches), durations).total
                 assert split <= simulate(build_schedule("1f1b", stages, micro_batches), durations).total
