@@ -55,7 +55,9 @@ def expert_counts(config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
     return run.model.tallies, {name: x for name, x in state.items() if name.endswith("expert_bias")}
 
 
-@pytest.mark.parametrize("layout", ["tp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-ep2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2-sp-ep2", "cp2-ep2", "pp2-ep2", pytest.param("tp2-ep2", marks=pytest.mark.full)]
+)
 def test_every_rank_counts_the_tokens_of_all_ranks_and_moves_its_biases_by_them(pool, layout):
     changes = {"model": {"num_layers": 2}, "train": {"global_batch_size": 8}}
     tallies, biases = expert_counts(run_config("deepseek documents", None, "", **changes))

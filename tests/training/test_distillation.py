@@ -112,10 +112,16 @@ def parallel(name: str) -> dict:
     return LAYOUTS[name].parallel | ({"decoder_first_pipeline_num_layers": 1} if name == "pp2" else {})
 
 
-def test_every_layout_equals_one_process(pool, predictions):
+# By default adapters show tensor parallelism with a teacher that is there.
+@pytest.mark.parametrize(
+    "online",
+    [("pp2", "cp2", "dp2-zero3"), pytest.param(("tp2-sp",), marks=pytest.mark.full)],
+    ids="+".join,
+)
+def test_every_layout_equals_one_process(pool, predictions, online):
     models = predictions
     cases, ones, by_kind = {}, {"": job(config_of(models))}, {}
-    for name in ("tp2-sp", "pp2", "cp2", "dp2-zero3"):
+    for name in online:
         cases[name] = (config_of(models, parallel=parallel(name)),)
     for name in ("tp2-sp", "pp2", "cp2"):
         kinds = "forward_kl" if name == "pp2" else "reverse_kl"

@@ -61,9 +61,13 @@ def job(config: RunConfig) -> Outcome:
     return run_job(config, task=PreferenceTask())
 
 
-def test_every_layout_equals_one_process(pool, tree: dict):
+# By default adapters show tensor parallelism and interleaved stages show pipelines.
+@pytest.mark.parametrize(
+    "plain", [("dp2-zero2",), pytest.param(("tp2-sp", "pp2"), marks=pytest.mark.full)], ids="+".join
+)
+def test_every_layout_equals_one_process(pool, tree: dict, plain: tuple[str, ...]):
     cases, ones = {}, {"": job(config_of(tree))}
-    for name in ("tp2-sp", "pp2", "dp2-zero2"):
+    for name in plain:
         parallel = dict(LAYOUTS[name].parallel)
         if name == "pp2":
             parallel["decoder_first_pipeline_num_layers"] = 1  # the model has 3 layers

@@ -61,10 +61,18 @@ def alone(tree: dict) -> Outcome:
     return run_job(config_of(tree))
 
 
-def test_packed_rows_in_every_layout_equal_one_process(pool, tree: dict, alone: Outcome):
+# By default adapters show tensor parallelism and interleaved stages show pipelines.
+@pytest.mark.parametrize(
+    "plain",
+    [("cp2", "cp2-a2a", "dp2-zero2"), pytest.param(("tp2-sp", "pp2"), marks=pytest.mark.full)],
+    ids="+".join,
+)
+def test_packed_rows_in_every_layout_equal_one_process(
+    pool, tree: dict, alone: Outcome, plain: tuple[str, ...]
+):
     """Rows hold samples that context parallelism cuts, and one with a single token to learn."""
     cases = {}
-    for name in ("tp2-sp", "cp2", "cp2-a2a", "pp2", "dp2-zero2"):
+    for name in plain:
         parallel = dict(LAYOUTS[name].parallel)
         if name == "pp2":
             parallel["decoder_first_pipeline_num_layers"] = 1  # the model has 3 layers
