@@ -1,7 +1,7 @@
 """Extension points of GRPO: built-in losses, advantage estimators and rewards.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
-`path.py:object`. `megalith.rl.load_extension` loads both.
+`path.py:object`. `megalith.config.load_extension` loads both.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS
+from megalith.config.load_extension import load_extension
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError, DataError
-from megalith.rl.load_extension import load_extension
 
 ZERO_STD = 1e-8  # standard deviations up to this count as 0
 

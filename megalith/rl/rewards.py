@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from megalith.config.extensions import REWARDS
+from megalith.config.load_extension import load_extension
 from megalith.errors import DataError
-from megalith.rl.load_extension import load_extension
 from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import ground_truth
 from megalith.rl.reward_workers import RewardWorker

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalith.config.extensions import LOSSES
+from megalith.config.load_extension import load_extension
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError
-from megalith.rl.load_extension import load_extension
 from megalith.rl.sequences import Sequences
 
 

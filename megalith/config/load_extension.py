@@ -1,4 +1,4 @@
-"""Loads extensions of GRPO: built-in ones by name, and users' own as `path.py:object`."""
+"""Loads extensions: built-in ones by name, and users' own as `path.py:object`."""
 
 from __future__ import annotations
 
