@@ -43,6 +43,8 @@ _MODULES = {
     "RowParallelLinear": "megalith.parallel.tensor.building_blocks",
     "VocabParallelEmbedding": "megalith.parallel.tensor.building_blocks",
     "register_optimizer": "megalith.optim.optimizer",
+    "register_dataset": "megalith.data.own_dataset",
+    "DatasetRequest": "megalith.data.own_dataset",
 }
 __all__ = list(_MODULES)
 

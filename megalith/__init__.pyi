@@ -6,6 +6,8 @@ from megalith.config import RunConfig as RunConfig
 from megalith.data.batch import Batch as Batch
 from megalith.data.loader import Loader as Loader
 from megalith.data.mock_datasets import MockDataset as MockDataset
+from megalith.data.own_dataset import DatasetRequest as DatasetRequest
+from megalith.data.own_dataset import register_dataset as register_dataset
 from megalith.models.loss import CrossEntropy as CrossEntropy
 from megalith.models.loss import Loss as Loss
 from megalith.models.own_model import Model as Model

@@ -168,5 +168,6 @@ PYTHON: dict[str, tuple[Block, ...]] = {
               ' data={"tokenizer_type": "ByteTokenizer"})', (("max_new_tokens=100", "max_new_tokens=4"),)),
     ),
     "docs/models.md": (Block(ENCODER), Block(ENCODER_DECODER), Block()),
+    "docs/own_data.md": (Block(), Block(), Block(), Block()),  # tests/data/test_own_dataset.py trains on them
     "docs/own_model.md": (Block(POLICY), Block('small_run_file("run.yaml")')),
 }  # fmt: skip

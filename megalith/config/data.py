@@ -30,6 +30,10 @@ class DataConfig(Section):
     test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for the test after training."""
 
+    dataset: str | None = None
+    """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function gets a DatasetRequest
+    (with the data paths) and returns a torch Dataset or IterableDataset."""
+
     mock: bool = False
     """Use synthetic tokens instead of a dataset, for speed measurements and tests."""
 

@@ -20,6 +20,7 @@ DATASET_KINDS: dict[str, str] = {  # model.model_type → module:class
     "bert": "megalith.data.kinds.bert_kind:BertKind",
     "t5": "megalith.data.kinds.t5_kind:T5Kind",
 }
+OWN_KIND = "megalith.data.kinds.own_kind:OwnKind"  # if data.dataset is set
 
 
 class DatasetKind(ABC):
@@ -40,6 +41,14 @@ class DatasetKind(ABC):
     def factory(self) -> DatasetFactory | None:
         """Return the dataset factory for `build_datasets`; None: GPTDataset."""
 
+    def datasets(self, num_samples: tuple[int, int, int]) -> list[SampleDataset | None] | None:
+        """Return the train, valid and test datasets; None: they are built from data paths with `factory`.
+
+        Args:
+            num_samples: samples that the run reads of each; 0: the dataset is None.
+        """
+        return None
+
     def default_vocab_size(self) -> int:
         """Return the vocabulary size for a model that sets none. Needs a tokenizer."""
         return self.tokenizer.model_vocab_size
@@ -48,6 +57,7 @@ class DatasetKind(ABC):
 def load_dataset_kind(
     data: DataConfig, model: ModelConfig, tokenizer: Tokenizer | None, seed: int
 ) -> DatasetKind:
-    """Return the dataset kind of the model's type."""
-    module, _, name = DATASET_KINDS[model.model_type].partition(":")
+    """Return the dataset kind of the model's type, or of your own dataset if data.dataset is set."""
+    kind = DATASET_KINDS[model.model_type] if data.dataset is None else OWN_KIND
+    module, _, name = kind.partition(":")
     return getattr(importlib.import_module(module), name)(data, model, tokenizer, seed)

@@ -43,7 +43,8 @@ class Loader:
         ahead: maximum number of prefetched micro-batches over all threads.
         pin_memory: return batches in pinned memory.
         rules: treatment of document boundaries.
-        collate: makes and checks a Batch if samples are more than token ids.
+        collate: makes and checks a Batch if samples are more than token ids; with an attribute `takes_list`, it gets a
+            list of samples, otherwise they are stacked.
 
     Raises:
         DataError: from `next`, at the micro-batch with an invalid token or after the end of the data.
@@ -161,9 +162,9 @@ class _MicroBatchMaker:
 
     def __call__(self, request: Request) -> Batch:
         positions, indices = request
-        samples = np.stack(
-            [self.dataset[i] for i in indices]
-        )  # [batch, seq + 1], or as `collate` expects them
+        samples = [self.dataset[i] for i in indices]
+        if not getattr(self.collate, "takes_list", False):
+            samples = np.stack(samples)  # [batch, seq + 1], or as `collate` expects them
         sample_numbers = np.array(positions, dtype=np.int64)
         if self.collate is not None:
             batch = self.collate(samples, sample_numbers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,8 @@ from megalith.data.chat.chat_template import read_template
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.dataset_kinds import load_dataset_kind
 from megalith.data.loader import Collate, Loader
-from megalith.data.order import SampleOrder, SingleOrder, sample_order
+from megalith.data.order import SampleOrder, SingleOrder, sample_order, stream_position
+from megalith.data.own_dataset import MapDataset, OwnCollate, StreamDataset
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -38,8 +41,10 @@ from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.report.report import TokenCounts
+from megalith.small_files import read_small_file
 
 RunConfig.model_rebuild()  # builds the validators here, so that forked processes save 0.2 s
+STREAM_FILE = "data_stream.json"  # in checkpoints: the position of a stream
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -221,6 +226,9 @@ def open_datasets(
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} requires `megalith grpo`; use that, or omit the setting to pre-train")
     kind = load_dataset_kind(data, model, tokenizer, seed)
+    if (opened := kind.datasets(samples)) is not None:
+        train, valid, test = opened
+        return train, valid, test
     if data.mock:
         train, valid, test = (
             kind.mock(count, seed + part) if count else None for part, count in enumerate(samples)
@@ -268,6 +276,7 @@ class Data:
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
+        self._ahead = 2 * max(batch_sizes.all_micro_batches)  # micro-batches of two steps
         self._rules = _boundary_rules(config, tokenizer)
         self._kind = load_dataset_kind(config.data, config.model, tokenizer, config.train.seed)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
@@ -307,15 +316,21 @@ class Data:
                 consumed += size
 
         data, seed = self._config.data, self._config.train.seed
-        self._order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
-        return self._loader(self.train, self._order, sizes(), device, consumed_samples)
+        if isinstance(self.train, StreamDataset):
+            self.order = partial(stream_position, skipped=left_out)
+            block = self._config.train.micro_batch_size * self._dp.size
+            kept = 2 + self._ahead + max(self._batch_sizes.all_micro_batches)
+            self.train.restart(self.order(consumed_samples), block, kept)
+        else:
+            self.order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
+        return self._loader(self.train, self.order, sizes(), device, consumed_samples)
 
     def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
         """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
         full."""
         if not isinstance(self.train, ChatDataset):
             return None
-        rows = [self._order(consumed_samples + at) for at in range(batch_size)]
+        rows = [self.order(consumed_samples + at) for at in range(batch_size)]
         return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
@@ -328,6 +343,19 @@ class Data:
             return {"chat data": self.train.identity()}
         return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
 
+    def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
+        """Return the state of a stream after `consumed_samples` for a checkpoint, contents by file name."""
+        if not isinstance(self.train, StreamDataset):
+            return {}
+        state = self.train.state_at(stream_position(consumed_samples, left_out))
+        return {} if state is None else {STREAM_FILE: json.dumps(state).encode()}
+
+    def load_state(self, files: Mapping[str, Path]) -> None:
+        """Set the state of a stream that `state_files` returned when the checkpoint was saved."""
+        if isinstance(self.train, StreamDataset):
+            path = files.get(STREAM_FILE)
+            self.train.load_state(None if path is None else json.loads(read_small_file(path, path.parent)))
+
     def preserves_order(self, num_samples: int) -> bool:
         """Return True if a run with `num_samples` samples reads the same samples, up to the shorter length."""
         return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
@@ -335,6 +363,8 @@ class Data:
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
         """Return a loader of the first eval_iters global batches of `dataset`, the same in every evaluation."""
         sizes = [self._batch_sizes.global_batch_size] * self._config.train.eval_iters
+        if isinstance(dataset, StreamDataset):
+            dataset = dataset.restarted()
         return self._loader(dataset, SingleOrder(len(dataset), wrap=True), sizes, device)
 
     def _loader(
@@ -345,6 +375,9 @@ class Data:
         device: torch.device,
         consumed_samples: int = 0,
     ) -> Loader:
+        threads = self._config.data.num_workers
+        if isinstance(dataset, StreamDataset):
+            threads = min(threads, 1)  # a stream is read in order
         return Loader(
             dataset,
             order,
@@ -354,8 +387,8 @@ class Data:
             data_parallel_rank=self._dp.rank,
             data_parallel_size=self._dp.size,
             consumed_samples=consumed_samples,
-            num_workers=self._config.data.num_workers,
-            ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
+            num_workers=threads,
+            ahead=self._ahead,
             pin_memory=device.type == "cuda",
             rules=self._rules,
             collate=self._collate(dataset),
@@ -364,4 +397,6 @@ class Data:
     def _collate(self, dataset: SampleDataset) -> Collate | None:
         if isinstance(dataset, ChatDataset):
             return self.make_chat_batch
+        if isinstance(dataset, MapDataset | StreamDataset):
+            return OwnCollate(dataset) if dataset.collates else None
         return self._kind.collate

@@ -31,6 +31,7 @@ from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
 from megalith.data.chat.chat_files import chat_files
 from megalith.data.idx_format import require_files
+from megalith.data.own_dataset import load_dataset_function
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError
 from megalith.hardware import largest_gpu_memory, pick_device
@@ -123,6 +124,9 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
             if path is not None:
                 chat_files(path)
+        return
+    if config.data.dataset is not None:
+        load_dataset_function(config.data.dataset)
         return
     index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
     if sum(index_bytes) <= MAX_INDEX_BYTES:

@@ -68,10 +68,11 @@ class Task:
 
     def state_files(self, run: Run) -> dict[str, bytes]:
         """Return the task's state for a checkpoint, contents by file name. Rank 0's are saved."""
-        return {}
+        return run.data.state_files(run.consumed_samples, run.left_out)
 
     def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
         """Restore the state that `state_files` returned when the checkpoint was saved."""
+        run.data.load_state(files)
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]

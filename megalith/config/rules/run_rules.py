@@ -160,10 +160,13 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
             f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has a path of its own; "
             "leave these out"
         )
-    if not any(sources) and not rl.prompts_or_rollouts:
+    if data.dataset is not None and (data.mock or rl.prompts_or_rollouts):
+        other = "data.mock" if data.mock else f"rl.{'prompts' if rl.prompts else 'rollouts'}"
+        raise ConfigError(f"data.dataset {data.dataset} and {other} are both set; leave out one")
+    if not any(sources) and data.dataset is None and not rl.prompts_or_rollouts:
         raise ConfigError(
-            "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, or "
-            "data.mock to true"
+            "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, "
+            "data.dataset to your own dataset, or data.mock to true"
         )
     if part_paths and data.train_data_path is None:
         raise ConfigError(f"{', '.join(part_paths)} is set but data.train_data_path is not; set it too")
@@ -182,7 +185,7 @@ def _check_fine_tuning(config: RunConfig) -> None:
             f"rl.{'prompts' if config.rl.prompts else 'rollouts'} is set, which `megalith grpo` trains on, but "
             f"{chat.name}.enabled reads data.data_path; use `megalith grpo`, or leave it out"
         )
-    names = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    names = ("dataset", "mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     if conflicting := [name for name in names if getattr(data, name)]:
         raise ConfigError(
             f"data.{' and data.'.join(conflicting)} {'are' if conflicting[1:] else 'is'} on, but "
