@@ -257,7 +257,7 @@ class StorePath:
 
 
 class Stream:
-    """An object that is read or written sequentially."""
+    """An object that is read, or written sequentially. It has the methods that pyarrow needs of a file."""
 
     def __init__(self, path: StorePath, file: Any):
         self._path, self._file = path, file
@@ -270,8 +270,21 @@ class Stream:
         with self._path.asking():
             return self._file.write(data)
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
     def tell(self) -> int:
         return self._file.tell()
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def readable(self) -> bool:
+        return self._file.readable()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
 
 @functools.cache

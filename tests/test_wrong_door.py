@@ -43,7 +43,8 @@ def refused(tmp_path, capsys):
         data = RUN["data"] | {"data_path": f"{name}.jsonl"}
         model = RUN["model"] | {"vocab_size": None}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(RUN | {"data": data, "model": model}))
-    (tmp_path / "story.txt").write_text("A short story about a river.\nIt has two lines.\n\nThe end.\n")
+    (tmp_path / "story.txt").write_text("A short story.")
+    (tmp_path / "story.md").write_text("A short story about a river.\nIt has two lines.\n\nThe end.\n")
     for name, text in FOREIGN.items():
         (tmp_path / name).write_text(text)
 
@@ -62,7 +63,6 @@ def refused(tmp_path, capsys):
         ("train", "chat", "conversations or instructions, which `megalith sft` trains on"),
         ("train", "alpaca", "`megalith sft`"),
         ("train", "preferences", "preferences, which `megalith dpo` trains on"),
-        ("train", "text", "which `megalith preprocess` turns into a dataset for `megalith train`"),
         ("train", "prompts", "prompts, which `megalith grpo` takes as rl.prompts"),
         ("sft", "preferences", "`megalith dpo`"),
         ("sft", "text", "`megalith preprocess`"),
@@ -92,18 +92,24 @@ def test_an_indexed_dataset_is_for_train(refused, corpus):
 @pytest.mark.parametrize(
     "words",
     [
-        "tokenizer train --input story.txt --vocab-size 300 --output tokenizer",
-        "preprocess --input story.txt --output-prefix o --tokenizer-type ByteTokenizer --workers 0",
-        "preprocess --dataset story.txt --output-prefix o --tokenizer-type ByteTokenizer",
-        "train text.yaml --data.data_path story.txt",
-        "sft text.yaml --data.data_path story.txt",
-        "dpo text.yaml --data.data_path story.txt",
-        "grpo text.yaml --data.data_path null --rl.prompts story.txt --rl.reward_funcs arithmetic"
+        "tokenizer train --input story.md --vocab-size 300 --output tokenizer",
+        "preprocess --input story.md --output-prefix o --tokenizer-type ByteTokenizer --workers 0",
+        "preprocess --dataset story.md --output-prefix o --tokenizer-type ByteTokenizer",
+        "train text.yaml --data.data_path story.md",
+        "sft text.yaml --data.data_path story.md",
+        "dpo text.yaml --data.data_path story.md",
+        "grpo text.yaml --data.data_path null --rl.prompts story.md --rl.reward_funcs arithmetic"
         " --rl.max_completion_length 4 --train.global_batch_size 8",
     ],
 )
-def test_plain_text_is_answered_with_the_form_that_is_read(refused, words):
+def test_a_format_that_is_not_read_is_answered_with_the_form_that_is_read(refused, words):
     assert 'write JSON Lines, one {"text": "…"} per document' in refused(*words.split())
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_a_text_file_is_for_pre_training(refused, command):
+    told = refused(command, "text.yaml", "--data.data_path", "story.txt")
+    assert "story.txt line 1" in told and "`megalith train` and `megalith preprocess` read" in told
 
 
 @pytest.mark.parametrize("file", FOREIGN)

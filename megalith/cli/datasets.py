@@ -58,11 +58,14 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
         min_frequency=args.min_frequency,
         overwrite=args.overwrite,
         max_line_bytes=args.max_line_bytes,
+        text_documents=args.text_documents,
     )
     print(
         f"trained {summary.vocab_size:,} entries on {summary.documents:,} documents ({summary.bytes / 1e6:.1f} MB) "
         f"in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
     )
+    for note in summary.notes:
+        print(f"note: {printable(note)}")
     if summary.vocab_size < args.vocab_size:
         print(
             f"fewer than the requested {args.vocab_size:,}: no other pair occurs {args.min_frequency} times; "
@@ -72,9 +75,7 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
 
 
 def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Encode JSON Lines into Megatron's indexed datasets, PREFIX_KEY_document.bin and .idx."
-    )
+    parser.description = "Encode text into Megatron's indexed datasets, PREFIX_KEY_document.bin and .idx."
     parser.add_argument(
         "--dataset",
         metavar="NAME[:SPLIT]",
@@ -150,11 +151,14 @@ def run_preprocess(args: argparse.Namespace) -> int:
         on_error=args.on_error,
         overwrite=args.overwrite,
         max_line_bytes=args.max_line_bytes,
+        text_documents=args.text_documents,
     )
     for bad in summary.bad_lines:
         print(f"skipped {printable(bad)}")
     if summary.skipped > len(summary.bad_lines):
         print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
+    for note in summary.notes:
+        print(f"note: {printable(note)}")
     if summary.skipped or summary.empty:
         print(f"omitted {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
     print(f"{summary.progress_text()} | {summary.seconds:.1f} s")
@@ -170,21 +174,27 @@ def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = 
         nargs="+",
         required=or_else is None,
         metavar="FILE",
-        help=".jsonl, .jsonl.gz or .jsonl.zst files; quoted globs and URLs",
+        help=".jsonl, .txt (also .gz, .zst), .parquet or .arrow files, folders, quoted globs, URLs, hf://NAME?split=train",
+    )
+    parser.add_argument(
+        "--text-documents",
+        choices=("file", "block"),
+        default="file",
+        help="documents of a .txt file: the file (default), or the blocks of lines between blank lines",
     )
     parser.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys that hold the text (default: text)",
+        help="keys or columns that hold the text (default: text)",
     )
     parser.add_argument(
         "--max-line-bytes",
         type=int,
         default=32 << 20,
         metavar="N",
-        help="refuse longer lines (default: 32 MiB)",
+        help="refuse longer lines and documents (default: 32 MiB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
 

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
 DataPath = str | list[Any]
+TextDocuments = Literal["file", "block"]
 MASKED = RequiresSetting("model.model_type", "bert", "t5")
 SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP] behind each
 
@@ -19,7 +20,8 @@ class DataConfig(Section):
     decides: ClassVar[Decides] = Decides.SAMPLES
 
     data_path: DataPath | None = None
-    """Dataset prefix (path or URL without .bin), or a blend: `"0.7 a 0.3 b"` or the same as a YAML list."""
+    """Dataset prefix (path or URL without .bin), or a blend: `"0.7 a 0.3 b"` or the same as a YAML list. Text (files,
+    folders, globs, hf://NAME) is tokenized into the run's cache before the first step."""
 
     train_data_path: DataPath | None = None
     """Training datasets. Use with valid_data_path and test_data_path instead of data_path and split."""
@@ -33,6 +35,18 @@ class DataConfig(Section):
     dataset: str | None = None
     """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function gets a DatasetRequest
     (with the data paths) and returns a torch Dataset or IterableDataset."""
+
+    text_key: str = "text"
+    """Key or column of the text, if data_path names text."""
+
+    text_documents: TextDocuments = "file"
+    """Documents of a .txt file: the file, or each block of lines between blank lines."""
+
+    append_eod: bool = True
+    """End each document of text with the end-of-document token. Not used for BERT and T5, or for indexed datasets."""
+
+    skip_bad_documents: bool = False
+    """Skip and count unusable lines and documents of text instead of stopping with an error."""
 
     mock: bool = False
     """Use synthetic tokens instead of a dataset, for speed measurements and tests."""

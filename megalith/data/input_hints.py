@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megalith.data.preprocessing.jsonl import read_objects
+from megalith.data.inputs.jsonl import read_objects
 from megalith.errors import DataError
 
 PREFERENCES = "preferences, which `megalith dpo` trains on"
 CONVERSATIONS = "conversations or instructions, which `megalith sft` trains on"
-TEXT = "text for pre-training, which `megalith preprocess` turns into a dataset for `megalith train`"
+TEXT = "text for pre-training, which `megalith train` and `megalith preprocess` read"
 PROMPTS = "prompts, which `megalith grpo` takes as rl.prompts"
 KEYS: tuple[tuple[set[str], str], ...] = (
     ({"chosen", "rejected"}, PREFERENCES),

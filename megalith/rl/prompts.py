@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
-from megalith.data.chat.chat_files import chat_files, read_records
+from megalith.data.chat.chat_files import chat_files
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Message, prompt_messages, template_arguments, unicode_text
+from megalith.data.inputs.sources import read_records
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -192,7 +192,7 @@ def _records(
             yield f"record {number}", record
         return
     for path in chat_files(list(paths)):
-        for where, record in read_records(Path(path) if isinstance(path, str) else path):
+        for where, record in read_records(path):
             yield f"{path}, {where}", record
 
 

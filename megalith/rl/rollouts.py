@@ -27,7 +27,7 @@ import numpy as np
 import zstandard
 
 from megalith.comm.collectives import Axis, gather_json
-from megalith.data.preprocessing.jsonl import read_blocks
+from megalith.data.inputs.jsonl import read_blocks
 from megalith.errors import DataError
 from megalith.io import atomic_file
 from megalith.remote import open_location

@@ -16,7 +16,7 @@ from megalith.bridge.families import family_for
 from megalith.bridge.family import VOCABULARY
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
-from megalith.config import RunConfig
+from megalith.config import DataConfig, RunConfig
 from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
@@ -29,6 +29,7 @@ from megalith.data.dataset_kinds import load_dataset_kind
 from megalith.data.loader import Collate, Loader
 from megalith.data.order import SampleOrder, SingleOrder, sample_order, stream_position
 from megalith.data.own_dataset import MapDataset, OwnCollate, StreamDataset
+from megalith.data.text_data import cached_name, with_tokenized_text
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -204,11 +205,22 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 
+def tokenize_text(
+    config: RunConfig, tokenizer: Tokenizer | None, show_progress: bool = False
+) -> tuple[DataConfig, list[str]]:
+    """Tokenize the text among the run's data paths into its cache. Return the data settings with the results'
+    prefixes, and notes."""
+    cache = Path(config.train.output_dir) / "cache"
+    splits_sentences, may_write = config.model.model_type != "gpt", not config.train.skip_train
+    return with_tokenized_text(config.data, splits_sentences, tokenizer, cache, may_write, show_progress)
+
+
 def open_datasets(
     config: RunConfig,
     samples: tuple[int, int, int],
     tokenizer: Tokenizer | None,
     show_progress: bool = False,
+    notes: list[str] | None = None,
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
     """Open the train, valid and test data with the given numbers of samples.
 
@@ -217,6 +229,7 @@ def open_datasets(
         samples: number of train, valid and test samples.
         tokenizer: the run's tokenizer, if any.
         show_progress: show a progress bar while indices are built.
+        notes: receives notes about tokenized text.
 
     Returns:
         Three datasets; valid and test are None if their split is empty or no samples are requested.
@@ -234,6 +247,9 @@ def open_datasets(
             kind.mock(count, seed + part) if count else None for part, count in enumerate(samples)
         )
         return train, valid, test
+    data, text_notes = tokenize_text(config, tokenizer, show_progress)
+    if notes is not None:
+        notes += text_notes
     if data.data_path is not None:
         bounds = parse_split(data.split)
         evaluated = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
@@ -288,7 +304,9 @@ class Data:
                 split and split.pad_to_batches(batch_sizes.global_batch_size) for split in others
             )
         else:
-            self.train, self.valid, self.test = open_datasets(config, samples, tokenizer, show_progress)
+            self.train, self.valid, self.test = open_datasets(
+                config, samples, tokenizer, show_progress, self.notes
+            )
         epochs = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
         if epochs and config.data.dataloader_type == "single":
             self.notes.append(
@@ -341,7 +359,7 @@ class Data:
         """Return the identity of each training dataset (`identity`), by prefix."""
         if isinstance(self.train, ChatDataset):
             return {"chat data": self.train.identity()}
-        return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
+        return {cached_name(indexed.prefix): indexed.identity() for indexed in indexed_datasets(self.train)}
 
     def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
         """Return the state of a stream after `consumed_samples` for a checkpoint, contents by file name."""

@@ -32,6 +32,7 @@ from megalith.data.blend import dataset_prefixes
 from megalith.data.chat.chat_files import chat_files
 from megalith.data.idx_format import require_files
 from megalith.data.own_dataset import load_dataset_function
+from megalith.data.text_data import check_text, text_entries
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, TrainingError
 from megalith.hardware import largest_gpu_memory, pick_device
@@ -46,7 +47,14 @@ from megalith.planner.micro_batches import micro_batch_notes
 from megalith.planner.rates import Rates, check_precision
 from megalith.remote import size_of
 from megalith.tables import memory_unit, wrap_paragraph
-from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
+from megalith.training.build import (
+    PreparedRun,
+    build_meta_model,
+    open_datasets,
+    prepare,
+    tokenize_text,
+    vocabulary_rows,
+)
 from megalith.training.resume import check_resumable
 
 # Total size of .idx files that are opened here: six million documents, a fraction of a second.
@@ -81,6 +89,7 @@ def check_job(
         for warning in memory_warnings(layout, memory):
             print(wrap_paragraph(warning), flush=True)
     (check_data or _check_data)(prepared, tokenizer)
+    reads_text = check_data is None and config.chat is None and config.data.dataset is None
     if config.train.skip_train:  # writes no files
         _check_checkpoint(prepared, tokenizer)
     elif one_machine:
@@ -88,6 +97,9 @@ def check_job(
             saving = config.checkpoint
             check_output_dir(config.train.output_dir, saving.load, saving.save, config.model.init_from)
         _check_checkpoint(prepared, tokenizer)
+    if reads_text and not config.train.skip_train:
+        # Tokenized here, because ranks that wait for long are stopped.
+        tokenize_text(prepared, tokenizer, show_progress=True)
 
 
 def check_opens(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
@@ -128,8 +140,12 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if config.data.dataset is not None:
         load_dataset_function(config.data.dataset)
         return
-    index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
-    if sum(index_bytes) <= MAX_INDEX_BYTES:
+    text = text_entries(config.data)
+    prefixes = [prefix for prefix in dataset_prefixes(config.data) if prefix not in text]
+    index_bytes = [size_of(require_files(prefix)[1]) for prefix in prefixes]
+    if text:
+        check_text(config.data, tokenizer)
+    elif sum(index_bytes) <= MAX_INDEX_BYTES:
         evaluated = min(config.train.eval_iters, 1)
         open_datasets(config, (1, evaluated, evaluated), tokenizer)
 

@@ -306,7 +306,7 @@ def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monke
     for path, package in (("chat.parquet", "pyarrow"), ("saved", "datasets")):
         for module in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
             monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=rf"{package} package.*megalith\[hf\]"):
+        with pytest.raises(ConfigError, match=rf"{package} package.*\[datasets\]"):
             read_samples([Path(path)], None, sft, 8, 60)
     rows = [{"input_ids": [1, 2], "labels": None}, {"input_ids": [1]}]
     library = types.SimpleNamespace(load_from_disk=lambda path: rows)

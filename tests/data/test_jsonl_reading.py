@@ -6,7 +6,8 @@ import json
 import pytest
 import zstandard
 
-from megalith.data.preprocessing.jsonl import LineBlock, expand_inputs, parse_block, read_blocks, read_texts
+from megalith.data.inputs.jsonl import LineBlock, read_blocks
+from megalith.data.inputs.sources import expand_inputs, read_texts
 from megalith.errors import DataError
 
 LINES = [
@@ -33,7 +34,7 @@ def test_lines_and_their_places_do_not_depend_on_blocks_or_compression(tmp_path,
     path = write(tmp_path / f"a.jsonl{suffix}", content)
     records = []
     for block in read_blocks(path, block_bytes=block_bytes):
-        found, bad = parse_block(block, ["text"])
+        found, bad = block.parse(["text"])
         assert not bad
         records += found
     assert [record.texts for record in records] == [["one"], ["two"], ["dréi"], [""]]
@@ -80,7 +81,7 @@ def test_files_of_several_gzip_members_or_zstd_frames_are_read_to_their_end(tmp_
 def test_a_bad_line_is_named_by_file_line_byte_and_reason(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
     (block,) = read_blocks(path)
-    records, (bad,) = parse_block(block, ["text"])
+    records, (bad,) = block.parse(["text"])
     assert [record.texts for record in records] == [["fine"], ["also fine"]]
     assert (bad.path, bad.line, bad.offset) == (path, 3, 18)
     assert reason in bad.reason
@@ -107,7 +108,7 @@ def test_a_line_over_the_limit_is_refused_without_being_held_and_the_next_is_rea
     path = write(tmp_path / f"a.jsonl{suffix}", b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n' + long)
     blocks = list(read_blocks(path, max_line_bytes=limit, block_bytes=64))
     assert max(len(block.data) for block in blocks) <= limit + 64
-    parsed = [parse_block(block, ["text"], limit) for block in blocks]
+    parsed = [block.parse(["text"], limit) for block in blocks]
     assert [(r.line, r.offset, r.texts) for records, _ in parsed for r in records] == [
         (1, 0, ["a"]),
         (3, 15 + len(long), ["b"]),
@@ -119,8 +120,8 @@ def test_a_line_over_the_limit_is_refused_without_being_held_and_the_next_is_rea
 
 def test_a_line_just_at_the_limit_is_accepted():
     line = b'{"text": "0123456789"}'
-    assert not parse_block(LineBlock("f", 1, 0, line, 0), ["text"], len(line))[1]
-    assert parse_block(LineBlock("f", 1, 0, line, 0), ["text"], len(line) - 1)[1]
+    assert not LineBlock("f", 1, 0, line, 0).parse(["text"], len(line))[1]
+    assert LineBlock("f", 1, 0, line, 0).parse(["text"], len(line) - 1)[1]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -147,11 +148,12 @@ def test_inputs_keep_their_order_and_globs_are_sorted(tmp_path):
 
 def test_inputs_that_are_missing_repeated_or_folders_are_refused(tmp_path):
     (tmp_path / "a.jsonl").touch()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no file matches"):
         expand_inputs([tmp_path / "b*.jsonl"])
     with pytest.raises(DataError, match="named twice"):
         expand_inputs([tmp_path / "*.jsonl", tmp_path / "a.jsonl"])
-    with pytest.raises(DataError, match="is not a file"):
-        expand_inputs([tmp_path])
+    with pytest.raises(DataError, match="has no file that ends in"):
+        expand_inputs([tmp_path / "empty"])
     with pytest.raises(DataError, match="no input"):
         expand_inputs([])

@@ -191,7 +191,8 @@ def open_chat_data(
     """
     split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     paths = split_paths if data.data_path is None else (data.data_path,)
-    files = [None if path is None else chat_files(path) for path in paths]
+    notes: list[str] = []
+    files = [None if path is None else chat_files(path, notes) for path in paths]
     seq_length = data.seq_length
     samples_by_split = [
         cached_samples(cache, split_files, tokenizer, chat, seq_length, vocab_size, may_write)
@@ -206,7 +207,6 @@ def open_chat_data(
         ranges = [(0, len(samples)) if samples else (0, 0) for samples in samples_by_split]
     padding = tokenizer.eod if tokenizer is not None and tokenizer.eod is not None else 0
     parts: list[ChatDataset | None] = []
-    notes = []
     for name, samples, (first, last) in zip(SPLITS, samples_by_split, ranges):
         if first == last:
             parts.append(None)

@@ -23,15 +23,16 @@ import numpy as np
 
 from megalith.config.base import Decides
 from megalith.config.rl import ChatConfig, DpoConfig
-from megalith.data.chat.chat_files import read_records
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import ParsedSequence, Text, Tokens, parse_preference, parse_record
 from megalith.data.chat.turns import Span
+from megalith.data.inputs.hub_dataset import Source
+from megalith.data.inputs.source_versions import add_tokenizer, source_versions
+from megalith.data.inputs.sources import read_records
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.io import make_subfolder, open_file, write_file
 from megalith.progress import Progress
-from megalith.remote import StorePath
 from megalith.small_files import read_small_file
 
 BATCH = 1024  # samples per call of the tokenizer
@@ -75,7 +76,7 @@ class Samples:
 
 
 def read_samples(
-    files: Sequence[Path | StorePath],
+    files: Sequence[Source],
     tokenizer: Tokenizer | None,
     chat: ChatConfig,
     max_tokens: int,
@@ -103,7 +104,7 @@ ARRAYS = {"tokens": np.int32, "learned": np.bool_, "starts": np.int64, "letters"
 
 def cached_samples(
     folder: Path,
-    files: Sequence[Path | StorePath],
+    files: Sequence[Source],
     tokenizer: Tokenizer | None,
     chat: ChatConfig,
     max_tokens: int,
@@ -140,14 +141,11 @@ def cached_samples(
 def _key(
     files: Sequence[Path], tokenizer: Tokenizer | None, chat: ChatConfig, max_tokens: int, vocab_size: int
 ) -> str:
-    inside = [path for file in files for path in (sorted(file.rglob("*")) if file.is_dir() else [file])]
-    names = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in inside]
+    names = source_versions(files)
     settings = chat.model_dump_json(include=set(chat.fields_deciding(Decides.SAMPLES)) - {"packing"})
     digest = hashlib.sha256(repr((FORMAT, names, chat.name, settings, max_tokens, vocab_size)).encode())
     if tokenizer is not None:
-        digest.update(tokenizer.fingerprint.encode())
-        for name, content in sorted(tokenizer.files.items()):
-            digest.update(repr((name, len(content))).encode() + content)
+        add_tokenizer(digest, tokenizer)
     return digest.hexdigest()[:32]
 
 
@@ -225,7 +223,7 @@ class _Reader:
         self.counts: Counter[str] = Counter()
         self.first_bad = ""
 
-    def read(self, file: Path | StorePath, progress: Progress) -> None:
+    def read(self, file: Source, progress: Progress) -> None:
         records = enumerate(read_records(file), 1)
         parse = parse_preference if self.is_preference else parse_record
         while batch := list(islice(records, BATCH)):
@@ -382,7 +380,7 @@ class _Reader:
         self.first_bad = self.first_bad or f"{source}: {reason}"
         self.counts["skipped as unusable"] += 1
 
-    def samples(self, files: Sequence[Path | StorePath]) -> Samples:
+    def samples(self, files: Sequence[Source]) -> Samples:
         if not self.sources:
             details = ", ".join(f"{count:,} {description}" for description, count in self.counts.items())
             raise DataError(

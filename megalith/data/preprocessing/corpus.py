@@ -1,4 +1,4 @@
-"""JSON Lines from other corpora: Hugging Face datasets, Parquet, and Python's standard library.
+"""JSON Lines from other corpora: Hugging Face datasets, tables, and Python's standard library.
 
 The standard library is real text that every machine has without a download: 10 to 15 MB of code, comments and prose,
 without tests, generated tables and installed packages.
@@ -7,16 +7,15 @@ without tests, generated tables and installed packages.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from megalith.errors import DataError, install_line
+from megalith.data.inputs.hub_dataset import SCHEME, HubDataset
+from megalith.data.inputs.sources import expand_inputs, read_document_blocks
+from megalith.errors import DataError
 from megalith.io import atomic_file
 from megalith.progress import Progress
 
@@ -39,81 +38,46 @@ def write_dataset(
     """Write columns of a dataset as JSON Lines and return the file to read, which is `source` if it is one already.
 
     Args:
-            source: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a Hugging Face dataset (default: split `train`),
-            which is
-            looked up in the local cache first.
+        source: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a Hugging Face dataset (default: split `train`),
+            which is looked up in the local cache first.
         output_jsonl: file to write.
         keys: columns to write.
         overwrite: replace an existing output.
 
     Raises:
-        DataError: if the source is unavailable or lacks a column, the output exists, or a package is missing.
+        DataError: if the source is unavailable, lacks a column or has a value that is not a string, or the output
+            exists.
+        ConfigError: if a package is missing.
     """
     output = Path(output_jsonl)
     if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return Path(source)
-    if Path(source).is_file() and not source.endswith(".parquet"):
+    if Path(source).exists() and not source.endswith(".parquet"):
         raise DataError(
             f"{source} is a file, but --dataset takes a dataset's name, a .parquet or a .jsonl file; write JSON Lines, "
-            'one {"text": "…"} per document, and pass them as --input'
+            'one {"text": "…"} per document, or .txt files, and pass them as --input'
         )
     if output.exists() and not overwrite:
         raise DataError(
             f"{output} exists and is not overwritten; pass it as --input, or set overwrite (--overwrite)"
         )
-    rows = _parquet_rows(source, keys) if source.endswith(".parquet") else _hub_rows(source, keys)
-    with atomic_file(output) as file, Progress("dataset", None, "rows") as progress:
-        for row in rows:
-            file.write(
-                json.dumps({key: row[key] for key in keys}, ensure_ascii=False).encode("utf-8") + b"\n"
-            )
-            progress.add()
-    return output
-
-
-def _parquet_rows(path: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    if not Path(path).is_file():
-        raise DataError(f"there is no file {path}; check the path")
-    parquet = _package("pyarrow.parquet", "pyarrow")
-    try:
-        file = parquet.ParquetFile(path)
-        _check_columns(path, keys, file.schema_arrow.names)
-        for batch in file.iter_batches(columns=list(keys)):
-            yield from batch.to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
-        raise DataError(f"{path} cannot be read as parquet: {error}; use another file") from error
-
-
-def _hub_rows(source: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    name, _, split = source.partition(":")
-    datasets = _package("datasets", "datasets")
-    try:
-        dataset = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError) as error:  # not found, offline, no such split
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(
-            f"the dataset {name!r} with split {split or 'train'!r} is not in the local Hugging Face cache and could "
-            f"not be downloaded ({reason}); download it on a machine with a network, check its name, or pass JSON "
-            "Lines as --input"
-        ) from error
-    _check_columns(name, keys, dataset.column_names)
-    yield from dataset
-
-
-def _package(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f"the {package} package is not installed ({error}); run: {install_line('datasets')}"
-        ) from error
-
-
-def _check_columns(source: str, keys: Sequence[str], columns: Sequence[str]) -> None:
-    if missing := [key for key in keys if key not in columns]:
-        raise DataError(
-            f"{source} has no column {', '.join(missing)}; it has {', '.join(columns)}: set --json-keys"
+    if source.endswith(".parquet"):
+        (path,) = expand_inputs([source])
+    else:
+        name, _, split = source.removeprefix(SCHEME).partition(":")
+        path = HubDataset(
+            f"{SCHEME}{name}?split={split or 'train'}" if "?" not in name else f"{SCHEME}{name}"
         )
+    with atomic_file(output) as file, Progress("dataset", None, "rows") as progress:
+        for block in read_document_blocks(path, keys):
+            records, bad_rows = block.parse(keys)
+            if bad_rows:
+                raise DataError(f"{bad_rows[0]}; pass the dataset as --input, with --on-error skip")
+            for record in records:
+                line = json.dumps(dict(zip(keys, record.texts)), ensure_ascii=False)
+                file.write(line.encode("utf-8") + b"\n")
+            progress.add(len(records))
+    return output
 
 
 def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) -> CorpusSummary:

@@ -1,4 +1,4 @@
-"""Encoding of blocks of JSON Lines into token arrays: the part of preprocessing that workers run."""
+"""Encoding of blocks of documents into token arrays: the part of preprocessing that workers run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalith.data.preprocessing.jsonl import BadLine, LineBlock, TextRecord, parse_block
+from megalith.data.inputs.blocks import BadLine, DocumentBlock, TextRecord
 from megalith.data.preprocessing.sentences import split_sentences
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -41,7 +41,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """A picklable function LineBlock → EncodedBlock."""
+    """A picklable function DocumentBlock → EncodedBlock."""
 
     tokenizer: Tokenizer
     json_keys: Sequence[str]
@@ -50,8 +50,8 @@ class BlockEncoder:
     split_sentences: bool
     max_line_bytes: int
 
-    def __call__(self, block: LineBlock) -> EncodedBlock:
-        records, bad_lines = parse_block(block, self.json_keys, self.max_line_bytes)
+    def __call__(self, block: DocumentBlock) -> EncodedBlock:
+        records, bad_lines = block.parse(self.json_keys, self.max_line_bytes)
         try:
             columns = [self._column(records, k) for k in range(len(self.json_keys))]
         except DataError:  # some text cannot be encoded: find out which
@@ -96,7 +96,7 @@ class BlockEncoder:
             )
 
     def _split_bad_records(
-        self, block: LineBlock, records: list[TextRecord]
+        self, block: DocumentBlock, records: list[TextRecord]
     ) -> tuple[list[TextRecord], list[BadLine]]:
         """Return the records that the tokenizer accepts, and a BadLine for each other one."""
         good, bad = [], []
@@ -122,7 +122,7 @@ def start_worker(encoder: BlockEncoder) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def encode_in_worker(block: LineBlock) -> EncodedBlock:
+def encode_in_worker(block: DocumentBlock) -> EncodedBlock:
     return _encoder(block)
 
 

@@ -1,6 +1,6 @@
-"""Preprocessing of JSON Lines into Megatron's indexed datasets, on all cores.
+"""Preprocessing of text into Megatron's indexed datasets, on all cores.
 
-The main process reads blocks of complete lines and writes tokens. Workers parse and encode one block each
+The main process reads blocks of documents and writes tokens. Workers parse and encode one block each
 (encoding.py) in any order. Results are written in input order, so the output does not depend on the number of
 workers.
 
@@ -25,7 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megalith.config.data import TextDocuments
 from megalith.data.indexed import IndexedWriter, best_dtype
+from megalith.data.inputs.blocks import MAX_DOCUMENT_BYTES, BadLine, DocumentBlock
+from megalith.data.inputs.hub_dataset import Source
+from megalith.data.inputs.row_tables import source_size
+from megalith.data.inputs.sources import expand_inputs, read_document_blocks
 from megalith.data.preprocessing.encoding import (
     LIBRARY_THREADS,
     BlockEncoder,
@@ -34,17 +39,9 @@ from megalith.data.preprocessing.encoding import (
     encode_in_worker,
     start_worker,
 )
-from megalith.data.preprocessing.jsonl import (
-    MAX_LINE_BYTES,
-    BadLine,
-    LineBlock,
-    expand_inputs,
-    read_blocks,
-)
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, shorten
 from megalith.progress import Progress
-from megalith.remote import StorePath, size_of
 
 BLOCKS_PER_WORKER = 4  # prefetched, so that a slow block does not delay others
 MAX_THREADS = 16  # cores that one process can keep busy
@@ -69,14 +66,20 @@ class PreprocessSummary:
     """Number of unusable lines that were skipped (`on_error="skip"`)."""
     bad_lines: list[BadLine] = field(default_factory=list)
     """The first skipped lines."""
+    sources: dict[Source, int] = field(default_factory=dict)
+    """Number of documents per source, over all keys, without empty and unusable ones."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about files that were not read or have no documents."""
 
-    def add(self, block: LineBlock, encoded: EncodedBlock) -> None:
+    def add(self, block: DocumentBlock, encoded: EncodedBlock) -> None:
         for k, column in enumerate(encoded.columns):
             self.documents[k] += len(column.sequences)
             self.sequences += len(column.sequence_lengths)
             self.tokens += len(column.tokens)
+        count = sum(len(column.sequences) for column in encoded.columns)
+        self.sources[block.path] = self.sources.get(block.path, 0) + count
         self.empty += encoded.empty
-        self.bytes += len(block.data) + 1
+        self.bytes += block.num_bytes
 
     def progress_text(self) -> str:
         """Return a progress line: `1,234 documents | 5,678 tokens | 2.31 M tokens/s | 8.4 MB/s`."""
@@ -98,16 +101,17 @@ def preprocess(
     workers: int | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     overwrite: bool = False,
-    max_line_bytes: int = MAX_LINE_BYTES,
+    max_line_bytes: int = MAX_DOCUMENT_BYTES,
+    text_documents: TextDocuments = "file",
     show_progress: bool = True,
 ) -> PreprocessSummary:
-    """Encode JSONL files into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`.
+    """Encode text into the indexed datasets `{output_prefix}_{key}_document.{bin,idx}`.
 
     Nothing gets its final name before everything is written. Worker processes import the main script, which must
     guard its start with `if __name__ == "__main__"`.
 
     Args:
-        inputs: files, also .gz and .zst, globs and URLs.
+        inputs: files, folders, globs and URLs (inputs/sources.py).
         output_prefix: path or URL.
         tokenizer: encodes the texts.
         json_keys: keys of the texts, each of which becomes a dataset.
@@ -116,7 +120,8 @@ def preprocess(
         workers: number of cores; None: all; 0: encode in this thread.
         on_error: stop at an unusable line, or skip and count it.
         overwrite: replace existing outputs.
-        max_line_bytes: maximum length of a line.
+        max_line_bytes: maximum length of a line or document.
+        text_documents: the documents of a .txt file.
         show_progress: show a progress bar.
 
     Raises:
@@ -124,9 +129,9 @@ def preprocess(
         DataError: for unusable input, or if no document has tokens.
     """
     _check_arguments(tokenizer, json_keys, append_eod, workers, on_error, max_line_bytes)
-    paths = expand_inputs(inputs)
     level = "sentence" if split_sentences else "document"
     summary = PreprocessSummary([f"{output_prefix}_{key}_{level}" for key in json_keys], [0] * len(json_keys))
+    paths = expand_inputs(inputs, summary.notes)
     dtype = best_dtype(tokenizer.vocab_size)
     encoder = BlockEncoder(tokenizer, json_keys, dtype, append_eod, split_sentences, max_line_bytes)
     workers = _usable_cores() if workers is None else workers
@@ -139,7 +144,9 @@ def preprocess(
         read_before, total = _file_offsets(paths)
         progress = stack.enter_context(Progress("preprocess", total, show=show_progress))
         threaded = tokenizer.encodes_without_lock and 0 < workers <= MAX_THREADS
-        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes) for path in paths)
+        blocks = itertools.chain.from_iterable(
+            read_document_blocks(path, json_keys, text_documents, max_line_bytes) for path in paths
+        )
         pool = stack.enter_context(_threads(workers) if threaded else _processes(encoder, workers))
         results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, pool)))
         for block, encoded in results:
@@ -150,6 +157,10 @@ def preprocess(
             summary.seconds = time.monotonic() - start
             progress.update(read_before[block.path] + block.position, summary.progress_text())
         _check_not_empty(summary, json_keys)
+        if without := [str(path) for path in paths if not summary.sources.get(path)]:
+            summary.notes.append(
+                f"{len(without):,} of {len(paths):,} inputs have no document: {shorten(without)}"
+            )
     summary.seconds = time.monotonic() - start
     return summary
 
@@ -189,14 +200,14 @@ def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]
 
 
 def _encode_in_order(
-    blocks: Iterable[LineBlock], encoder: BlockEncoder, pool: Executor | None
-) -> Iterator[tuple[LineBlock, EncodedBlock]]:
+    blocks: Iterable[DocumentBlock], encoder: BlockEncoder, pool: Executor | None
+) -> Iterator[tuple[DocumentBlock, EncodedBlock]]:
     """Yield each block with its encoding, in the order of `blocks`, with a few blocks per worker in progress."""
     if pool is None:
         yield from ((block, encoder(block)) for block in blocks)
         return
     encode = encoder if isinstance(pool, ThreadPoolExecutor) else encode_in_worker
-    pending: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
+    pending: deque[tuple[DocumentBlock, Future[EncodedBlock]]] = deque()
     for block in blocks:
         pending.append((block, pool.submit(encode, block)))
         if len(pending) >= BLOCKS_PER_WORKER * pool._max_workers:
@@ -218,9 +229,9 @@ def _write(writer: IndexedWriter, column: Column) -> None:
         first_token, first_sequence = end, first_sequence + int(count)
 
 
-def _file_offsets(paths: Sequence[Path | StorePath]) -> tuple[dict[Path | StorePath, int], int]:
+def _file_offsets(paths: Sequence[Source]) -> tuple[dict[Source, int], int]:
     """Return the bytes of input before each file, and the total."""
-    sizes = [size_of(path) for path in paths]
+    sizes = [source_size(path) for path in paths]
     return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, expand_inputs, read_texts
+from megalith.config.data import TextDocuments
+from megalith.data.inputs.jsonl import MAX_LINE_BYTES
+from megalith.data.inputs.sources import expand_inputs, read_texts
 from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
 from megalith.progress import REDRAW_INTERVAL, Progress
@@ -31,6 +33,8 @@ class TrainingSummary:
     vocab_size: int
     documents: int
     bytes: int
+    notes: list[str] = field(default_factory=list)
+    """Sentences about files that were not read."""
 
 
 def train_tokenizer(
@@ -42,20 +46,21 @@ def train_tokenizer(
     min_frequency: int = 2,
     overwrite: bool = False,
     max_line_bytes: int = MAX_LINE_BYTES,
+    text_documents: TextDocuments = "file",
     show_progress: bool = True,
 ) -> TrainingSummary:
-    """Train a tokenizer on JSONL files and write a tokenizer.json. The same input gives the same bytes.
+    """Train a tokenizer on text and write a tokenizer.json. The same input gives the same bytes.
 
     Args:
-        inputs: files, also .gz and .zst, and globs.
+        inputs: files, folders, globs and URLs (inputs/sources.py).
         vocab_size: number of entries.
-            output: a .json file, or a folder for tokenizer.json. With that name, tokenizer_config.json is written
-            next to it, so
-            that transformers loads the folder.
+        output: a .json file, or a folder for tokenizer.json. With that name, tokenizer_config.json is written next to
+            it, so that transformers loads the folder.
         json_keys: keys of the texts.
         min_frequency: minimum number of occurrences of a merged pair.
         overwrite: replace an existing output.
-        max_line_bytes: maximum length of a line.
+        max_line_bytes: maximum length of a line or document.
+        text_documents: the documents of a .txt file.
         show_progress: show a progress bar.
 
     Raises:
@@ -75,11 +80,12 @@ def train_tokenizer(
             f"{path} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
         )
 
-    paths, counts = expand_inputs(inputs), {"documents": 0, "bytes": 0}
+    notes: list[str] = []
+    paths, counts = expand_inputs(inputs, notes), {"documents": 0, "bytes": 0}
 
     def texts() -> Iterator[str]:
         for path in paths:
-            for text in read_texts(path, json_keys, max_line_bytes):
+            for text in read_texts(path, json_keys, max_line_bytes, text_documents):
                 counts["documents"] += 1
                 counts["bytes"] += len(text.encode("utf-8"))
                 yield text
@@ -109,7 +115,7 @@ def train_tokenizer(
     if path.name == "tokenizer.json":
         with atomic_file(path.with_name("tokenizer_config.json")) as file:
             file.write(_TOKENIZER_CONFIG)
-    return TrainingSummary(path, tokenizer.get_vocab_size(), **counts)
+    return TrainingSummary(path, tokenizer.get_vocab_size(), **counts, notes=notes)
 
 
 _TOKENIZER_CONFIG = json.dumps(

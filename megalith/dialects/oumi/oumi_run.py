@@ -27,8 +27,9 @@ from megalith.bridge.importer import PRECISIONS, import_hf
 from megalith.bridge.load import is_foreign_weights, model_of
 from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig, RunConfig
-from megalith.data.chat.chat_files import chat_files, read_records
+from megalith.data.chat.chat_files import chat_files
 from megalith.data.chat.chat_template import template_of
+from megalith.data.inputs.sources import read_records
 from megalith.dialects.oumi.oumi_errors import oumi_key_errors
 from megalith.dialects.oumi.oumi_settings import OumiRun
 from megalith.dialects.oumi.oumi_values import OumiDataset

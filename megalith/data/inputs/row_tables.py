@@ -1,0 +1,264 @@
+"""Reading of tables: Parquet and Arrow files, JSON arrays, folders saved by `datasets`, and datasets of the hub.
+
+Text columns are passed on as bytes, so that worker processes decode them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalith.data.inputs.blocks import (
+    MAX_DOCUMENT_BYTES,
+    BadLine,
+    TextRecord,
+    check_size,
+    reason_of,
+    type_name,
+)
+from megalith.data.inputs.compression import read_pieces
+from megalith.data.inputs.hub_dataset import HubDataset, Source
+from megalith.data.inputs.packages import import_package
+from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.remote import StorePath, size_of
+
+ROWS = 256  # per block
+SAVED_DATASET = "state.json"  # in a folder written by Dataset.save_to_disk
+SAVED_SPLITS = "dataset_dict.json"  # by DatasetDict.save_to_disk
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of a table: the values of each requested key as bytes, or as they are if they are not strings."""
+
+    path: Source
+    unit: str
+    first_row: int
+    columns: list[list[Any]]
+    position: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            len(value) for column in self.columns for value in column if isinstance(value, bytes | str)
+        )
+
+    def parse(
+        self, json_keys: Sequence[str], max_document_bytes: int = MAX_DOCUMENT_BYTES
+    ) -> tuple[list[TextRecord], list[BadLine]]:
+        """Return the texts of the rows, and the rows with a value that is not a string or is too long."""
+        records, bad_lines = [], []
+        for row, values in enumerate(zip(*self.columns), self.first_row):
+            try:
+                texts = [_text(key, value, max_document_bytes) for key, value in zip(json_keys, values)]
+                records.append(TextRecord(row, 0, texts))
+            except ValueError as error:
+                bad_lines.append(BadLine(self.path, row, None, reason_of(error), self.unit))
+        return records, bad_lines
+
+
+def _text(key: str, value: Any, max_document_bytes: int) -> str:
+    if not isinstance(value, bytes | str):
+        raise ValueError(f"its {key!r} is {type_name(value)}, not a string")
+    check_size(value, max_document_bytes, f"its {key!r}")
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    value.encode("utf-8")  # an escape may spell half a surrogate pair, which no encoding accepts
+    return value
+
+
+def is_saved_dataset(path: Source) -> bool:
+    """Return True for a folder that `save_to_disk` of `datasets` wrote."""
+    return isinstance(path, Path) and any((path / name).is_file() for name in (SAVED_DATASET, SAVED_SPLITS))
+
+
+def read_arrow_blocks(path: Source, suffix: str, json_keys: Sequence[str]) -> Iterator[RowBlock]:
+    """Yield the columns `json_keys` of a Parquet or Arrow file, a saved dataset or a dataset of the hub.
+
+    Raises:
+        DataError: it cannot be read, lacks a column, or has another type of column.
+        ConfigError: a package is missing.
+    """
+    keys, row, size = list(json_keys), 1, 0
+    for table, fraction in _arrow_tables(path, suffix, keys):
+        _check_columns(path, table.schema, keys)
+        size = size or _size(path)
+        columns = [_values(table.column(key)) for key in keys]
+        yield RowBlock(path, "row", row, columns, int(size * fraction))
+        row += table.num_rows
+
+
+def read_array_blocks(path: Path | StorePath, json_keys: Sequence[str]) -> Iterator[RowBlock] | None:
+    """Return blocks of a file that is a JSON array of objects; None if it is JSON Lines."""
+    entries = json_array(path)
+    if entries is None:
+        return None
+    for number, entry in enumerate(entries, 1):
+        if missing := [key for key in json_keys if key not in entry]:
+            raise DataError(
+                f"{path} entry {number} has no key {missing[0]!r} (its keys: {', '.join(map(repr, entry)) or 'none'})"
+            )
+    columns = [[entry[key] for entry in entries] for key in json_keys]
+    return iter([RowBlock(path, "entry", 1, columns, size_of(path))])
+
+
+def read_rows(path: Source, suffix: str) -> Iterator[Mapping[str, Any]]:
+    """Yield each row of a Parquet or Arrow file, a saved dataset or a dataset of the hub as Python values.
+
+    Raises:
+        DataError: it cannot be read.
+        ConfigError: a package is missing.
+    """
+    if isinstance(path, HubDataset) or path.is_dir():
+        with _hub_errors(path):
+            yield from open_dataset(path)  # decodes its features
+        return
+    for table, _ in _arrow_tables(path, suffix, None):
+        yield from table.to_pylist()
+
+
+def open_dataset(path: Path | HubDataset) -> Any:
+    """Return the Dataset or IterableDataset of a saved folder or a name of the hub. Raise DataError if it fails."""
+    if isinstance(path, HubDataset):
+        return path.load()
+    datasets = import_package("datasets", str(path))
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library has no error class of its own
+        raise DataError(f"{path} is not a dataset that `save_to_disk` wrote ({error})") from error
+    if isinstance(dataset, Mapping):
+        names = list(dataset)
+        raise ConfigError(
+            f"{path} has the splits {', '.join(names)}; name the folder of one, such as {path / names[0]} (in "
+            "training, as data.train_data_path and data.valid_data_path)"
+        )
+    return dataset
+
+
+def json_array(path: Path | StorePath) -> list[dict[str, Any]] | None:
+    """Return the entries of a file that is a JSON array; None if it is JSON Lines. Raise DataError if it is invalid."""
+    first = next(read_pieces(path, 1), (b"", 0))[0]
+    if first[:1] != b"[":
+        return None
+    try:
+        entries = json.loads(b"".join(piece for piece, _ in read_pieces(path, 1 << 20)).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); correct the file") from error
+    if bad := next((n for n, entry in enumerate(entries, 1) if not isinstance(entry, dict)), None):
+        raise DataError(f"{path} entry {bad} is not an object; correct or remove it")
+    return entries
+
+
+def _arrow_tables(path: Source, suffix: str, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
+    """Yield pyarrow tables or batches with at least the columns `keys` (None: all), and the fraction read so far."""
+    if isinstance(path, HubDataset) or path.is_dir():
+        yield from _dataset_tables(path, keys)
+        return
+    read = _parquet_batches if suffix == ".parquet" else _arrow_batches
+    name = suffix.removeprefix(".")
+    library = import_package("pyarrow", str(path))
+    try:
+        with path.open("rb") as file:
+            yield from read(path, file, keys)
+    except MegalithError:
+        raise
+    except (OSError, ValueError, library.ArrowException) as error:
+        raise DataError(
+            f"{path} cannot be read as {name} ({error}); it is damaged or another kind of file: copy it again"
+        ) from error
+
+
+def _parquet_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
+    table = import_package("pyarrow.parquet", str(path)).ParquetFile(file)
+    if keys is not None:
+        _check_columns(path, table.schema_arrow, keys)
+    rows, total = 0, max(table.metadata.num_rows, 1)
+    for batch in table.iter_batches(ROWS, columns=keys):
+        rows += batch.num_rows
+        yield batch, rows / total
+
+
+def _arrow_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
+    """Read Arrow's file format, and the stream format, which `datasets` writes."""
+    library = import_package("pyarrow", str(path))
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        reader = library.ipc.open_file(file)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = iter(library.ipc.open_stream(file))
+    size = max(_size(path), 1)
+    for batch in batches:
+        for start in range(0, batch.num_rows, ROWS):
+            yield batch.slice(start, ROWS), file.tell() / size
+
+
+def _dataset_tables(path: Path | HubDataset, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
+    dataset = open_dataset(path)
+    columns = dataset.column_names  # None in some streams
+    with _hub_errors(path):
+        if keys is not None and columns is not None:
+            _require(path, keys, columns)
+            dataset = dataset.select_columns(keys)
+        total, rows = getattr(dataset, "num_rows", None) or 0, 0
+        for table in dataset.with_format("arrow").iter(ROWS):
+            rows += table.num_rows
+            yield table, rows / total if total else 0.0
+
+
+@contextmanager
+def _hub_errors(path: Source) -> Iterator[None]:
+    """Turn errors of `datasets` while rows are read into a DataError."""
+    try:
+        yield
+    except (MegalithError, GeneratorExit):
+        raise
+    except Exception as error:  # of the network, of a file format, of a loading script
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(
+            f"{path} cannot be read further ({reason}); check the network and the dataset"
+        ) from error
+
+
+def _check_columns(path: Source, schema: Any, keys: Sequence[str]) -> None:
+    _require(path, keys, schema.names)
+    types = import_package("pyarrow", str(path)).types
+    for key in keys:
+        kind = schema.field(key).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        if not is_text and not types.is_null(kind):
+            raise DataError(f"{path} has a column {key!r} of {kind}, not of strings; choose another key")
+
+
+def _require(path: Source, keys: Sequence[str], columns: Sequence[str]) -> None:
+    if missing := [key for key in keys if key not in columns]:
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(columns)}: set --json-keys or data.text_key"
+        )
+
+
+def _values(column: Any) -> list[bytes | None]:
+    """Return the values of a column of strings as bytes."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pyarrow.large_binary()).to_pylist()
+
+
+def _size(path: Source) -> int:
+    """Return the bytes of a file or folder, 0 for a dataset of the hub."""
+    if isinstance(path, HubDataset):
+        return 0
+    if isinstance(path, Path) and path.is_dir():
+        return sum(part.stat().st_size for part in path.glob("*.arrow"))
+    return size_of(path)
+
+
+source_size = _size

@@ -1,0 +1,235 @@
+"""Text as pre-training data: text inputs among the data paths are tokenized into the run's cache before the first step.
+
+Each entry of a data path becomes one indexed dataset, with the files that `preprocess --input ENTRY` would write. So
+samples, their order and the position in checkpoints are those of preprocessed data. The cache is reused while names,
+sizes and times of the inputs, the tokenizer and the settings are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalith.config.data import DataConfig
+from megalith.data.blend import DataPath, parse_data_path
+from megalith.data.idx_format import file_pair
+from megalith.data.input_hints import TEXT, record_kind
+from megalith.data.inputs.compression import content_suffix
+from megalith.data.inputs.hub_dataset import SCHEME, Source
+from megalith.data.inputs.source_versions import Version, add_tokenizer, source_versions
+from megalith.data.inputs.sources import ENDINGS, expand_inputs, read_records
+from megalith.data.preprocessing.preprocess import PreprocessSummary, preprocess
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError, shorten
+from megalith.io import make_subfolder, open_file, replace_file
+from megalith.remote import open_location
+from megalith.small_files import read_small_file
+
+FORMAT = 1  # of the cache
+PREFIX = "text-"  # of its files
+SMALL = 1 << 20  # bytes that are tokenized without worker processes
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def is_text(entry: str) -> bool:
+    """Return True if an entry of a data path is text: a file with an ending of text, a folder, a glob or a `hf://` URL.
+
+    A prefix of an indexed dataset is none of these.
+    """
+    if entry.startswith(SCHEME):
+        return True
+    try:
+        if file_pair(entry)[1].exists():
+            return False
+        path = open_location(entry)
+        return glob.has_magic(entry) or content_suffix(path) in ENDINGS or path.is_dir()
+    except OSError:  # a store that does not answer is named when the files are opened
+        return False
+
+
+def text_entries(data: DataConfig) -> list[str]:
+    """Return the entries of all data paths that are text."""
+    paths = (getattr(data, name) for name in PATHS)
+    entries = (entry for path in paths if path is not None for entry in parse_data_path(path)[0])
+    return [entry for entry in dict.fromkeys(entries) if is_text(entry)]
+
+
+def check_text(data: DataConfig, tokenizer: Tokenizer | None) -> list[list[Source]]:
+    """Return the sources of each text entry.
+
+    Raises:
+        ConfigError: there is text, but no tokenizer.
+        DataError: an input is missing, or its records are for another command.
+    """
+    entries = text_entries(data)
+    if entries and tokenizer is None:
+        raise ConfigError(
+            f"data.data_path names text ({shorten(entries)}), but data.tokenizer_type is not set; name a tokenizer"
+        )
+    sources = [expand_inputs([entry]) for entry in entries]
+    for first, *_ in sources:
+        if isinstance(first, Path) and first.is_file():
+            _check_kind(first, data)
+    return sources
+
+
+def with_tokenized_text(
+    data: DataConfig,
+    splits_sentences: bool,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    may_write: bool = True,
+    show_progress: bool = False,
+) -> tuple[DataConfig, list[str]]:
+    """Return `data` with the prefixes of tokenized datasets in place of text, and notes about them.
+
+    The first process of a machine tokenizes, the others wait.
+
+    Args:
+        data: the run's data settings.
+        splits_sentences: make each sentence a sequence, without end-of-document tokens (BERT and T5).
+        tokenizer: the run's tokenizer.
+        folder: the cache.
+        may_write: tokenize what the cache lacks; otherwise it is an error.
+        show_progress: show a progress bar.
+
+    Raises:
+        ConfigError, DataError: the text cannot be read, or the cache cannot be written.
+    """
+    entries = text_entries(data)
+    if not entries:
+        return data, []
+    check_text(data, tokenizer)
+    cache = _TextCache(data, splits_sentences, tokenizer, folder, may_write, show_progress)
+    prefixes, notes = {}, []
+    for entry in entries:
+        prefixes[entry], about = cache.open(entry)
+        notes += about
+    paths = {name: getattr(data, name) for name in PATHS if getattr(data, name) is not None}
+    return data.model_copy(update={name: _replaced(path, prefixes) for name, path in paths.items()}), notes
+
+
+def cached_name(prefix: str) -> str:
+    """Return the prefix of a dataset. For tokenized text it has no folder, because a resumed run may have another."""
+    name = Path(prefix).name
+    return name if name.startswith(PREFIX) and Path(prefix).parent.name == "cache" else prefix
+
+
+class _TextCache:
+    def __init__(
+        self,
+        data: DataConfig,
+        splits_sentences: bool,
+        tokenizer: Tokenizer,
+        folder: Path,
+        may_write: bool,
+        show_progress: bool,
+    ):
+        self._data, self._tokenizer, self._folder = data, tokenizer, folder
+        self._splits_sentences, self._may_write, self._show_progress = (
+            splits_sentences,
+            may_write,
+            show_progress,
+        )
+
+    def open(self, entry: str) -> tuple[str, list[str]]:
+        """Return the prefix of the tokenized entry and notes about it, tokenized if the cache does not have it."""
+        unread: list[str] = []
+        sources = expand_inputs([entry], unread)
+        try:
+            versions = source_versions(sources)
+        except OSError as error:
+            raise DataError(f"cannot read {entry}: {error}; check the path") from error
+        level = "sentence" if self._splits_sentences else "document"
+        start = self._folder / f"{PREFIX}{self._key(entry)}"
+        prefix, about = f"{start}_{self._data.text_key}_{level}", Path(f"{start}.json")
+        if not self._may_write:
+            notes = _read_about(about, versions, prefix)
+            if notes is None:
+                raise DataError(
+                    f"{entry} is not tokenized in {self._folder} and train.skip_train writes nothing; train first, or "
+                    "preprocess it"
+                )
+            return prefix, notes
+        try:
+            make_subfolder(self._folder)
+            lock = open_file(self._folder / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise DataError(
+                f"cannot tokenize {entry} into {self._folder}: {error}; preprocess it to another folder"
+            ) from error
+        with open(lock):
+            with contextlib.suppress(OSError):  # a file system may have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            notes = _read_about(about, versions, prefix)
+            if notes is None:
+                notes = self._notes(entry, self._tokenize(sources, start, versions)) + unread
+                replace_file(about, json.dumps({"versions": versions, "notes": notes}))
+        return prefix, notes
+
+    def _key(self, entry: str) -> str:
+        """Return a key that changes with the entry, the tokenizer and the settings, but not with the text."""
+        data = self._data
+        settings = (data.text_key, data.text_documents, data.append_eod, data.skip_bad_documents)
+        digest = hashlib.sha256(repr((FORMAT, entry, settings, self._splits_sentences)).encode())
+        add_tokenizer(digest, self._tokenizer)
+        return digest.hexdigest()[:16]
+
+    def _tokenize(
+        self, sources: Sequence[Source], start: Path, versions: Sequence[Version]
+    ) -> PreprocessSummary:
+        data = self._data
+        return preprocess(
+            sources,
+            start,
+            self._tokenizer,
+            [data.text_key],
+            append_eod=data.append_eod and not self._splits_sentences,
+            split_sentences=self._splits_sentences,
+            workers=0 if sum(size for _, size, _ in versions) < SMALL else None,
+            on_error="skip" if data.skip_bad_documents else "stop",
+            overwrite=True,
+            text_documents=data.text_documents,
+            show_progress=self._show_progress,
+        )
+
+    def _notes(self, entry: str, summary: PreprocessSummary) -> list[str]:
+        omitted = f", {summary.empty:,} empty ones omitted" if summary.empty else ""
+        notes = [f"{entry}: {summary.documents[0]:,} documents, {summary.tokens:,} tokens{omitted}"]
+        if summary.skipped:
+            notes.append(
+                f"{entry}: {summary.skipped:,} unusable documents skipped (data.skip_bad_documents); the first one: "
+                f"{summary.bad_lines[0]}"
+            )
+        return notes + summary.notes
+
+
+def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[str] | None:
+    """Return the notes of a cached dataset; None if it is missing, damaged or of other text."""
+    try:
+        about = json.loads(read_small_file(path, path.parent))
+        is_same = [tuple(version) for version in about["versions"]] == list(versions)
+        notes = [str(note) for note in about["notes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return notes if is_same and all(file.is_file() for file in file_pair(prefix)) else None
+
+
+def _replaced(path: DataPath, prefixes: dict[str, str]) -> DataPath:
+    names, weights = parse_data_path(path)
+    names = [prefixes.get(name, name) for name in names]
+    return names if weights is None else [part for pair in zip(weights, names) for part in pair]
+
+
+def _check_kind(path: Path, data: DataConfig) -> None:
+    """Raise DataError if the first record of a file is for another command than `train`."""
+    record = next((record for _, record in read_records(path)), {})
+    kind = record_kind(record)
+    if data.text_key not in record and kind and kind != TEXT:
+        raise DataError(f"{path} has {kind}; set data.text_key to train on the text under one of its keys")
