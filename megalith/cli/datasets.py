@@ -200,12 +200,16 @@ def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = 
 
 
 def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data_path", nargs="+", help="dataset prefix, or a blend: 0.7 a 0.3 b")
-    parser.add_argument("--seq-length", type=int, required=True, help="tokens per sample, minus one")
-    parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
+    parser.add_argument("data_path", nargs="*", help="dataset prefix, or a blend: 0.7 a 0.3 b")
+    _add_config_argument(parser)
     parser.add_argument(
-        "--num-samples", type=int, required=True, help="samples that the run reads from the split"
+        "--step",
+        type=int,
+        help="with --config: the step to print, from 1 (default: the next one after the newest checkpoint)",
     )
+    parser.add_argument("--seq-length", type=int, help="tokens per sample, minus one")
+    parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
+    parser.add_argument("--num-samples", type=int, help="samples that the run reads from the split")
     parser.add_argument("--split", default="99,1,0", help="the run's data.split")
     parser.add_argument(
         "--which", choices=("train", "valid", "test"), default="train", help="part of the split"
@@ -232,6 +236,12 @@ def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
 def run_data_show(args: Arguments) -> int:
     from megalith.data.show import render_samples, show_samples
 
+    if args.config is not None:
+        return _show_run(args)
+    if not args.data_path or args.seq_length is None or args.num_samples is None:
+        raise ConfigError(
+            "data show needs a dataset prefix, --seq-length and --num-samples, or --config RUN.yaml"
+        )
     data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
     positions = _whole_numbers("--position", args.position)
     indices = _whole_numbers("--index", args.index or (None if positions else "0"))
@@ -258,6 +268,65 @@ def run_data_show(args: Arguments) -> int:
         decode = build_tokenizer(args.tokenizer_type, args.tokenizer_model).decode
     print(render_samples(samples, decode))
     return 0
+
+
+def _show_run(args: Arguments) -> int:
+    from megalith.config import RunConfig
+    from megalith.data.show import render_samples
+    from megalith.training.run_data import RunData
+
+    if args.data_path or args.index or args.position:
+        raise ConfigError(
+            "data show --config RUN.yaml prints the samples of a step; use --step, without a data path"
+        )
+    run = RunData(RunConfig.load(args.config), from_checkpoint=args.step is None)
+    if args.step is not None:
+        run.advance_to(args.step - 1)
+    samples = run.samples_of_next_step()
+    if args.json:
+        print(json.dumps({"step": run.step + 1, "samples": samples}))
+        return 0
+    print(f"step {run.step + 1}, {len(samples):,} samples\n")
+    print(render_samples(samples, run.tokenizer and run.tokenizer.decode))
+    return 0
+
+
+def add_data_stats_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print lengths, packing, truncation and the tokens of each source, with histograms."
+    parser.add_argument("data_path", nargs="*", help="dataset prefixes")
+    _add_config_argument(parser)
+    parser.add_argument(
+        "--seq-length", type=int, help="tokens per sample, to count documents that samples cut"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_data_stats(args: Arguments) -> int:
+    from megalith.training.run_data_text import run_statistics_text
+
+    if (args.config is None) == (not args.data_path):
+        raise ConfigError("data stats needs dataset prefixes or --config RUN.yaml, one of the two")
+    if args.seq_length is not None and args.seq_length < 1:
+        raise ConfigError(f"--seq-length is {args.seq_length}; give at least 1")
+    if args.config is not None:
+        from megalith.config import RunConfig
+        from megalith.training.run_data import RunData
+
+        statistics = RunData(RunConfig.load(args.config)).statistics()
+    else:
+        from megalith.data.indexed import IndexedDataset
+        from megalith.training.run_data import indexed_statistics
+
+        datasets = {
+            path: indexed_statistics(IndexedDataset(path), args.seq_length) for path in args.data_path
+        }
+        statistics = {"data": {"sources": datasets}}
+    print(json.dumps(statistics) if args.json else run_statistics_text(statistics))
+    return 0
+
+
+def _add_config_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="RUN.yaml", help="in place of a dataset: the data of a run file")
 
 
 def _whole_numbers(flag: str, text: str | None) -> list[int]:

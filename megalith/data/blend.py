@@ -42,6 +42,10 @@ class BlendedDataset:
         dataset, sample = self.locate(i)
         return self.datasets[dataset][sample]
 
+    def sample_counts(self) -> list[int]:
+        """Return the number of samples from each dataset."""
+        return np.bincount(self._choices, minlength=len(self.datasets)).tolist()
+
     def locate(self, i: int) -> tuple[int, int]:
         """Return the index of the dataset that provides sample i, and the sample's index within it."""
         if not 0 <= i < len(self):

@@ -63,7 +63,8 @@ def render_samples(
     for sample in samples:
         tokens: list[int] = sample["tokens"]  # type: ignore[assignment]
         at = f"position {sample['position']}, " if "position" in sample else ""
-        lines.append(f"{at}sample {sample['index']} ({len(tokens)} tokens)")
+        source = sample["source"] if "source" in sample else f"sample {sample['index']}"
+        lines.append(printable(f"{at}{source} ({len(tokens)} tokens)"))
         lines.append(" ".join(map(str, tokens)))
         if detokenize is not None:
             lines.append(printable(detokenize(tokens), LINES))

@@ -121,6 +121,17 @@ def cached_name(prefix: str) -> str:
     return name if name.startswith(PREFIX) and Path(prefix).parent.name == "cache" else prefix
 
 
+def source_name(prefix: str) -> str:
+    """Return the entry of a data path that a dataset in the cache is made of, or the prefix of other datasets."""
+    if cached_name(prefix) == prefix:
+        return prefix
+    about = Path(prefix).with_name(f"{Path(prefix).name.split('_')[0]}.json")
+    try:
+        return str(json.loads(read_small_file(about, about.parent))["entry"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return prefix
+
+
 class _TextCache:
     def __init__(
         self,
@@ -170,7 +181,7 @@ class _TextCache:
             notes = _read_about(about, versions, prefix)
             if notes is None:
                 notes = self._notes(entry, self._tokenize(sources, start, versions)) + unread
-                replace_file(about, json.dumps({"versions": versions, "notes": notes}))
+                replace_file(about, json.dumps({"entry": entry, "versions": versions, "notes": notes}))
         return prefix, notes
 
     def _key(self, entry: str) -> str:

@@ -1,9 +1,12 @@
 """`megalith data show` reads exactly what training would read."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from megalith.cli.main import main
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
@@ -72,3 +75,81 @@ def test_text_has_the_ids_and_what_they_say():
     assert render_samples(samples) == "sample 4 (2 tokens)\n1 22\n"
     assert render_samples([{**samples[0], "position": 7}]).startswith("position 7, sample 4 (2 tokens)")
     assert "one two" in render_samples(samples, lambda ids: "one two")
+
+
+RUN = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 300},
+    "train": {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 20, "eval_iters": 1},
+}
+
+
+def run_file(folder, data):
+    path = folder / "run.yaml"
+    train = RUN["train"] | {"output_dir": str(folder / "run")}
+    path.write_text(json.dumps(RUN | {"data": data, "train": train, "optim": {"lr": 1e-3}}))
+    return str(path)
+
+
+def printed(capsys, *words):
+    assert main(["data", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["cyclic", "single"])
+def test_the_samples_of_a_step_are_those_that_training_reads(prefix, tmp_path, capsys, order):
+    data = {"data_path": prefix, "split": "80,20", "seq_length": 16, "dataloader_type": order}
+    path = run_file(tmp_path, data)
+    shown = json.loads(printed(capsys, "show", "--config", path, "--step", "3", "--json"))
+    config = RunConfig.load(path)
+    read = Data(config, BatchSizeSchedule(4, 2, 1), 20, None, Axis(1))
+    with read.train_loader(2, 8, torch.device("cpu")) as batches:
+        rows = [row for _ in range(2) for row in next(batches).input_ids.tolist()]
+    assert [sample["tokens"][:-1] for sample in shown["samples"]] == rows and shown["step"] == 3
+    assert [sample["position"] for sample in shown["samples"]] == [8, 9, 10, 11]
+    assert "step 1, 4 samples" in printed(capsys, "show", "--config", path)
+    for words in (["--config", path, "--step", "21"], ["--config", path, "--position", "0"], [prefix]):
+        assert main(["data", "show", *words]) == 2
+
+
+def test_statistics_of_a_blend_count_its_documents_and_the_tokens_of_each_source(prefix, tmp_path, capsys):
+    with IndexedWriter(tmp_path / "b", np.uint16) as writer:
+        for length in (1, 2, 3, 300):
+            writer.add_document(np.zeros(length, np.uint16))
+    other = str(tmp_path / "b")
+    found = json.loads(printed(capsys, "stats", prefix, other, "--seq-length", "16", "--json"))["data"][
+        "sources"
+    ]
+    documents = found[other]["documents"]
+    assert documents["histogram"] == [[1, 1, 1], [2, 3, 2], *[[2**k, 2 ** (k + 1) - 1, 0] for k in range(2, 8)],
+                                      [256, 511, 1]]  # fmt: skip
+    assert (documents["count"], documents["tokens"], documents["max"], documents["median"]) == (
+        4,
+        306,
+        300,
+        2.5,
+    )
+    assert found[other]["cut_documents"] == pytest.approx((0 + 1 / 16 + 2 / 16 + 1) / 4)
+    path = run_file(tmp_path, {"data_path": [0.75, prefix, 0.25, other], "split": "1", "seq_length": 16})
+    train = json.loads(printed(capsys, "stats", "--config", path, "--json"))["train"]
+    assert [source["samples"] for source in train["sources"].values()] == [60, 20]
+    assert [source["epochs"] for source in train["sources"].values()] == [1, 2]
+    text = printed(capsys, "stats", "--config", path)
+    assert "60 samples, 1 epochs, 960 tokens of the run (75.0 %)" in text
+    assert "50 documents, 1,000 tokens" in text and "    16-31  ####" in text
+    assert main(["data", "stats"]) == 2
+
+
+def test_statistics_and_steps_of_chat_data_count_rows_and_truncation(tmp_path, capsys):
+    records = [{"input_ids": list(range(1, 3 + n % 30))} for n in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"data_path": str(tmp_path / "chat.jsonl"), "seq_length": 16, "split": "1"}
+    path = run_file(tmp_path, data)
+    tree = json.loads((tmp_path / "run.yaml").read_text()) | {
+        "sft": {"enabled": True, "truncation_mode": "keep_start"}
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    train = json.loads(printed(capsys, "stats", "--config", path, "--json"))["train"]
+    assert train["samples"] == 40 and train["events"] == {"truncated (keep_start)": 15}
+    assert train["packing"] == pytest.approx(train["lengths"]["tokens"] / (16 * train["rows"]))
+    shown = json.loads(printed(capsys, "show", "--config", path, "--step", "1", "--json"))["samples"]
+    assert all("chat.jsonl line" in sample["source"] for sample in shown) and shown[0]["learned"] > 0

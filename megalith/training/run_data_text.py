@@ -1,0 +1,51 @@
+"""Statistics of data (run_data.py) as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.data.length_statistics import render_lengths
+from megalith.errors import LINES, printable
+
+
+def run_statistics_text(statistics: dict[str, Any]) -> str:
+    """Return the statistics of each split, as from `RunData.statistics`, as text."""
+    lines: list[str] = []
+    for split, values in statistics.items():
+        lines += _chat_lines(split, values) if "rows" in values else _source_lines(split, values)
+    return printable("\n".join(lines).rstrip(), LINES)
+
+
+def _chat_lines(split: str, values: dict[str, Any]) -> list[str]:
+    return [
+        f"{split}: {values['samples']:,} samples in {values['rows']:,} rows, {100 * values['packing']:.1f} % of tokens",
+        *(f"  {count:,} samples were {event}" for event, count in values["events"].items()),
+        *_indented(render_lengths(values["lengths"], "sequences")),
+        "",
+    ]
+
+
+def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    total = sum(source.get("tokens", 0) for source in values["sources"].values())
+    if "samples" in values:
+        lines += [f"{split}: {values['samples']:,} samples"]
+    for name, source in values["sources"].items():
+        lines.append(f"{name}:")
+        if "samples" in source:
+            text = f"  {source['samples']:,} samples, {source['epochs']} epochs"
+            if total and "tokens" in source:
+                text += f", {source['tokens']:,} tokens of the run ({100 * source['tokens'] / total:.1f} %)"
+            lines.append(text)
+        lines += _indented(render_lengths(source["documents"], "documents"))
+        if "cut_documents" in source:
+            lines.append(
+                f"  samples cut about {100 * source['cut_documents']:.1f} % of the documents; "
+                f"{source['longer_documents']:,} are longer than a sample"
+            )
+        lines.append("")
+    return lines
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
