@@ -41,7 +41,9 @@ EXAONE4 = Family(
 EXAONE_MOE = Family(
     architecture="ExaoneMoeForCausalLM",
     model_type="exaone_moe",
-    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1024},
+    defaults={
+        "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1024, "num_experts_per_tok": 8,
+    },
     tensors={
         **TENSORS,
         **QK_NORMS,
@@ -55,7 +57,7 @@ EXAONE_MOE = Family(
         ALWAYS_WINDOWS,
         RopeInWindows(ALWAYS_WINDOWS),
         Field("num_experts", "num_experts", default=64),
-        Field("moe_router_topk", "num_experts_per_tok", default=8),
+        Field("moe_router_topk", "num_experts_per_tok"),
         Field("moe_ffn_hidden_size", "moe_intermediate_size"),
         Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=2.5),
         MlpLayerTypes(dense=1, count="first_k_dense_replace"),
