@@ -2,6 +2,9 @@
 
 import json
 import os
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import Pool
 
 torch.set_num_threads(1)  # the models are too small for threads
+IDLE_SECONDS = 0.5
 PLAIN_CPP = {  # unoptimized C++ for the CPU: the same arithmetic, compiled much faster
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "AOT_INDUCTOR_DEBUG_COMPILE": "1",
@@ -31,6 +35,17 @@ def nothing_around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("nothing"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_thread_left_busy() -> Iterator[None]:
+    """Fail if a test has left a thread that computes without end, which slows down all tests after it."""
+    yield
+    before = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    seconds = time.process_time() - before
+    frames = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+    assert seconds < IDLE_SECONDS / 10, f"{seconds:.2f} s of processor time while idle:\n" + "\n".join(frames)
 
 
 @pytest.fixture(autouse=True)
