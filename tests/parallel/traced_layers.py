@@ -51,10 +51,15 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def layer_graphs(model: dict = LARGE, **parallel) -> list[Graph]:
-    """Forward and backward of a layer, of GPT-2-large by default, in bf16, BATCH sequences of SEQ tokens, in halves, as
-    they come to post-grad passes."""
-    config = RunConfig.from_tree({"model": model, "parallel": {**parallel, "tp_comm_overlap": True}})
+def layer_graphs(model: dict = LARGE, halves: bool = True, **parallel) -> list[Graph]:
+    """Return the graphs of a layer's forward and backward pass, as they come to post-grad passes.
+
+    Args:
+        model: settings; GPT-2-large by default. It computes in bf16, on BATCH sequences of SEQ tokens.
+        halves: cut the micro-batch in two halves, whose collectives overlap.
+        parallel: the layout.
+    """
+    config = RunConfig.from_tree({"model": model, "parallel": {**parallel, "tp_comm_overlap": halves}})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         graphs = _traced(_model(config), config)
