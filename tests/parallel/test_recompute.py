@@ -317,7 +317,7 @@ def test_layers_beside_experts_stay_compiled_and_are_recomputed_so(tmp_path):
     """Experts' layers are several graphs: the first layer, which has none, is one in every pass of two steps."""
     again = {"recompute_granularity": "full", "recompute_method": "block"}
     tree = {
-        "model": {"preset": "tiny-deepseek", "vocab_size": VOCAB, "num_layers": 2}, "parallel": again,
+        "model": {"preset": "tiny-deepseek", "vocab_size": VOCAB}, "parallel": again,
         "data": {"mock": True, "seq_length": 16, "num_workers": 0},
         "train": {"train_iters": 2, "global_batch_size": 1, "eval_iters": 0, "output_dir": str(tmp_path)},
         "optim": {"lr": 1e-3}, "runtime": {"device": "cpu", "compile": True},
