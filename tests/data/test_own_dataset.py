@@ -122,21 +122,37 @@ def test_a_stream_that_ends_early_is_an_error():
         once[3]
 
 
-def test_a_stream_of_datasets_continues_from_its_state():
-    datasets = pytest.importorskip("datasets")
+def test_a_stream_without_state_is_read_again_up_to_its_position():
+    class Plain(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([[n, n, n] for n in range(4)])
+
+    dataset = StreamDataset(Plain(), "plain", 2, repeat=True)
+    assert dataset.state_at(6) is None
+    dataset.restart(6, 2, 3)
+    assert [dataset[i][0] for i in (6, 7, 9)] == [2, 3, 1]
+
+
+@pytest.mark.parametrize("position", [0, 4, 6, 8])
+def test_a_stream_of_the_datasets_library_continues_from_its_state(position):
+    import datasets
 
     def source():
         rows = datasets.Dataset.from_dict({"ids": [[i, i, i] for i in range(6)]})
-        rows = rows.to_iterable_dataset(num_shards=2).shuffle(seed=0, buffer_size=3)
+        rows = rows.to_iterable_dataset(num_shards=2)
         rows.collate = lambda samples, numbers: None
         return StreamDataset(rows, "rows", 2, repeat=True)
 
     def ids(dataset, first, end):
         return [dataset[i]["ids"][0] for i in range(first, end)]
 
-    expected = ids(source(), 0, 15)
-    assert sorted(expected[:6]) == list(range(6)) and expected[:6] != expected[6:12]
-    assert ids(source().restarted(), 0, 15) == expected
+    first, second = source(), source()
+    first.restart(0, 2, 4)
+    assert ids(first, 0, position + 3) == [i % 6 for i in range(position + 3)]
+    second.load_state(first.state_at(position))
+    second.restart(position, 2, 4)
+    assert ids(second, position, 14) == [i % 6 for i in range(position, 14)]
+    assert ids(second.restarted(), 0, 8) == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
 def request(**fields) -> DatasetRequest:

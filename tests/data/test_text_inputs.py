@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import io
 import json
 import pickle
 import random
@@ -16,10 +17,12 @@ import zstandard
 from megalith.cli.main import main
 from megalith.data.indexed import IndexedDataset
 from megalith.data.inputs.plain_text import read_text_blocks
+from megalith.data.inputs.source_versions import source_versions
 from megalith.data.inputs.sources import expand_inputs, read_document_blocks, read_records, read_texts
 from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.remote import open_location
 
 TEXTS = ["one fox", "zwei\nFüchse 🦊", "three", "x" * 300]
 
@@ -175,6 +178,29 @@ def test_preprocessing_a_mixed_folder_equals_preprocessing_its_jsonl(tmp_path, c
     assert [m.tolist() for m in map(mixed.get, range(len(mixed)))] == [
         p.tolist() for p in map(plain.get, range(len(plain)))
     ]
+
+
+def test_a_folder_of_an_object_store_is_read_like_a_local_one(tmp_path):
+    folder = f"memory://bucket/{tmp_path.name}"
+    parquet, arrow = io.BytesIO(), io.BytesIO()
+    pyarrow.parquet.write_table(table(), parquet)
+    with pyarrow.ipc.new_file(arrow, table().schema) as writer:
+        writer.write_table(table())
+    contents = {
+        "a.parquet": parquet.getvalue(),
+        "b.arrow": arrow.getvalue(),
+        "c.txt.gz": None,
+        "d.jsonl": jsonl(),
+    }
+    contents["c.txt.gz"] = gzip.compress("\n\n".join(TEXTS).encode())
+    for name, content in {**contents, "e.pdf": b"none"}.items():
+        open_location(f"{folder}/{name}").write(content)
+    notes: list[str] = []
+    sources = expand_inputs([folder], notes)
+    assert [source.name for source in sources] == list(contents) and "not read: e.pdf" in notes[0]
+    assert all(list(read_texts(source, ["text"], text_documents="block")) == TEXTS for source in sources)
+    assert expand_inputs([f"{folder}/*.txt.gz"]) == [sources[2]]
+    assert [version[0] for version in source_versions(sources)] == list(map(str, sources))
 
 
 def test_blocks_of_tables_and_text_reach_worker_processes(tmp_path):
