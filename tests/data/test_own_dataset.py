@@ -61,7 +61,11 @@ def train_straight_and_resumed(folder, dataset, layout, data):
 
 @pytest.mark.parametrize(
     ("file", "function"),
-    [("text_data.py", "lines"), ("tensor_data.py", "pairs"), ("stream_data.py", "counting")],
+    [
+        pytest.param("text_data.py", "lines", marks=pytest.mark.full),
+        ("tensor_data.py", "pairs"),
+        ("stream_data.py", "counting"),
+    ],
 )
 def test_a_run_on_the_page_s_dataset_resumes_bitwise_in_tp2_dp2(pool, tmp_path, file, function):
     dataset = f"{page_file(tmp_path, file)}:{function}"
