@@ -224,7 +224,15 @@ def run_evaluate(args: Arguments) -> int:
 
     checkpoint = open_existing(args.checkpoint, None, show_progress=this_process().is_first)
     tree = config_of(checkpoint).to_tree() | {"parallel": {}}
-    for section, key, value in parse_overrides(args.settings):
+    stored_dataset = tree["data"].pop("dataset", None)  # code: a checkpoint must not choose what runs here
+    overrides = parse_overrides(args.settings)
+    named = {key for section, key, _ in overrides if section == "data"}
+    if stored_dataset and not named & {"dataset", "data_path", "valid_data_path", "test_data_path", "mock"}:
+        raise ConfigError(
+            f"{args.checkpoint} was trained on data.dataset {stored_dataset[:200]!r}, which is code, and a checkpoint "
+            "does not choose the code that runs here; if you trust this file, name it with --data.dataset"
+        )
+    for section, key, value in overrides:
         tree.setdefault(section, {})[key] = value
     tree["train"] |= {"skip_train": True, "rampup_batch_size": None, "step_batch_size_schedule": None}
     tree["checkpoint"] = {"load": args.checkpoint, "load_optim": False}

@@ -11,6 +11,7 @@ from page_trials import fences
 from trained_runs import comparable, losses, stored
 
 import megalith
+from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.data.own_dataset import _REGISTERED, DatasetRequest, StreamDataset, open_own_dataset
 from megalith.errors import ConfigError, DataError
@@ -208,3 +209,22 @@ def test_settings_that_contradict_an_own_dataset_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"write a known name or path.py:function"):
         megalith.train(configuration(tmp_path, "unregistered"))
     assert "missing" not in sys.modules
+
+
+def test_evaluate_runs_the_code_of_a_dataset_only_if_it_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = "open('ran', 'w')\ndef rows(request): return [list(range(n, n + 9)) for n in range(40)]\n"
+    (tmp_path / "rows.py").write_text(code)
+    tree = dict(
+        model=dict(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64),
+        data=dict(dataset="rows.py:rows", seq_length=8),
+        optim=dict(lr=1e-3),
+        train=dict(train_iters=1, micro_batch_size=2, global_batch_size=2, eval_iters=1, output_dir="run"),
+    )
+    megalith.train(RunConfig.from_tree(tree))
+    (tmp_path / "ran").unlink()
+    assert main(["evaluate", "run"]) == 2
+    assert "data.dataset 'rows.py:rows', which is code" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert main(["evaluate", "run", "--data.dataset", "rows.py:rows"]) == 0
+    assert (tmp_path / "ran").exists()
