@@ -29,7 +29,8 @@ MOST_LAYERS = 10_000
 LARGEST = 2**31 - 1
 
 # fmt: off
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace",
+                "num_dense_layers")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -40,6 +41,7 @@ COUNTS = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
     "linear_num_key_heads", "linear_num_value_heads",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "window_size", "shared_intermediate_size", "num_shared_experts", "max_window_layers", "global_attn_every_n_layers",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )
@@ -54,7 +56,8 @@ NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", 
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # checked recursively
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
-    "short_factor": float, "long_factor": float, "mlp_layer_types": str,
+    "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
+    "layer_rope_theta": float,
 }
 # fmt: on
 

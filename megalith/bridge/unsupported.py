@@ -70,8 +70,7 @@ SCOPES: Mapping[str, str] = {
     "bytes in patches of varying length": "blt",
 }
 NEEDS_TABLES = (
-    "aria_text biogpt codegen exaone gpt-sw3 gpt_bigcode gpt_neo granite_swa granitemoe_swa granitemoeshared internlm3 "
-    "iquestcoder minicpm3 mpt mt5 sarvam_mla sarvam_moe youtu"
+    "aria_text biogpt codegen exaone gpt-sw3 internlm3 iquestcoder minicpm3 mpt mt5 sarvam_mla sarvam_moe"
 )
 
 

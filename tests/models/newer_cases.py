@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import transformers
-from models.tiny import DEEPSEEK, GEMMA, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OUR_GEMMA, OURS, YARN_ROPE
+from models.tiny import DEEPSEEK, GEMMA, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OUR_GEMMA, OURS, VOCAB, YARN_ROPE
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 OUR_MIXED = dict(window_size=[10, 0], window_attn_skip_freq=[1, 0, 1])
@@ -21,6 +21,12 @@ LAYER_NORM = dict(PLAIN, normalization="LayerNorm", activation="squared_relu", l
 SPARSE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 OUR_SPARSE = dict(OURS, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=24, qk_layernorm=True)
 OUR_YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=64)
+
+FACTORS = dict(
+    embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0
+)
+OUR_FACTORS = dict(embedding_multiplier=6.0, residual_multiplier=0.4, softmax_scale=0.2, logits_scaling=4.0)
+LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 NEWER_CASES: dict[str, tuple[Callable, dict]] = {
     "glm": (
@@ -166,5 +172,43 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
                                               rope_type="default", rope_theta=2e3))),
         dict(OUR_SPARSE, **OUR_MIXED, kv_channels=24, rotary_base=10000.0, rotary_base_local=2e3,
              rope_scaling=OUR_YARN, moe_layer_freq=[0, 1, 1]),
+    ),
+    "granite-moe-shared": (
+        lambda: transformers.GraniteMoeSharedConfig(**LLAMA, **FACTORS, num_local_experts=6, num_experts_per_tok=2,
+                                                    shared_intermediate_size=40),
+        dict(OURS, **OUR_FACTORS, num_experts=6, moe_router_topk=2, moe_shared_expert_intermediate_size=40),
+    ),
+    "granite-swa": (
+        lambda: transformers.GraniteSWAConfig(**LLAMA, **FACTORS, sliding_window=11, layer_types=MIXED,
+                                              layer_rope_theta=[5e3, 0, 5e3],
+                                              rope_parameters=dict(rope_type="default", rope_theta=5e3)),
+        dict(OURS, **OUR_FACTORS, **OUR_MIXED, no_rope_freq=[0, 1, 0], rotary_base=5e3, softmax_type="learnable",
+             layernorm_epsilon=1e-5, untie_embeddings_and_output_weights=False),
+    ),
+    "granite-moe-swa": (
+        lambda: transformers.GraniteMoeSWAConfig(**LLAMA, **FACTORS, num_local_experts=6, num_experts_per_tok=2,
+                                                 shared_intermediate_size=40, sliding_window=11, layer_types=MIXED,
+                                                 layer_rope_theta=[2e3, 1e4, 2e3]),
+        dict(OURS, **OUR_FACTORS, **OUR_MIXED, num_experts=6, moe_router_topk=2, softmax_type="learnable",
+             moe_shared_expert_intermediate_size=40, rotary_base_local=2e3),
+    ),
+    "youtu": (
+        lambda: transformers.YoutuConfig(**{**LLAMA, "num_key_value_heads": 4}, q_lora_rank=36, pad_token_id=None,
+                                         **{key: DEEPSEEK[key] for key in LATENTS}),
+        dict({**OURS, "num_query_groups": 0}, multi_latent_attention=True, q_lora_rank=36, kv_lora_rank=20,
+             qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, untie_embeddings_and_output_weights=False),
+    ),
+    "gpt-neo": (
+        lambda: transformers.GPTNeoConfig(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_heads=4,
+                                          intermediate_size=96, max_position_embeddings=64, window_size=11,
+                                          attention_types=[[["local", "global", "local"], 1]]),
+        dict(OUR_MIXED, vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, ffn_hidden_size=96,
+             max_position_embeddings=64, softmax_scale=1.0, add_bias_linear=False, add_proj_bias=True,
+             add_mlp_bias=True),
+    ),
+    "gpt-bigcode": (
+        lambda: transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64),
+        dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, num_query_groups=1,
+             max_position_embeddings=64),
     ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from megalith.bridge.families.experts import (
     MlpLayerTypes,
     RouterGroups,
     SharedExperts,
+    SigmoidScores,
 )
 from megalith.bridge.families.llama import IGNORED, OLMO2, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.families.scaled import RopeInWindows
@@ -63,7 +64,8 @@ EXAONE_MOE = Family(
         MlpLayerTypes(dense=1, count="first_k_dense_replace"),
         SharedExperts("num_shared_experts", absent=0, default=1),
         RouterGroups(method=False),
-        FixedSettings(qk_layernorm=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        SigmoidScores(),
+        FixedSettings(qk_layernorm=True),
         RequiredKeys(norm_topk_prob=True),
         WrittenKeys(pad_token_id=None),
     ),

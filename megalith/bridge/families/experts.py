@@ -179,7 +179,8 @@ class MlpLayerTypes:
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         kinds, layers = hf_config.get("mlp_layer_types"), hf_config["num_hidden_layers"]
         if kinds is None:
-            dense = min(hf_config.get(self._count, self._dense), layers)
+            dense = hf_config.get(self._count)
+            dense = min(self._dense if dense is None else dense, layers)
             return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
         if others := [kind for kind in kinds if kind not in ("dense", "sparse")]:
             raise ConfigError(
@@ -250,6 +251,29 @@ class RouterGroups:
             "topk_group": best,
             "topk_method": "group_limited_greedy" if groups else "greedy",
         }
+
+
+class SigmoidScores:
+    """Row for sigmoid scores that are divided by their sum over a token's experts.
+
+    With one expert per token, transformers gives it the weight 1 and Megalith its score, so that is rejected.
+    """
+
+    def __init__(self, bias: bool = True):
+        self._bias = bias  # added to the scores for choosing
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        if hf_config.get("num_experts_per_tok") == 1:
+            raise ConfigError(
+                "config.json has num_experts_per_tok 1: transformers gives a single expert the weight 1, but here it "
+                "has its sigmoid score; only 2 or more are supported"
+            )
+        return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": self._bias}
+
+    def write(self, model: ModelConfig) -> Tree:
+        if model.moe_router_topk == 1:
+            raise ConfigError("its single expert per token has a weight other than 1 (moe_router_topk 1)")
+        return {}
 
 
 class LatentHeads:
@@ -400,7 +424,7 @@ DEEPSEEK_V3 = Family(
         *SETTINGS,
         RouterGroups(method=False),
         RotaryHeads(),
-        FixedSettings(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        SigmoidScores(),
         RequiredKeys(norm_topk_prob=True, rope_interleave=True),
         WrittenKeys(num_nextn_predict_layers=0),
     ),

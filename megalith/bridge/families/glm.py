@@ -23,6 +23,7 @@ from megalith.bridge.families.experts import (
     MlpLayerTypes,
     RouterGroups,
     SharedExperts,
+    SigmoidScores,
 )
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
@@ -85,7 +86,7 @@ SIGMOID_EXPERTS = (
     Field("moe_ffn_hidden_size", "moe_intermediate_size"),
     Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
     RouterGroups(method=False),
-    FixedSettings(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    SigmoidScores(),
 )
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
@@ -150,7 +151,8 @@ class LastWindows(WindowsByLayer):
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         if hf_config.get("layer_types") is None:
-            first, count = hf_config.get("max_window_layers", 62), hf_config["num_hidden_layers"]
+            first, count = hf_config.get("max_window_layers"), hf_config["num_hidden_layers"]
+            first = 62 if first is None else first
             kinds = [("full_attention", "sliding_attention")[number >= first] for number in range(count)]
             hf_config = {**hf_config, "layer_types": kinds}
         return super().read(hf_config)

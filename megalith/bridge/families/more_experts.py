@@ -18,6 +18,7 @@ from megalith.bridge.families.experts import (
     SHARED_EXPERTS,
     MlpLayerTypes,
     SharedExperts,
+    SigmoidScores,
     SparseLayers,
 )
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
@@ -38,7 +39,6 @@ from megalith.bridge.settings import (
 from megalith.config import ModelConfig
 
 WITHOUT_ROPE = tuple(row for row in SETTINGS if not isinstance(row, Rope))
-SIGMOID = FixedSettings(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 
 
 class RotaryDim(PartialRope):
@@ -72,7 +72,7 @@ MINIMAX_M2 = Family(
         Field("num_experts", "num_local_experts", default=256),
         Field("moe_router_topk", "num_experts_per_tok", default=8),
         FixedSettings(qk_layernorm=True, qk_layernorm_full_width=True),
-        SIGMOID,
+        SigmoidScores(),
         RequiredKeys(router_jitter_noise=0.0),
     ),
     tied="lm_head.weight",
@@ -110,7 +110,7 @@ HY_V3 = Family(
         Field("moe_router_topk_scaling_factor", "router_scaling_factor", default=2.826),
         MlpLayerTypes(dense=1),
         SharedExperts("num_shared_experts", absent=0, default=1),
-        SIGMOID,
+        SigmoidScores(),
         FixedSettings(qk_layernorm=True),
         RequiredKeys(attention_bias=False, mlp_bias=False),
     ),
@@ -173,7 +173,7 @@ AFMOE = Family(
         Field("scale_embeddings", "mup_enabled", default=False),
         DenseLayers(),
         SharedExperts("num_shared_experts", absent=0, default=2),
-        SIGMOID,
+        SigmoidScores(),
         FixedSettings(qk_layernorm=True, attention_output_gate=True, norm_placement="sandwich"),
         RequiredKeys(attention_bias=False),
     ),
@@ -228,7 +228,8 @@ FLINT = Family(
         Field("moe_ffn_hidden_size", "moe_intermediate_size", default=512),
         Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=1024),
         FlintLayers(),
-        FixedSettings(qk_layernorm=True, softmax_type="learnable", moe_router_score_function="sigmoid"),
+        SigmoidScores(bias=False),
+        FixedSettings(qk_layernorm=True, softmax_type="learnable"),
         RequiredKeys(attention_bias=False, norm_topk_prob=True),
     ),
     tied="lm_head.weight",

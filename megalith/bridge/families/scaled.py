@@ -57,6 +57,8 @@ class RopeInWindows:
             return {}
         fields, count = self._windows.read(hf_config), hf_config["num_hidden_layers"]
         windowed_layers = fields.get("window_attn_skip_freq", [0] * count)
+        if windowed_layers is None:
+            windowed_layers = [1] * count
         if isinstance(windowed_layers, int):
             windowed_layers = [
                 int(not windowed_layers or (n + 1) % windowed_layers != 0) for n in range(count)
