@@ -1,4 +1,4 @@
-"""Time, memory and kernels of attention on a GPU by mask: `megalith bench attention [heads groups head_dim seq]`.
+"""Time, memory and kernels of attention on a GPU by mask: `megalith bench attention [HEADS GROUPS HEAD_DIM SEQ]`.
 
 One sequence in bf16, forward and backward. "ours" is the model's attention, compiled for soft caps and ALiBi; "dense"
 is the same with a [seq, seq] mask, which uses the memory-efficient kernel; "torch" is scaled_dot_product_attention with
@@ -8,8 +8,8 @@ Memory is the peak above the inputs. The bars apply to "ours".
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
@@ -58,7 +58,15 @@ def measure(work: Callable[[], None]) -> tuple[float, float, list[str]]:
     return statistics.median(times), memory / 1e9, [event.key[:60] for event in longest]
 
 
-def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"heads": 32, "groups": 8, "head_dim": 128, "seq": 8192}
+    for name, size in sizes.items():
+        parser.add_argument(name, type=int, nargs="?", default=size, help="default: %(default)s")
+    args = parser.parse_args()
+    heads, groups, head_dim, seq = (getattr(args, name) for name in sizes)
     counts = (heads, groups, groups)
     tensors = [
         torch.randn(1, seq, n, head_dim, device="cuda").to(torch.bfloat16).requires_grad_() for n in counts
@@ -106,4 +114,4 @@ def main(heads: int = 32, groups: int = 8, head_dim: int = 128, seq: int = 8192)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

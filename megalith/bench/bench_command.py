@@ -43,7 +43,8 @@ def run_command(words: Sequence[str]) -> int:
     if name not in WORKLOADS and name not in OTHERS:
         hint = did_you_mean(name, [*WORKLOADS, *OTHERS]) or "; `megalith bench` lists them"
         raise ConfigError(f"there is no benchmark {name!r}{hint}")
-    if name in GPU_ONLY and not _has_gpu():
+    wants_help = not {"-h", "--help"}.isdisjoint(words)
+    if name in GPU_ONLY and not wants_help and not _has_gpu():
         raise ConfigError(
             f"`megalith bench {name}` measures kernels of a GPU, but torch finds none; run it on a machine with a GPU"
         )

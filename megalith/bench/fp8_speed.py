@@ -22,7 +22,6 @@ from megalith.ops.fp8 import codes as fp8
 from megalith.ops.fp8.codes import E4M3, E5M2
 from megalith.ops.fp8.recipes import AmaxTable, BlockGemm, CurrentScaling, DelayedScaling, Fp8Gemm
 from megalith.ops.gemm import GEMM, Gemm, linear
-from megalith.ops.kernels import fp8_kernels
 
 LINEARS = {"linear_qkv": (4096, 6144), "linear_proj": (4096, 4096), "linear_fc1": (4096, 28672),
            "linear_fc2": (14336, 4096)}  # fmt: skip
@@ -88,6 +87,8 @@ def matmuls(tokens: int) -> dict[str, float]:
 
 def casts(tokens: int) -> None:
     """Print the GB/s, read and written, of each cast."""
+    from megalith.ops.kernels import fp8_kernels  # imports triton, which CPU builds of torch lack
+
     x, scale, step_amax = (
         normal(tokens, 14336),
         torch.full((), 60.0, device="cuda"),
