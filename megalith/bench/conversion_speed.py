@@ -1,10 +1,11 @@
 """Speed and memory of import-hf and export-hf, compared with a plain copy of the same files.
 
     megalith bench convert --gb 2 --dtype bfloat16 --folder /tmp/convert
+    megalith bench convert --gb 0.01 --folder /tmp/convert --set model.hidden_size=64 model.vocab_size=256
 
-Writes a Llama-like folder of the given size, in shards of 500 MB. Then copies, imports and exports it, each in a
-process of its own, and prints the speed in GB/s (10⁹ bytes) and the peak memory. The copy is synced to disk as well.
-`--turns` repeats the sequence.
+Writes a Llama-like folder of the given size, in shards of 500 MB; `--set` changes the shape of its layers. Then copies,
+imports and exports it, each in a process of its own, and prints the speed in GB/s (10⁹ bytes) and the peak memory. The
+copy is synced to disk as well. `--turns` repeats the sequence.
 
 Each measurement starts after a pause: a virtual machine returns freed memory to its host, and first use of a returned
 page costs five times the copy into it. After the pause, all three start without such pages.
@@ -17,9 +18,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-WIDTH, FFN, HEADS, GROUPS, VOCAB = 2048, 5632, 16, 4, 32000
+from megalith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megalith.config import ModelConfig
+
+SHAPE = (
+    "model.hidden_size=2048", "model.ffn_hidden_size=5632", "model.num_attention_heads=16", "model.num_query_groups=4",
+    "model.vocab_size=32000", "model.max_position_embeddings=4096", "model.position_embedding_type=rope",
+    "model.normalization=RMSNorm", "model.swiglu=true", "model.add_bias_linear=false",
+    "model.untie_embeddings_and_output_weights=true",
+)  # fmt: skip
 SHARD_BYTES = 500_000_000
 WAIT = 6  # seconds
 
@@ -40,7 +53,7 @@ EXPORT = (
 )
 MAKE = (
     "import sys; from pathlib import Path; from megalith.bench.conversion_speed import make_source",
-    "make_source(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3])",
+    "make_source(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])",
 )
 
 
@@ -52,11 +65,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--folder", type=Path, required=True, help="working folder; must not exist")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of model")
     args = parser.parse_args()
+    model_of(args.gb * 1e9, args.dtype, args.set)
+    if args.folder.exists():
+        raise ConfigError(
+            f"--folder {args.folder} exists, and is removed at the end; choose a folder that does not exist"
+        )
     args.folder.mkdir(parents=True)
     try:
         source = args.folder / "source"
-        measure(MAKE, source, args.gb * 1e9, args.dtype)
+        measure(MAKE, source, args.gb * 1e9, args.dtype, *args.set)
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
         print(f"Python with torch and the converter alone: {measure(START)[1] / 1e6:.0f} MB")
         for turn in range(1, args.turns + 1):
@@ -75,25 +94,38 @@ def main() -> None:
         shutil.rmtree(args.folder)
 
 
-def make_source(folder: Path, size: float, dtype: str) -> None:
+def model_of(size: float, dtype: str, settings: Sequence[str]) -> ModelConfig:
+    """Return the shape of SHAPE and `settings`, with as many layers as fill `size` bytes.
+
+    Raises:
+        ConfigError: embeddings and one layer are larger.
+    """
+    import torch
+
+    from megalith.config import RunConfig
+    from megalith.planner.counts import count_parameters
+
+    itemsize = getattr(torch, dtype).itemsize
+    model = RunConfig.load(None, ["model.num_layers=1", *SHAPE, *settings]).model
+    counts = count_parameters(model, padded_vocab=False)
+    layer, other = counts.attention + counts.mlp, counts.embedding + counts.head
+    layers = round((size / itemsize - other) / layer)
+    if layers < 1:
+        raise ConfigError(
+            f"--gb {size / 1e9:g} is less than embeddings and one layer, {itemsize * (layer + other) / 1e9:.2g} GB in "
+            f"{dtype}; raise it, or make the layers smaller: --set model.hidden_size=256"
+        )
+    return model.model_copy(update={"num_layers": layers})
+
+
+def make_source(folder: Path, size: float, dtype: str, settings: Sequence[str]) -> None:
     """Write the folder, one tensor at a time."""
     import torch
 
     from megalith.bridge.exporter import FolderWriter
     from megalith.bridge.families.llama import LLAMA
-    from megalith.config import ModelConfig
-    from megalith.planner.counts import count_parameters
 
-    kind = getattr(torch, dtype)
-    model = ModelConfig(
-        num_layers=1, hidden_size=WIDTH, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        vocab_size=VOCAB, max_position_embeddings=4096, position_embedding_type="rope", normalization="RMSNorm",
-        swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
-    )  # fmt: skip
-    counts = count_parameters(model, padded_vocab=False)
-    layer = counts.attention + counts.mlp
-    layers = round((size / kind.itemsize - counts.embedding - counts.head) / layer)
-    model = model.model_copy(update={"num_layers": layers})
+    kind, model = getattr(torch, dtype), model_of(size, dtype, settings)
     groups = LLAMA.groups(model)
     tensors = {name: (kind, shape) for group in groups for name, shape in group.sources.items()}
     with FolderWriter(folder, tensors, SHARD_BYTES) as writer:
