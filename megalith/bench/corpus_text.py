@@ -1,7 +1,8 @@
-"""Real text for benchmarks: Python's standard library, repeated to a given size, with a tokenizer trained on it."""
+"""Real text for benchmarks: Python's standard library, repeated or cut to a given size, with a tokenizer of it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megalith.data.preprocessing.corpus import write_stdlib_corpus
@@ -13,20 +14,33 @@ VOCAB_SIZE = 32_000
 
 
 def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tuple[Path, int]:
-    """Write a tokenizer, and the corpus repeated to about `megabytes`, at least once.
+    """Write a tokenizer, and the corpus: repeated or cut to about `megabytes`; whole for 0.
 
     Returns:
         The text file, and its size in bytes.
     """
     corpus = write_stdlib_corpus(folder / "corpus.jsonl")
+    size, copies = corpus.bytes, max(1, round(megabytes * 1e6 / corpus.bytes))
+    if 0 < megabytes * 1e6 < corpus.bytes:
+        size = keep_first_documents(corpus.path, int(megabytes * 1e6))
     train_tokenizer([corpus.path], vocab_size, folder)
-    copies = max(1, round(megabytes * 1e6 / corpus.bytes))
     content = corpus.path.read_bytes()
     text = folder / "text.jsonl"
     with open(text, "wb") as file:
         for _ in range(copies):
             file.write(content)
-    return text, corpus.bytes * copies
+    return text, size * copies
+
+
+def keep_first_documents(file: Path, size: int) -> int:
+    """Cut JSON Lines after the document with which they have `size` bytes of text; return the size."""
+    kept, total = [], 0
+    with open(file, encoding="utf-8") as lines:
+        while total < size:
+            kept.append(next(lines))
+            total += len(json.loads(kept[-1])["text"].encode())
+    file.write_text("".join(kept), encoding="utf-8")
+    return total
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
