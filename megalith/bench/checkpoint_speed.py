@@ -32,7 +32,7 @@ from megalith.launch.launcher import end_distributed, init_distributed, launch, 
 from megalith.optim import build_optimizer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import LocalShard
-from megalith.training.build import build_model, vocabulary_rows
+from megalith.training.build import build_model, resolve_config, vocabulary_rows
 
 DEFAULTS = ["model.preset=gpt2", "model.num_layers=6"]
 WORKER = "--worker"
@@ -63,7 +63,7 @@ class Bench:
         init_distributed(self.device)
         mesh = build_mesh(config.parallel, process.world_size, self.device.type)
         self.world = mesh.world
-        config = config.with_settings({"optim.lr": 1e-4})
+        config = resolve_config(config.with_settings({"optim.lr": 1e-4}), None)
         self.config, self.folder, self.repeats = config, folder, repeats
         self.rows = vocabulary_rows(config)
         self.model = build_model(config, mesh, self.device)

@@ -142,15 +142,22 @@ def sync_speed(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace
 @torch.no_grad()
 def step_time(engine: Engine, steps: int) -> float:
     """Return the milliseconds of a decode step with every row half full, its mean length during a call."""
-    sampling = Sampling(forced_lengths=[1])
-    engine._reset_state(sampling)
-    engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
+    sampling = fill_rows_half(engine)
+    steps = min(steps, engine.max_tokens // 2)
     synchronize(engine.device)
     start = time.perf_counter()
     for _ in range(steps):
         run_step(engine, sampling)
     synchronize(engine.device)
     return 1e3 * (time.perf_counter() - start) / steps
+
+
+def fill_rows_half(engine: Engine) -> Sampling:
+    """Set every row to half its length, in progress; return the sampling of the next steps."""
+    sampling = Sampling(forced_lengths=[1])
+    engine._reset_state(sampling)
+    engine._state[1], engine._state[3], engine._state[5] = engine.max_tokens // 2, engine.max_tokens, 1
+    return sampling
 
 
 def run_step(engine: Engine, sampling: Sampling) -> None:
@@ -174,14 +181,13 @@ def prefill_time(engine: Engine, prompts: list[list[int]], generations: int) -> 
 
 @torch.no_grad()
 def trace(engine: Engine, path: str) -> None:
-    """Write a profile of ten steps without CUDA graphs, and print the table of the slowest kernels."""
+    """Write a profile of up to ten steps without CUDA graphs, and print the table of the slowest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    sampling = Sampling(forced_lengths=[1])
-    engine._state[5] = 1
+    sampling = fill_rows_half(engine)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.device.type == "cuda" else [])
     with profile(activities=activities) as seen:
-        for _ in range(10):
+        for _ in range(min(10, engine.max_tokens // 2)):
             run_step(engine, sampling)
         synchronize(engine.device)
     by = "self_cuda_time_total" if engine.device.type == "cuda" else "self_cpu_time_total"
