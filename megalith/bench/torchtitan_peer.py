@@ -48,9 +48,9 @@ def main() -> None:
     args = parser.parse_args()
     run = model_run(args.workload, args.set)
     model, flavor = MODELS[args.workload]
-    specialize(model, flavor, run.model)
     if not torch.cuda.is_available():
         raise SystemExit("the torchtitan peer needs GPUs")
+    specialize(model, flavor, run.model)
     sys.argv = ["torchtitan", *options(args, model, flavor, run)]
     times = train(args.steps)
     if os.environ["RANK"] == "0":

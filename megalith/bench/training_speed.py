@@ -21,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ from megalith.parallel.pipeline.schedules import Kind
 from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
 
 PEERS = ("hf", "plain", "fsdp2", "liger", "torchtitan", "peft", "peft-liger")
+PACKAGES = {  # that a peer imports
+    **dict.fromkeys(("hf", "fsdp2"), ("transformers",)),
+    "liger": ("transformers", "liger-kernel"),
+    "torchtitan": ("torchtitan",),
+    "peft": ("transformers", "peft"),
+    "peft-liger": ("transformers", "peft", "liger-kernel"),
+}
 SHARDED_PEERS = "fsdp2", "liger", "torchtitan"  # run in the processes of a layout
 SWITCHES = {  # of these peers, written liger:never,compiled
     "never": ("--reshard", "never"),
@@ -240,10 +248,10 @@ def medians(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_logged(command: list[str], file: Path) -> tuple[int, str]:
+def run_logged(command: list[str], file: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a command; return its exit status and output. If this program is interrupted, print the output so far."""
     with file.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
     try:
         process.wait()
     except BaseException:
@@ -302,6 +310,10 @@ def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     The micro-batch is ours unless the peer's switches set it. It is halved as long as the peer runs out of memory.
     """
     name, _, switches = peer.partition(":")
+    if missing := [package for package in PACKAGES.get(name, ()) if not find_spec(package.replace("-", "_"))]:
+        return {
+            "failed": f"the peer {name} needs {' and '.join(missing)}; run: pip install {' '.join(missing)}"
+        }
     chosen = [each for each in switches.split(",") if each]
     settings = {key: value for key, _, value in (setting.partition("=") for setting in args.set)}
     layout = layout_of(args.layout[-1])
