@@ -84,7 +84,9 @@ def measure(args: argparse.Namespace, variant: str) -> str:
             sorted({line.strip()[-160:] for line in printed.splitlines() if "async TP" in line})
         )
     step = statistics.median(s["step_time_ms"] for s in steps[args.steps // 2 :])
-    return f"{step:8.1f} ms  {steps[-1]['max_memory_gb']:6.1f} GB  loss {steps[-1]['loss']:.4f} {notes}"
+    memory = steps[-1]["max_memory_gb"]  # None on a CPU
+    shown = "" if memory is None else f"{memory:6.1f} GB  "
+    return f"{step:8.1f} ms  {shown}loss {steps[-1]['loss']:.4f} {notes}"
 
 
 def run_logged(command: list[str], file: Path, limit: float) -> tuple[int, str]:

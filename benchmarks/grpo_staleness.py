@@ -105,6 +105,7 @@ class Setup:
         self.add(tree, lambda section: section == "model")
         if self.tuning:
             tree["train"]["train_iters"] = self.tuning
+            tree["optim"]["lr_warmup_iters"] = min(tree["optim"]["lr_warmup_iters"], self.tuning // 2)
         self.run("sft", tree, 1, gpus="0")
 
     def grpo(self, output: str, nproc: int, gpus: str, **rl: Any) -> dict[str, Any]:
@@ -139,11 +140,13 @@ class Setup:
         name = Path(tree["train"]["output_dir"]).name
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(tree))
-        words = ["env", f"CUDA_VISIBLE_DEVICES={gpus}", sys.executable, "-m"]
+        words = [sys.executable, "-m"]
         if nproc > 1:
             words += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
         returncode, printed = run_logged(
-            [*words, "megalith", command, str(file)], self.folder / f"{name}.txt"
+            [*words, "megalith", command, str(file)],
+            self.folder / f"{name}.txt",
+            os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
         )
         if returncode:
             raise SystemExit(f"{name} ended with {returncode}: {printed[-3000:]}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.trl_objective import GRADIENT_BOUND, LOSS_BOUND, in_our_names
+from benchmarks.trl_objective import GRADIENT_BOUND, LOSS_BOUND, in_our_names, require_trl
 
 SEQ = 96
 TEMPLATE = """{%- for m in messages -%}
@@ -71,6 +71,7 @@ Sequence = tuple[list[int], list[bool]]  # token ids, and which are learned
 
 
 def main() -> int:
+    require_trl()
     worst = 0
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))

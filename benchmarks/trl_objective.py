@@ -10,6 +10,7 @@ are 1e-5 for losses and 1e-4 for gradients, relative, in fp32 on a CPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import sysconfig
@@ -56,11 +57,20 @@ def main() -> int:
     if args.make:
         make_environment(args.make)
         return 0
+    require_trl()
     with tempfile.TemporaryDirectory() as folder:
         errors = {name: compare(Path(folder), name) for name in OBJECTIVES}
     for name, (loss, gradient) in errors.items():
         print(f"{name:18} loss {loss:.1e}   worst gradient {gradient:.1e}")
     return int(any(loss > LOSS_BOUND or gradient > GRADIENT_BOUND for loss, gradient in errors.values()))
+
+
+def require_trl() -> None:
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit(
+            "TRL is not installed here; `python -m benchmarks.trl_objective --make /tmp/trl` makes an environment that "
+            "has it, for /tmp/trl/bin/python"
+        )
 
 
 def make_environment(folder: Path) -> None:
