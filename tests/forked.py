@@ -131,7 +131,7 @@ class ForkedPopen(subprocess.Popen):
 
     def _execute_child(self, *args, **options):
         given = inspect.signature(super()._execute_child).bind(*args, **options).arguments
-        program, *words = given["args"]
+        program, *words = map(os.fspath, given["args"])
         if program != sys.executable:
             return super()._execute_child(*args, **options)
         sys.stdout.flush()
@@ -155,7 +155,6 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 
     for descriptor, path in ((1, log), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's server ignores it
     subprocess_handler.Popen = ForkedPopen  # a launcher's
@@ -177,6 +176,7 @@ def _run_python(words: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.excepthook = sys.__excepthook__
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))  # as at its start
     words = [word for word in words if word != "-u"]
     kind = words[0] if words[0] in ("-c", "-m") else None

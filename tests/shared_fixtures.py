@@ -1,7 +1,9 @@
 """Fixtures of the whole suite."""
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import open_forkserver
+from forked import ForkedPopen, open_forkserver
 from trained_runs import configuration
 
 import megalith
@@ -52,6 +54,27 @@ def no_thread_left_busy() -> Iterator[None]:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test in its `tmp_path`, so that relative paths never refer to the checkout."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import modules and train two steps in this process, so that its forks need not."""
+    for name in ("torch.distributed.run", "transformers.models.llama.modeling_llama", "megalith.accelerate"):
+        importlib.import_module(name)
+    folder = tmp_path_factory.mktemp("warm")
+    model = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64}
+    train = {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 1, "output_dir": str(folder)}
+    tree = {"model": model, "data": {"mock": True, "seq_length": 16, "num_workers": 0}, "train": train}
+    megalith.train(megalith.RunConfig.from_tree(tree | {"optim": {"lr": 1e-3}, "runtime": {"device": "cpu"}}))
+
+
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch, warmed: None) -> None:
+    """Fork the Python programs that this process and its launchers start, instead of starting new processes."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    for module in (subprocess, subprocess_handler):
+        monkeypatch.setattr(module, "Popen", ForkedPopen)
 
 
 @pytest.fixture(scope="session")
