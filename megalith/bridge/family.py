@@ -1,7 +1,7 @@
 """A model family of transformers: its name, its tensors and its configuration, as two literal tables.
 
-The tables of kinds below are checked before anything is computed from a config.json, because the file may be damaged or
-hostile.
+The type tables below (`COUNTS`, `NUMBERS`, …) are checked before anything is computed from a config.json, because the
+file may be damaged or hostile.
 """
 
 from __future__ import annotations

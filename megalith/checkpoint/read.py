@@ -171,7 +171,9 @@ def _extent(shard: LocalShard) -> Extent:
 
 
 def check_file(folder: Path | StorePath, files: Path, name: str, record: FileRecord) -> None:
-    """Verify a file against its manifest record. A file in a store is fetched into `files` first, unless already there.
+    """Verify a file against its manifest record.
+
+    A file in a store is fetched into `files` and verified, unless it is already there.
 
     Raises:
         DamagedCheckpointError: the file does not match.

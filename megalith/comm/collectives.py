@@ -71,7 +71,10 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def all_gather_replicated(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' x along `dim` if all ranks compute the same from it: the gradient is a slice."""
+    """Concatenate the ranks' x along `dim`.
+
+    All ranks must compute the same from the result. The gradient is then this rank's slice, without communication.
+    """
     return x if axis.size == 1 else _AllGatherReplicated.apply(x, axis, dim)
 
 

@@ -4,8 +4,8 @@ A run is one stream of samples. Each step takes the next `global_batch_size` pos
 * data_parallel_size, of which rank r takes `[r * micro_batch_size, (r + 1) * micro_batch_size)`. The samples of a
 step therefore do not depend on the number of ranks, and the only state is the number of consumed samples.
 
-Threads prepare micro-batches: one takes a tenth of a millisecond to make, and would take two to transfer from another
-process. The slow parts, reading files and pinning memory, release the interpreter lock.
+Threads prepare micro-batches. Making one takes 0.1 ms; transferring it from another process would take longer. The
+slow parts, reading files and pinning memory, release the interpreter lock.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@
     x ──one row per (token, expert) pair, sorted by expert──▶ experts ──sum over a token's rows──▶ y
     x ──shared expert, if any──▶ added to y
 
-A row is multiplied by its weight between its expert's two matrices, so that the sum needs no weights and the experts'
-output need not be saved for wgrad. The bias of linear_fc2 is multiplied by the weight too, as in Megatron-LM.
+Each row is multiplied by its routing weight after the activation, before linear_fc2. The final sum then needs no
+weights, and the experts' output need not be saved for the routing weights' gradient. The bias of linear_fc2 is
+multiplied by the routing weight too, as in Megatron-LM.
 
-The number of rows per expert stays on the device, where the grouped matmul reads it. If the host needs it (for separate
-matmuls, or for dropped pairs without padding to the capacity), it waits for it once per layer; with buffers for the
-worst case (`bounded_rows`) it does not need it. A compiled layer's graph ends before the experts, whose number of rows
-is data: the router and each row's destination are in the graph (`MoE.plan`), the experts are not (`MoE.forward`).
+The number of rows per expert stays on the device, where the grouped matmul reads it. The host waits for it, once per
+layer, only for separate matmuls or if pairs are dropped without padding; with worst-case buffers (`bounded_rows`)
+never. A compiled graph ends before the experts, because their number of rows depends on the data: the router and the
+rows' destinations are in the graph (`MoE.plan`), the experts are not (`MoE.forward`).
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ class Dispatch:
             x: [tokens, hidden].
             plan: rows of the experts.
             count: number of rows; None: the worst case.
-            end: int32 [1] on the device, rows with a token if `plan.bounded`; the rest may hold anything.
+            end: int32 [1] on the device: number of rows that hold a token. Only if `plan.bounded`; later rows are
+                uninitialized.
 
         Returns:
             Rows [rows, hidden], their weights [rows, 1], and their order.

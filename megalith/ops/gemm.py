@@ -49,7 +49,10 @@ dimensions (a scale of the whole matrix) is the same for every shard."""
 
 
 class Gemm:
-    """Matmuls in the dtype of their operands."""
+    """The three matmuls of a linear layer (forward, dgrad, wgrad) in the dtype of their operands.
+
+    Subclasses use other arithmetic, such as FP8.
+    """
 
     deferred: list[DeferredWgrad] | None = None
     """List of deferred wgrads. None: the backward pass computes them."""
@@ -113,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
 def has_wgrad(weight: Tensor) -> bool:
     """Return whether a matmul by `weight` saves its input for a wgrad.
 
-    Call it outside of the autograd function, where gradients are enabled.
+    Call it before the autograd function's `apply`; gradients are disabled inside its `forward`.
     """
     return torch.is_grad_enabled() and weight.requires_grad
 

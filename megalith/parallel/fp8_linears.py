@@ -112,7 +112,8 @@ def apply_fp8(
 ) -> None:
     """Give the chunk's linears and experts FP8 Gemms, in place. Without `fp8_format` this does nothing.
 
-    With `log_fp8_interval` the Gemms of linears can count their operands.
+    If `log_fp8_interval` is set, the Gemms of linears (not of experts) can also record FP8 statistics of their
+    operands: amax, overflow and underflow.
     """
     if config.train.fp8_format is None:
         return

@@ -211,9 +211,9 @@ def goodput_table(estimates: Sequence[Goodput]) -> str:
     """Return a table with one row per job size."""
     headings = (
         "GPUs",
-        "a failure each",
-        "save each",
-        "trains",
+        "failure every",
+        "save every",
+        "goodput",
         "restart",
         "checkpoint",
         "files",

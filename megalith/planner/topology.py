@@ -1,8 +1,8 @@
 """Links between the devices of a run, and warnings about layouts that do not suit them.
 
 Tensor parallelism has exposed communication several times per layer, so its ranks should be on one machine with NVLink.
-The driver reports links through NVML (the optional package nvidia-ml-py) or nvidia-smi. Without both there are no
-warnings about links.
+The driver reports links through NVML (the optional package nvidia-ml-py) or nvidia-smi. If neither is available, there
+are no warnings about links.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
 
 
 class _HiddenRecorder(Loss):
-    """Records the input of the output matrix in each pass, in order, and the matrix with its bias."""
+    """A Loss that only records: the final hidden states of each pass, in order, and one copy of the output layer."""
 
     def __init__(self) -> None:
         self.output: tuple[Tensor, Tensor | None] | None = None

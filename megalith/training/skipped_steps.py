@@ -9,8 +9,8 @@ from torch import Tensor
 class SkippedSteps:
     """Counts skipped steps and their samples without waiting for the device.
 
-    A step's flag is copied to the host in the background. It is read when the count is next needed: for the learning
-    rate of the next step, after that step's forward and backward passes have been queued.
+    The flag that says whether a step was skipped is copied to the host in the background. It is read when the count is
+    next needed: for the learning rate of the next step, after that step's forward and backward passes have been queued.
     """
 
     def __init__(self, steps: int = 0, samples: int = 0):

@@ -125,9 +125,10 @@ def join_shards(shards: Sequence[Tensor], kind: str) -> Tensor:
 
 
 def stack_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a rank's tensors with each layer's experts as `weight1` [hidden, ·] and `weight2` [·, hidden].
+    """Replace each layer's expert matrices in `state` by GroupedMLP's stacked ones, and return it.
 
-    Their memory layout is [experts, in, out].
+    `weight1` is [in, experts · out] and `weight2` [experts · in, out], where `in` and `out` are the sizes of one
+    expert's matrix. Both are views of a contiguous [experts, in, out] tensor.
     """
     by_name: dict[str, list[Tensor]] = {}
     for name in list(state):

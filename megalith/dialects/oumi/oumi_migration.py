@@ -145,7 +145,7 @@ def _changes(keys: OumiKeys, trainer: str) -> dict[str, Any]:
 
 
 def with_key(text: str, key: str, value: Any) -> str:
-    """Return YAML `text` with `section.name` set to a value, edited in place if the key exists. Raises ConfigError."""
+    """Return YAML `text` with `key` (section.name) set to `value`: replaced in place, or added. Raises ConfigError."""
     section, _, name = key.partition(".")
     if "." in name:
         raise ConfigError(f"{key} is nested deeper than section.key; set it in the file")

@@ -54,9 +54,8 @@ def apply_context(
         hierarchical_sizes: sizes of a2a and p2p, for a2a+p2p only.
 
     Raises:
-        ConfigError: a mixer is not attention; or it is cross-attention, and cp_comm_type is not a2a or the model does
-        not
-            read encoder_token_index.
+        ConfigError: a mixer is not attention. Also for cross-attention, unless cp_comm_type is a2a and the model reads
+            encoder_token_index.
     """
     if axis.size == 1:
         return
@@ -87,7 +86,10 @@ def apply_context(
 def _scores_of_heads(
     axis: Axis, weight: Tensor, token_index: Tensor, layout: PassLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return the relative position embeddings of this rank's heads, and the index of all tokens of the sequence."""
+    """Return this rank's heads of the relative bias table [buckets, heads], and the positions of all tokens.
+
+    Full-sequence passes get both unchanged.
+    """
     if layout.full_sequence:
         return weight, token_index
     full_index = torch.arange(len(token_index) * axis.size, device=token_index.device)

@@ -76,7 +76,7 @@ class Flags:
         self._steps, self._values = zip(*raising, *awaiting, strict=True)
 
     def _step(self, kind: Any, name: str, address: int) -> tuple[Any, Any]:
-        """Return the driver's operation, and its field for the number."""
+        """Return the driver's parameters for one flag operation, and the field of them that takes the flag's value."""
         step = self._cuda.CUstreamBatchMemOpParams()
         step.operation, value = kind, getattr(step, name)
         # By default, a write comes after all work queued before it, and a wait is over once the int32 difference is ≥

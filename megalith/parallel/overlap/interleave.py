@@ -170,7 +170,10 @@ class Merge:
         return stall if stall > LATENCY else 0.0
 
     def _filler_before(self, step: Node) -> Node | None:
-        """Return the filler to run while the device would wait for this step: the oldest that fits, or the shortest."""
+        """Return a node that no collective depends on, to run while the device would wait for this step.
+
+        That is the first in graph order that fits, else the shortest. None if there is no wait or no ready node.
+        """
         stall = self._stall(step, MARGIN)
         ready = [node for node in self._fillers if not self._stall(node, MARGIN)] if stall else []
         fitting = [node for node in ready if self._fillers[node] <= stall]

@@ -142,8 +142,9 @@ class TensorParallel:
 class _ColumnLinear(torch.autograd.Function):
     """x · weightᵀ + bias of all tokens.
 
-    Only this rank's tokens are saved for the backward pass, which gathers them again. torch.compile would merge the two
-    gathers and save the result, unless the second one depends on the gradient (`regather`).
+    With SP, the input is all-gathered. Only this rank's tokens are saved for the backward pass, which gathers them
+    again. torch.compile would merge the two gathers and save the result, unless the second one depends on the gradient
+    (`regather`).
 
     In the backward pass, the gather overlaps dgrad, and the reduction of dgrad overlaps wgrad. If wgrad is deferred, so
     is the gather.

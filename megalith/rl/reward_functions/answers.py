@@ -44,7 +44,10 @@ def ground_truth(prompt: Prompt) -> Any:
 
 
 def parse_number(text: str) -> Decimal:
-    """Return the text as a decimal number, NaN if it is none. Integers of any length stay exact."""
+    """Parse the text as a Decimal, ignoring commas; NaN if it is not a number.
+
+    Integers of any length stay exact.
+    """
     try:
         return Decimal(text.replace(",", ""))
     except InvalidOperation:
