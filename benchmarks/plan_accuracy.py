@@ -92,9 +92,9 @@ def measured_line(row: Row) -> str:
     ms = 1e3 * time.seconds
     has_time = row.ms is not None
     use = {
-        FIT: "fitted on",
-        OLD: "memory alone; an older version",
-        MIRRORED: "memory alone; one rank, mirrored",
+        FIT: "used for fitting",
+        OLD: "memory only; an older version",
+        MIRRORED: "memory only; one rank, mirrored",
     }.get(row.use, "")
     cells = [f"`{row.model['preset']}`", row.name, str(row.processes)]
     cells += (
@@ -130,8 +130,8 @@ def outside() -> str:
     ]
     names = " and ".join(f"{name} ({figure})" for name, figure in far)
     said = (
-        f"**Outside of 20 % as Megalith makes a step: {names}.** It is that much slower there, by its "
-        "software ([why](plan.md#how-accurate-it-is)); nothing was fitted to any row of this table."
+        f"**More than 20 % from the published figure: {names}, predicted for Megalith.** Its software is that much "
+        "slower there ([why](plan.md#how-accurate-it-is)). Nothing was fitted to any run of this table."
     )
     return fill(said, 120, break_on_hyphens=False)
 
@@ -154,43 +154,47 @@ def sc21_lines() -> list[str]:
     return lines
 
 
-PAGE = """# The plan beside what was measured and published
+PAGE = """# Plan accuracy: predictions and measurements
 
-By `make accuracy`; [planning a job](plan.md) says what the model is. Bounds that the tests hold it to: memory within
-5 % of every row, time within 10 % of rows that nothing was fitted on, 20 % of the published ones as the software that
-was measured makes a step.
+`make accuracy` writes this page. [Planning a job](plan.md#how-accurate-it-is) describes the model. The tests enforce
+these bounds:
+
+- memory: within 5 % of every measured run
+- time: within 10 % of every run that no constant was fitted to
+- published runs: within 20 %, if the planner models the software that was measured
 
 ## Measured on H200
 
-Every run of [RESULTS](../benchmarks/RESULTS.md) with a memory or a time of this version's kernels, but rollouts,
-generation and samples of varying lengths. Expected is what `megalith plan show` says of the run's settings.
+The table has every run of [RESULTS](../benchmarks/RESULTS.md) whose memory or time was measured with this version's
+kernels, except rollouts, generation and samples of varying lengths. "Predicted" is the result of `megalith plan show`
+with the run's settings.
 
-| model | run | GPUs | GB | expected | off | ms a step | expected | off | |
+| Model | Run | GPUs | GB | Predicted | Difference | ms per step | Predicted | Difference | |
 |---|---|---|---|---|---|---|---|---|---|
 {measured}
 
 ## Published on H100
 
-Expected by the H200's measured rates and the ratio of the datasheets. Bridge's runs are Megatron-Core's, which hides
-and leaves out what Megalith does not: they are held to as it makes a step, Meta's as Megalith does. "Feasible" is the
-published layout as it stands, or, where that takes too much, with `layernorm` and `mlp_act` recomputed and tokens
-gathered again, which repeat no GEMM. The last column is how much longer it takes than the best that the plan finds, by
-the same model.
+Predictions use the H200's measured rates, scaled by the datasheets' ratio. Megatron-Bridge's runs use Megatron-Core,
+which overlaps or omits work that Megalith does not, so their bound applies to the prediction for Megatron-Core.
+Meta's runs are compared with the prediction for Megalith. "Fits" is the published layout or, if that takes too much
+memory, the same layout with `layernorm` and `mlp_act` recomputed and tokens gathered again, which repeats no GEMM.
+The last column says how much longer this layout takes than the planner's best.
 
 {outside}
 
-| run | GPUs | published | expected of Megalith | off | of Megatron-Core | feasible | beside the plan's best |
+| Run | GPUs | Published | Predicted for Megalith | Difference | For Megatron-Core | Fits | Against the best |
 |---|---|---|---|---|---|---|---|
 {published}
 
 ## Ten models on A100, 2021
 
-TFLOP/s a GPU as the paper counts them (Narayanan et al., 2021, table 1): attention's matrix whole, the recomputed
-forward pass too. Micro-batches and chunks are those of the authors' scripts. Expected is a step as it was made then:
-attention by GEMMs with its scores in memory, whole layers recomputed, tensor parallelism without sequence parallelism,
-nothing hidden. The last column is the same layout as Megalith makes a step.
+TFLOP/s per GPU, counted as in the paper (Narayanan et al., 2021, table 1): with the whole attention matrix and the
+recomputed forward pass. Micro-batches and chunks are those of the authors' scripts. "Predicted" models the software
+of 2021: attention with GEMMs and its scores in memory, whole layers recomputed, tensor parallelism without sequence
+parallelism, no overlap. The last column is the prediction for Megalith with the same layout.
 
-| model | published | expected | off | place among the ten | Megalith |
+| Model | Published | Predicted | Difference | Rank among the ten, slowest first | Megalith |
 |---|---|---|---|---|---|
 {sc21}
 """

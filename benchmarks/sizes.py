@@ -161,42 +161,45 @@ def micro_batch_line(row: SizeRow, micro_batches: int) -> str:
 
 TEXT = """# Which model on which GPUs
 
-By `make sizes`, from the planner: estimates for bf16 with AdamW and sequence parallelism wherever TP is above 1, a
-micro-batch of one sequence but for GPT-2-large's notes (32 a GPU), and what `auto` chooses. A GPU has {rooms} to give.
-Times of an A100 and an H100 are the H200's measured rates by the ratio of the datasheets.
-A row is taken as its guide writes it: where it names no sharding of the optimizer's state, there is none.
+`make sizes` writes this page from the planner's estimates. They are for bf16 and AdamW, with sequence parallelism if TP
+is above 1, one sequence per micro-batch (except in GPT-2-large's notes: 32 per GPU), and the choices of `auto`.
 
-| guide | row | preset | GPUs | TP/PP/CP/DP | batches | sequence | as written | ms a step | the nearest that fits |
+Usable memory per GPU: {rooms}. Rates of
+A100 and H100 are the H200's measured rates, scaled by the datasheets' ratio. Each row uses its guide's settings: if the
+guide names no sharding of the optimizer state, there is none.
+
+| Guide | Row | Preset | GPUs | TP/PP/CP/DP | Micro-batches | Sequence | Fits | ms per step | Change needed |
 |---|---|---|---|---|---|---|---|---|---|
 {lines}
 
-What the guides leave open, and how it is read here:
+Unspecified in the guides, and the interpretation on this page:
 
-- Without `use_distributed_optimizer` the optimizer's state is on every replica, and few rows fit 80 GB: the guides
+- Without `use_distributed_optimizer`, every replica has the full optimizer state, and few rows fit in 80 GB. The guides
   imply `data_parallel_sharding_strategy: optim`.
-- 126 layers over 8 or 16 stages come out even with `account_for_embedding_in_pipeline_split` and
-  `account_for_loss_in_pipeline_split`, which count embedding and loss as a layer.
-- `virtual_pipeline_model_parallel_size: 32` of 16 stages means 32 chunks in all in Oumi's guide, 2 a rank here.
-- GPUs = TP × PP × CP × DP: experts are spread over the same ranks, not over others.
+- 126 layers can be divided evenly over 8 or 16 stages with `account_for_embedding_in_pipeline_split` and
+  `account_for_loss_in_pipeline_split`, which count embedding and loss as a layer each.
+- `virtual_pipeline_model_parallel_size: 32` with 16 stages means 32 chunks in total in Oumi's guide. That is 2 per rank
+  here.
+- GPUs = TP × PP × CP × DP. Experts are distributed over the same ranks and do not add any.
 
 ## The guides' thresholds
 
-The guides: TP 2 from 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B; 4 to 16 micro-batches.
-Accelerate's rows with `optim` and {batch} sequences a step, beside the best layout that the planner finds for them. It
-takes less tensor parallelism at 20B and from 70B on, and pipelines in chunks (VP):
+The guides recommend TP 2 from 7B, 4 from 20B, 8 from 70B; PP 2 from 20B, 4 from 70B, 8 from 175B; 4 to 16
+micro-batches. Accelerate's rows with `optim` and {batch} sequences per step, compared with the best layout that the
+planner finds. The planner chooses less tensor parallelism at 20B and from 70B on, and virtual pipeline stages (VP):
 
-| row | GPUs | guide's TP/PP | ms a step | the planner's | ms a step |
+| Row | GPUs | Guide's TP/PP | ms per step | Planner's layout | ms per step |
 |---|---|---|---|---|---|
 {thresholds}
 
-More micro-batches make a pipeline's bubble smaller, (PP − 1) / (VP · micro-batches) of the work, and take no memory
-beyond PP of them: Accelerate's 175B, TP8 PP4 DP4, `optim`:
+More micro-batches make a pipeline's bubble smaller: it is (PP − 1) / (VP · micro-batches) of the work. More than PP
+micro-batches take no additional memory. Accelerate's 175B with TP8 PP4 DP4 and `optim`:
 
-| micro-batches | bubble | tokens/s/GPU | GB |
+| Micro-batches | Bubble | tokens/s/GPU | GB |
 |---|---|---|---|
 {micro_batches}
 
-For your own job: `megalith plan PRESET --gpus N --explain`.
+For your own job, run `megalith plan PRESET --gpus N --explain`.
 """
 
 
