@@ -5,7 +5,7 @@
     x ──shared expert, if any──▶ added to y
 
 Each row is multiplied by its routing weight after the activation, before linear_fc2. The final sum then needs no
-weights, and the experts' output need not be saved for the routing weights' gradient. The bias of linear_fc2 is
+weights, and the gradient of the routing weights does not need the experts' output. The bias of linear_fc2 is
 multiplied by the routing weight too, as in Megatron-LM.
 
 The number of rows per expert stays on the device, where the grouped matmul reads it. The host waits for it, once per
