@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what we depend on
 
-Megalith is under the [Apache License 2.0](../LICENSE). `pip` installs these packages beside it, each under its own
-licence, by their own words; an extra's by `pip install 'megalith[EXTRA]'`. What they need in turn is not listed. The
-site's pages have besides the scripts of Material for MkDocs, Mermaid and iframe-worker, all MIT. This page is written
-by `python site/licences.py`, and compared with what is installed by `make test-install`.
+Megalith is under the [Apache License 2.0](../LICENSE). `pip` also installs these packages. The table has the licence
+that each package states. Packages of an extra are installed by `pip install 'megalith[EXTRA]'`. Dependencies of these
+packages are not listed. The pages of the documentation site also contain scripts of Material for MkDocs, Mermaid and
+iframe-worker, all under MIT. `python site/licences.py` writes this page, and `make test-install` compares it with the
+installed packages.
 
 | package | licence | for |
 |---|---|---|
