@@ -50,7 +50,9 @@ class LLM:
         assert load_format == "dummy" and skip_tokenizer_init, (
             "the folder has neither weights nor a tokenizer"
         )
-        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # its dummy weights depend on nothing else
+            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
         self.calls, self.received, self.awake = [], {}, set(POOLS)
         self.made.append(self)
 

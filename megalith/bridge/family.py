@@ -41,7 +41,7 @@ COUNTS = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
     "linear_num_key_heads", "linear_num_value_heads",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "window_size", "shared_intermediate_size", "num_shared_experts", "max_window_layers", "global_attn_every_n_layers",
+    "shared_intermediate_size", "max_window_layers", "global_attn_every_n_layers",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )

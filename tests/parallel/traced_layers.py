@@ -60,6 +60,7 @@ def layer_graphs(model: dict = LARGE, halves: bool = True, **parallel) -> list[G
         parallel: the layout.
     """
     config = RunConfig.from_tree({"model": model, "parallel": {**parallel, "tp_comm_overlap": halves}})
+    torch._dynamo.reset()  # sizes that earlier tests changed would be dynamic
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         graphs = _traced(_model(config), config)

@@ -39,7 +39,12 @@ class LocalLayers:
         pairs = hf_config.get("attention_types") or [[["global", "local"], 12]]
         layers = hf_config["num_layers"]
         try:
-            kinds = [kind for pattern, count in pairs for _ in range(count) for kind in pattern]
+            total = sum(len(pattern) * max(count, 0) for pattern, count in pairs)
+            kinds = (
+                [kind for pattern, count in pairs for kind in list(pattern) * count]
+                if total == layers
+                else []
+            )
         except (TypeError, ValueError):
             raise ConfigError(
                 f"config.json has attention_types {pairs!r}, which is not a list of [list of layers, count]"
@@ -47,7 +52,7 @@ class LocalLayers:
         listed = hf_config.get("attention_layers")
         if (
             len(kinds) != layers
-            or set(kinds) - {"global", "local"}
+            or any(kind not in ("global", "local") for kind in kinds)
             or (listed is not None and listed != kinds)
         ):
             raise ConfigError(
@@ -57,8 +62,11 @@ class LocalLayers:
         if "local" not in kinds:
             return {}
         window = hf_config.get("window_size", 256)
-        if not window:
-            raise ConfigError(f"config.json has window_size {window}, but local layers need a window; set it")
+        if type(window) is not int or not 0 < window < 2**31:
+            raise ConfigError(
+                f"config.json has window_size {window!r}, but local layers need a window of 1 to 2,147,483,647 tokens; "
+                "set it"
+            )
         return {
             "window_size": [window - 1, 0],
             "window_attn_skip_freq": [int(kind == "local") for kind in kinds],
