@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,12 @@ def use(folder: Path) -> dict[str, int]:
 
 
 def save_often(config, saves: int) -> list[dict[str, int]]:
-    """What is in use after a few saves, and after `saves` more."""
+    """Return what is in use after a few saves, after `saves` more, and after as many again."""
     torch.set_num_threads(1)
     trainer, _ = started(config)
     measured = []
     train(trainer, 1, save_each=False)
-    for count in (saves // 4, saves):
+    for count in (saves // 4, saves, saves):
         for _ in range(count):
             trainer.step += 1
             trainer.save()
@@ -44,7 +45,9 @@ def save_often(config, saves: int) -> list[dict[str, int]]:
 @pytest.mark.fault(26)
 def test_disk_descriptors_threads_and_memory_stay_flat_over_many_saves(pool, tmp_path, async_save):
     config = run_config(tmp_path, ZERO1, async_save=async_save, keep_last=2)
-    for before, after in pool.run(save_often, config, SAVES, size=2):
-        grown = {name: after[name] - before[name] for name in after}
-        print(f"{SAVES} saves: {before} -> {after}")
-        assert all(grown[name] <= most for name, most in COME_AND_GO.items()), grown
+    for measured in pool.run(save_often, config, SAVES, size=2):
+        print(f"{SAVES} saves each: {measured}")
+        # A leak grows each time. The allocator takes 4 MB once, after some saves.
+        for name, most in COME_AND_GO.items():
+            grown = [after[name] - before[name] for before, after in pairwise(measured)]
+            assert min(grown) <= most, (name, grown)
