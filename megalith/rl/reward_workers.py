@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -62,7 +63,9 @@ def _serve(pipe: Connection, work: Callable[[Job], dict[str, Any]]) -> None:
     """Run jobs in the worker until the trainer has ended."""
     os.setpgid(0, 0)  # only the trainer gets the terminal's interrupts
     signal.set_wakeup_fd(-1)
-    os.register_at_fork(after_in_child=_reset_signals)
+    os.register_at_fork(
+        before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_signals
+    )
     gc.freeze()  # do not destroy the trainer's objects: destroying a process group would wait for its threads
     while True:
         try:
@@ -72,11 +75,25 @@ def _serve(pipe: Connection, work: Callable[[Job], dict[str, Any]]) -> None:
         pipe.send_bytes(json.dumps(work(job)).encode())
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_masks = threading.local()  # the thread's mask before it forks
+
+
+def _block_signals() -> None:
+    """Hold back signals during a fork: one that came before `_reset_signals` would be recorded and lost."""
+    _masks.previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.previous)
+
+
 def _reset_signals() -> None:
     """Restore default signal handling in a process started by a reward.
 
     The trainer's handlers only record a signal, so a pool of processes would never end.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in SIGNALS:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    _unblock_signals()

@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -223,6 +225,26 @@ def test_a_reward_that_fails_names_function_and_completion(how):
 def in_a_pool(completions, **columns):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return pool.map(len, completions)
+
+
+SIGNAL_ITSELF: list[bool] = []  # while not empty, a fork gets SIGTERM before anything else in it runs
+os.register_at_fork(after_in_child=lambda: SIGNAL_ITSELF and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def ended_at_once(completions, **columns):
+    SIGNAL_ITSELF.append(True)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    SIGNAL_ITSELF.clear()
+    child.join(20)
+    return [child.exitcode or 0] * len(completions)
+
+
+def test_a_signal_reaches_a_reward_s_process_that_has_just_begun():
+    with StopSignals(announces=False):
+        judge = rewards(ended_at_once, timeout=60.0)
+        assert judge([GROUP]).rewards[0][:, 0].tolist() == [-signal.SIGTERM] * 2
+        judge.close()
 
 
 def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
