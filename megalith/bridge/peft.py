@@ -257,16 +257,17 @@ class PeftFolder:
         the rows of one part. Raises CheckpointError for any other `rank_pattern` or `alpha_pattern`.
         """
         patterns = {key: self._config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-        if not any(patterns.values()):
-            return {}
         rank, alpha = self._config["r"], self._config["lora_alpha"]
+        if not any(patterns.values()) or rank < 1:  # `_lora` rejects such a rank
+            return {}
         fused: dict[str, tuple[str, ...]] = {}
         ranks = {}
         for target in self._targets.values():
             module = target.modules.get(WHOLE)
             if module is None or _key(target, WHOLE, "lora_A") not in self._stored:
                 continue
-            ranks[module] = self._stored[_key(target, WHOLE, "lora_A")].shape[0]
+            shape = self._stored[_key(target, WHOLE, "lora_A")].shape
+            ranks[module] = shape[0] if shape else rank  # `_check_shapes` rejects a scalar
             if ranks[module] != rank:
                 parts = self._parts_of_blocks(target, rank)
                 if fused.setdefault(target.role, parts) != parts:
@@ -274,10 +275,11 @@ class PeftFolder:
         larger = {
             target: size for target, size in _target_suffixes(ranks, family, model).items() if size != rank
         }
-        expected = {
-            "rank_pattern": larger,
-            "alpha_pattern": {target: alpha * size / rank for target, size in larger.items()},
-        }
+        try:
+            alphas = {target: alpha * size / rank for target, size in larger.items()}
+        except OverflowError:  # an integer beyond float
+            alphas = None
+        expected = {"rank_pattern": larger, "alpha_pattern": alphas}
         if patterns != expected or not all(fused.values()) or self._config.get("use_rslora"):
             key = next(key for key, value in patterns.items() if value)
             raise CheckpointError(

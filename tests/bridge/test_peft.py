@@ -195,6 +195,30 @@ def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
         prepare(run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(folder)}), 1)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 0}, "r 0"),
+        ({"lora_alpha": 10**400}, "has rank_pattern"),
+        ({"use_rslora": True}, "has rank_pattern"),
+        ({"rank_pattern": {"qkv_proj": 4}}, "has rank_pattern"),
+        ({"alpha_pattern": {}}, "has rank_pattern"),
+    ],
+)
+def test_a_fused_export_whose_ranks_were_changed_is_refused(
+    hf_folder, tmp_path: Path, change, message
+) -> None:
+    config = run_config(
+        hf_folder("phi3, window"), tmp_path / "run", lora={"rank": 2, "targets": ["linear_qkv"]}
+    )
+    export_adapters(megalith.train(config).checkpoint, tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    loaded = run_config(hf_folder("phi3, window"), tmp_path / "again", lora={"load": str(tmp_path / "peft")})
+    with pytest.raises(CheckpointError, match=message):
+        megalith.train(loaded)
+
+
 def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_path: Path) -> None:
     tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
     config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(tmp_path / "given")})
