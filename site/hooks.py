@@ -19,15 +19,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file by its path
+
+from page_sources import PAGES
+
 ROOT = Path(__file__).parents[1]
-PAGES = {  # in the repository → on the site
-    "README.md": "index.md",
-    "benchmarks/RESULTS.md": "benchmarks.md",
-    "examples/README.md": "examples.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changes.md",
-    "SECURITY.md": "security.md",
-}
 SCRIPTS = {  # beside the pages, where they have been fetched
     "mermaid.min.js": ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js",
     "iframe-worker.js": ROOT / "build" / "iframe-worker" / "package" / "shim" / "index.js",

@@ -12,16 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from page_sources import PAGES
 
 ROOT = Path(__file__).parents[1]
-SOURCES = {  # pages of the site that are not in docs/
-    "index.md": "README.md",
-    "benchmarks.md": "benchmarks/RESULTS.md",
-    "examples.md": "examples/README.md",
-    "contributing.md": "CONTRIBUTING.md",
-    "changes.md": "CHANGELOG.md",
-    "security.md": "SECURITY.md",
-}
+SOURCES = {page: source for source, page in PAGES.items()}
 GENERATED = {"api.md", "licences.md"}  # while the site is built
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

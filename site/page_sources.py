@@ -1,0 +1,10 @@
+"""Pages of the site that are not in docs/."""
+
+PAGES = {  # in the repository → on the site
+    "README.md": "index.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "SECURITY.md": "security.md",
+}
