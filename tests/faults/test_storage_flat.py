@@ -47,7 +47,7 @@ def test_disk_descriptors_threads_and_memory_stay_flat_over_many_saves(pool, tmp
     config = run_config(tmp_path, ZERO1, async_save=async_save, keep_last=2)
     for measured in pool.run(save_often, config, SAVES, size=2):
         print(f"{SAVES} saves each: {measured}")
-        # A leak grows each time. The allocator takes 4 MB once, after some saves.
         for name, most in COME_AND_GO.items():
             grown = [after[name] - before[name] for before, after in pairwise(measured)]
-            assert min(grown) <= most, (name, grown)
+            # A leak of memory grows each time; the allocator takes 4 MB once, after some saves.
+            assert (min(grown) if name == "memory" else max(grown)) <= most, (name, grown)
