@@ -86,13 +86,6 @@ def _resamples(batches: Any, tree: dict[str, dict[str, Any]]) -> int | None:
     return None if batches is None else batches - 1
 
 
-def _baseline(estimator: Any, tree: dict[str, dict[str, Any]]) -> str | None:
-    if estimator not in (None, "grpo", "grpo_vectorized"):
-        also = "; its rloo is rl.advantage_baseline leave_one_out with rl.scale_rewards none"
-        raise ConfigError(f"rl.adv_estimator is {estimator!r}: grpo is needed{also}")
-    return estimator and "group"
-
-
 def _vllm_mode(mode: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     url = tree["rl"].get("engine_url") or tree["rl"].get("vllm_server_base_url")
     if mode not in ("server", "colocate") or (mode == "colocate" and url):
@@ -187,7 +180,6 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "rl.filter_groups":                               Rename("rl.filter_zero_std"),
     "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
     "rl.n":                                           Rename("rl.num_generations"),
-    "rl.adv_estimator":                               Derive("rl.advantage_baseline", str, _baseline),  # verl
     "rl.bypass_mode":                                 Choose("rl.old_logprobs", {True: "rollout", False: "policy"}),
     "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before
     "rl.use_vllm":                                  Choose("rl.engine", {True: "vllm", False: "own"}),  # TRL
@@ -200,7 +192,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive | ObjectiveSpelling] = {
     "rl.max_async_level":                           Rename("rl.max_staleness"),  # prime-rl
     "rl.max_head_offpolicyness":                    Rename("rl.max_staleness"),  # AReaL
     "rl.recompute_logprob":                          Choose("rl.old_logprobs", {True: "policy", False: "rollout"}),  # AReaL
-    "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
+    "rl.multi_objective_aggregation":                 Choose("rl.advantage_estimator", {"sum_then_normalize": "group", "normalize_then_sum": "gdpo"}),
     "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
 
     "data.index_cache":                               Already(_SAMPLES, str),

@@ -17,6 +17,13 @@ LOSSES: dict[str, str] = {  # rl.loss_type
 }
 ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "group": "megalith.rl.advantage_estimators.group:group_relative",
+    "rloo": "megalith.rl.advantage_estimators.rloo:rloo",
+    "reinforce_plus_plus": "megalith.rl.advantage_estimators.reinforce_plus_plus:reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "megalith.rl.advantage_estimators.reinforce_plus_plus:reinforce_plus_plus_baseline",
+    "opo": "megalith.rl.advantage_estimators.opo:opo",
+    "gpg": "megalith.rl.advantage_estimators.gpg:gpg",
+    "grpo_passk": "megalith.rl.advantage_estimators.grpo_passk:grpo_passk",
+    "gdpo": "megalith.rl.advantage_estimators.gdpo:gdpo",
 }
 REWARDS: dict[str, str] = {  # rl.reward_funcs
     "gsm8k": "megalith.rl.reward_functions.gsm8k:gsm8k",

@@ -302,7 +302,9 @@ class RlConfig(Section):
     """Weight of each reward, in order. Default: 1 each. Advantages are computed from the weighted sum."""
 
     advantage_estimator: str = "group"
-    """Advantages from the rewards: group (relative to the group, by the settings below), or path.py:function."""
+    """Advantages from the rewards: group (relative to the group, by the settings below), rloo,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, grpo_passk (with scale_rewards), gdpo, or
+    path.py:function."""
 
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
     """Baseline of the advantage: the mean of the group, or of the other completions in the group."""

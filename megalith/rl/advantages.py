@@ -10,6 +10,7 @@ are the same in every layout.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,6 +47,19 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
     Raises:
         ConfigError: if `rl.reward_weights` does not have one weight per kind of reward.
     """
+    return weighted_sum(rl, rewards) - overlong_penalty(rl, lengths)
+
+
+def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
+    """Return Σ_k `rl.reward_weights`_k · rewards_k over the rewards that are present, NaN where all are absent.
+
+    Args:
+        rl: section `rl` of the configuration.
+        rewards: float64 [groups, completions, kinds], NaN where absent.
+
+    Raises:
+        ConfigError: if `rl.reward_weights` does not have one weight per kind of reward.
+    """
     kinds = rewards.shape[-1]
     weights = [1.0] * kinds if rl.reward_weights is None else rl.reward_weights
     if len(weights) != kinds:
@@ -54,7 +68,7 @@ def total_rewards(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -> np.
             "each reward"
         )
     absent = np.isnan(rewards)
-    sums = np.where(absent, 0.0, rewards * np.asarray(weights)).sum(-1) - overlong_penalty(rl, lengths)
+    sums = np.where(absent, 0.0, rewards * np.asarray(weights)).sum(-1)
     return np.where(absent.all(-1), np.nan, sums)
 
 
@@ -81,7 +95,10 @@ def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -
         DataError: if a user's estimator does not return one finite number per completion.
     """
     total = total_rewards(rl, rewards, lengths)
-    values = np.asarray(load_estimator(rl.advantage_estimator)(rl, total), dtype=np.float64)
+    estimator = load_estimator(rl.advantage_estimator)
+    optional = {"lengths": lengths, "reward_kinds": rewards}
+    named = {name: optional[name] for name in inspect.signature(estimator).parameters if name in optional}
+    values = np.asarray(estimator(rl, total, **named), dtype=np.float64)
     if values.shape != total.shape or not np.isfinite(values).all():
         raise DataError(
             f"rl.advantage_estimator {rl.advantage_estimator} returned {list(values.shape)} values for "
@@ -91,19 +108,43 @@ def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -
 
 
 @functools.cache
-def load_estimator(name: str) -> Callable[[RlConfig, np.ndarray], np.ndarray]:
+def load_estimator(name: str) -> Callable[..., np.ndarray]:
     """Return the estimator of a value of `rl.advantage_estimator`. Raise ConfigError if it does not exist.
 
     It takes section `rl` and the weighted rewards, float64 [groups, completions] with NaN where absent, and returns the
-    advantages in the same shape.
+    advantages in the same shape. If it has parameters of these names, it also gets `lengths`, the tokens of each
+    completion, int [groups, completions], and `reward_kinds`, the rewards without their weights, float64 [groups,
+    completions, kinds].
     """
     return load_extension(name, ADVANTAGE_ESTIMATORS, "rl.advantage_estimator")
 
 
-def group_std(rewards: np.ndarray) -> np.ndarray:
-    """Return the standard deviation (n − 1) of each group's present rewards, [groups]; 0 for fewer than two."""
+def group_centered(rewards: np.ndarray) -> np.ndarray:
+    """Return the rewards minus the mean of their group's present ones, [groups, completions]; 0 where absent."""
     present = ~np.isnan(rewards)
     count = present.sum(-1, keepdims=True)  # [groups, 1]
     mean = np.where(present, rewards, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
-    centered = np.where(present, rewards - mean, 0.0)
-    return np.sqrt((centered**2).sum(-1) / np.maximum(count[:, 0] - 1, 1))
+    return np.where(present, rewards - mean, 0.0)
+
+
+def group_std(rewards: np.ndarray) -> np.ndarray:
+    """Return the standard deviation (n − 1) of each group's present rewards, [groups]; 0 for fewer than two."""
+    count = (~np.isnan(rewards)).sum(-1)
+    return np.sqrt((group_centered(rewards) ** 2).sum(-1) / np.maximum(count - 1, 1))
+
+
+def batch_std(rewards: np.ndarray) -> float:
+    """Return the standard deviation (n − 1) of all present rewards; 0 for fewer than two."""
+    values = rewards[~np.isnan(rewards)]
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def reward_scale(rl: RlConfig, rewards: np.ndarray) -> np.ndarray | float:
+    """Return the divisor of advantages that `rl.scale_rewards` names, broadcastable to [groups, completions]."""
+    match rl.scale_rewards:
+        case "group":
+            return group_std(rewards)[:, None] + rl.advantage_epsilon
+        case "batch":
+            return batch_std(rewards) + rl.advantage_epsilon
+        case _:
+            return 1.0

@@ -163,6 +163,19 @@ READ_WITH = {
 }  # fmt: skip
 
 
+def test_an_estimator_notes_the_settings_of_the_groups_advantage_that_it_does_not_read():
+    settings = ["rl.rollouts=a", "rl.advantage_epsilon=1e-6", "rl.scale_rewards=none"]
+    assert idle_notes(RunConfig.load(None, settings)) == []
+    for estimator, names in {
+        "opo": ["scale_rewards", "advantage_epsilon"],
+        "gdpo": ["scale_rewards"],
+        "grpo_passk": [],
+        "a.py:f": [],
+    }.items():
+        notes = idle_notes(RunConfig.load(None, [*settings, f"rl.advantage_estimator={estimator}"]))
+        assert [note.partition(" ")[0] for note in notes] == [f"rl.{name}" for name in names], estimator
+
+
 def needs_of(section: type[Section], path: str) -> set[str]:
     """What stands on the fields, in the words of the notes."""
     needs = [need for name in section.model_fields for need in section.requirements(name) if not need.strict]

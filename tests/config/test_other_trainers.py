@@ -93,6 +93,9 @@ rl.sequence_level_importance_ratios      true                   rl.loss_type    
 rl.sequence_level_importance_ratios      false                  rl.importance_sampling_level           token
 rl.adv_estimator                         grpo                   rl.advantage_baseline                  group
 rl.adv_estimator                         grpo_vectorized        rl.advantage_baseline                  group
+rl.adv_estimator                         rloo_vectorized        rl.advantage_estimator                 rloo
+rl.adv_estimator                         grpo_passk             rl.advantage_estimator                 grpo_passk
+rl.adv_estimator                         grpo_passk             rl.advantage_epsilon                   1.0e-06
 rl.use_leave_one_out_baseline            true                   rl.advantage_baseline leave_one_out
 rl.use_leave_one_out_baseline            true                   rl.advantage_deviation                 others
 rl.use_leave_one_out_baseline            false                  rl.advantage_baseline                  group
@@ -106,7 +109,8 @@ rl.normalize_advantages                  false                  rl.scale_rewards
 rl.scale_rewards                         true                   rl.scale_rewards                       group
 rl.scale_rewards                         false                  rl.scale_rewards                       none
 rl.scale_rewards                         batch                  rl.scale_rewards                       batch
-rl.multi_objective_aggregation           sum_then_normalize     rl.scale_rewards                       group
+rl.multi_objective_aggregation           sum_then_normalize     rl.advantage_estimator                 group
+rl.multi_objective_aggregation           normalize_then_sum     rl.advantage_estimator                 gdpo
 rl.use_importance_sampling_correction    false                  rl.vllm_importance_sampling_correction false
 rl.use_importance_sampling_correction    true                   rl.vllm_importance_sampling_mode       token_unbounded
 rl.rollout_is                            token                  rl.vllm_importance_sampling_mode token_truncate
@@ -169,9 +173,8 @@ REFUSED = [
     ("kl_loss_type", "full", "'full': one of kl, k1, mse, k2, low_var_kl, k3 is needed"),
     ("kl_loss_type", "k3+", r"'k3\+': one of kl, k1"),
     ("reference_policy_kl_type", "low_var_kl", "'low_var_kl': one of k1, k2, k3 is needed"),
-    ("adv_estimator", "gae", "'gae': grpo is needed"),
-    ("adv_estimator", "rloo", "'rloo': .*leave_one_out with rl.scale_rewards none"),
-    ("adv_estimator", 3, "rl.adv_estimator is 3: text is needed"),
+    ("adv_estimator", "gae", "'gae': one of grpo, grpo_vectorized, rloo, .* is needed"),
+    ("adv_estimator", 3, "rl.adv_estimator is 3: one of grpo, "),
     ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo, cispo is needed"),
     ("policy_loss", "geo_mean", "'geo_mean': one of vanilla, gspo, cispo is needed"),
     ("policy_loss", {"loss_mode": "gspo", "clip_cov_lb": 2.0}, "rl.policy_loss.clip_cov_lb is 2.0, which only"),
@@ -183,7 +186,7 @@ REFUSED = [
     ("loss_scale_factor", 100, "the divisor of seq-mean-token-sum-norm is rl.max_completion_length"),
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
     ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),
-    ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
+    ("multi_objective_aggregation", "sum", "one of sum_then_normalize, normalize_then_sum is needed"),
     ("enable_weight_sync", False, "rl.enable_weight_sync is False"),
     ("vllm_mode", "ray", "rl.vllm_mode is 'ray' and rl.engine_url None: server has an address, colocate none"),
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),

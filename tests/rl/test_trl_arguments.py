@@ -108,6 +108,7 @@ TRANSLATIONS = [
     (dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}), {"optim.min_lr": 1e-7}),
     (dict(optim="sgd"), {"optim.optimizer": "sgd", "optim.sgd_momentum": 0.0}),
     (dict(fp16=True), {"train.precision": "fp16"}),
+    (dict(multi_objective_aggregation="normalize_then_sum"), {"rl.advantage_estimator": "gdpo"}),
     (dict(gradient_accumulation_steps=2, steps_per_generation=4),
      {"rl.mini_batches": 2, "train.global_batch_size": 16}),
     (dict(gradient_accumulation_steps=4, steps_per_generation=2),

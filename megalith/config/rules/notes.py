@@ -10,12 +10,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalith.config.base import Section
+from megalith.config.extensions import ADVANTAGE_ESTIMATORS
+from megalith.config.rl import RlConfig
 from megalith.config.run import RunConfig
+
+GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
+    "advantage_baseline": (),
+    "scale_rewards": ("grpo_passk",),
+    "advantage_epsilon": ("grpo_passk", "gdpo"),
+    "advantage_deviation": (),
+}
+"""Settings of rl.advantage_estimator group, and the other built-in estimators that read them."""
 
 
 def idle_notes(config: RunConfig) -> list[str]:
     """Return a note for each setting with a non-default value that this run does not read."""
-    return [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
+    notes = [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
+    return notes + _estimator_notes(config)
+
+
+def _estimator_notes(config: RunConfig) -> list[str]:
+    """Return notes on settings of the group's advantage that another built-in estimator does not read."""
+    rl, fields = config.rl, RlConfig.model_fields
+    estimator = rl.advantage_estimator
+    if not rl.prompts_or_rollouts or estimator == "group" or estimator not in ADVANTAGE_ESTIMATORS:
+        return []
+    unread = [name for name in GROUP_SETTINGS if estimator not in GROUP_SETTINGS[name]]
+    return [
+        f"rl.{name} {getattr(rl, name)} has no effect: rl.advantage_estimator {estimator} does not read it"
+        for name in unread
+        if getattr(rl, name) != fields[name].default
+    ]
 
 
 def _idle(section: Section, path: str, config: RunConfig) -> Iterator[str]:

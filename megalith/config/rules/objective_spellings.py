@@ -53,6 +53,17 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",
 }
+ESTIMATORS = {  # verl's adv_estimator without a critic
+    "grpo": "group",
+    "grpo_vectorized": "group",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "grpo_passk",
+}
 TRUNCATIONS = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "geometric_mask"}
 MIN_WEIGHTS = {"icepop": 0.5, "seq-mask-tis": 0.999}
 NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its defaults
@@ -291,6 +302,16 @@ def _min_weight(kind: str, rl: Rl) -> dict[str, Any]:
 # Advantages
 
 
+def _estimator(name: str, rl: Rl) -> dict[str, Any]:
+    if ESTIMATORS[name] == "group":
+        return {"advantage_baseline": "group"}
+    return {"advantage_estimator": ESTIMATORS[name]}
+
+
+def _estimator_defaults(name: str, rl: Rl) -> dict[str, Any]:
+    return {"advantage_epsilon": EPSILON} if name == "grpo_passk" else {}
+
+
 def _scale(value: bool, rl: Rl) -> dict[str, Any]:
     return {"scale_rewards": "group" if value else "none"}
 
@@ -371,7 +392,8 @@ OBJECTIVES: dict[str, ObjectiveSpelling] = {
     "rl.truncated_importance_sampling_ratio_min": ObjectiveSpelling("rl.vllm_importance_sampling_clip_min", None, lambda value, rl: {"vllm_importance_sampling_clip_min": value}),
     "rl.use_importance_sampling_correction":      ObjectiveSpelling("rl.vllm_importance_sampling_correction", bool, _correction, _unbounded, note="true without truncated_importance_sampling_type: rl.vllm_importance_sampling_mode token_unbounded or sequence_unbounded"),
     "rl.force_on_policy_ratio":                   ObjectiveSpelling("rl.force_on_policy_ratio", bool, _force_on_policy, note="accepted where a rollout batch has one step, whose ratio is 1"),
-    # advantages: verl, NeMo-RL twice
+    # advantages: verl twice, NeMo-RL twice
+    "rl.adv_estimator":                           ObjectiveSpelling("rl.advantage_estimator", tuple(ESTIMATORS), _estimator, _estimator_defaults, note="grpo, grpo_vectorized: group, with rl.advantage_baseline group; rloo_vectorized: rloo; the others by the same name; grpo_passk: with rl.advantage_epsilon 1e-6"),
     "rl.norm_adv_by_std_in_grpo":                 ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
     "rl.normalize_rewards":                       ObjectiveSpelling("rl.scale_rewards", bool, _scale, _advantage_epsilon, note="true: group, with rl.advantage_epsilon 1e-6; false: none"),
     "rl.use_leave_one_out_baseline":              ObjectiveSpelling("rl.advantage_baseline", bool, _baseline, _deviation, note="true: leave_one_out, with rl.advantage_deviation others; false: group"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.config import RlConfig
+from megalith.config.rules.objective_spellings import ESTIMATORS
 
 
 @dataclass(frozen=True)
@@ -350,7 +351,7 @@ VERL: dict[str, Key] = {
     f"{VERL_PREFIX}data.image_key": MustBe(None, TEXT_ONLY),
     f"{VERL_PREFIX}data.apply_chat_template_kwargs": MustBe({}, "put chat_template_kwargs into the records"),
     f"{VERL_PREFIX}data.truncation": Ignored("longer prompts are dropped, and counted"),
-    f"{VERL_PREFIX}algorithm.adv_estimator": MustBe("grpo", "the trainer is GRPO"),
+    f"{VERL_PREFIX}algorithm.adv_estimator": Assigns("rl.advantage_estimator", "grpo", ESTIMATORS),
     f"{VERL_PREFIX}algorithm.use_kl_in_reward": MustBe(False, "the KL term is part of the loss: set use_kl_loss"),
     f"{VERL_PREFIX}algorithm.kl_ctrl.*": Ignored("only use_kl_in_reward reads it"),
     f"{VERL_PREFIX}algorithm.norm_adv_by_std_in_grpo": Assigns("rl.scale_rewards", True,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from megalith.config.rl import RlConfig
-from megalith.rl.advantages import ZERO_STD, group_std
+from megalith.rl.advantage_estimators.rloo import rloo
+from megalith.rl.advantages import ZERO_STD, group_centered, reward_scale
 
 
 def group_relative(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
@@ -20,23 +21,12 @@ def group_relative(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
         rl: section `rl` of the configuration.
         rewards: weighted sums, float64 [groups, completions], NaN where absent.
     """
-    present = ~np.isnan(rewards)
-    count = present.sum(-1, keepdims=True)  # [groups, 1]
-    present_rewards = np.where(present, rewards, 0.0)
-    sums = present_rewards.sum(-1, keepdims=True)
-    centered = np.where(present, rewards - sums / np.maximum(count, 1), 0.0)
-    values = centered
-    if rl.advantage_baseline == "leave_one_out":
-        other_mean = (sums - present_rewards) / np.maximum(count - 1, 1)
-        values = np.where(present & (count > 1), rewards - other_mean, 0.0)
+    centered = group_centered(rewards)
+    values = rloo(rl, rewards) if rl.advantage_baseline == "leave_one_out" else centered
     if rl.scale_rewards == "group" and rl.advantage_deviation == "others":
-        std = _leave_one_out_std(centered, present)
+        std = _leave_one_out_std(centered, ~np.isnan(rewards))
         return np.where(std > ZERO_STD, values / (std + rl.advantage_epsilon), values)
-    if rl.scale_rewards == "group":
-        return values / (group_std(rewards)[:, None] + rl.advantage_epsilon)
-    if rl.scale_rewards == "batch":
-        return values / (_std(rewards[present]) + rl.advantage_epsilon)
-    return values
+    return values / reward_scale(rl, rewards)
 
 
 def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
@@ -47,7 +37,3 @@ def _leave_one_out_std(centered: np.ndarray, present: np.ndarray) -> np.ndarray:
     means = np.where(others, centered[:, None, :], 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
     squares = np.where(others, (centered[:, None, :] - means) ** 2, 0.0).sum(-1)
     return np.sqrt(squares / np.maximum(count[..., 0] - 1, 1)) * (count[..., 0] > 1)
-
-
-def _std(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

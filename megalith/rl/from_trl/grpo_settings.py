@@ -267,12 +267,22 @@ def _objective(values: dict[str, Any], arguments: Arguments) -> Settings:
     if "max_completion_length" in arguments.values and arguments.values["max_completion_length"] is None:
         _reject("max_completion_length", None, "a completion needs a maximum number of tokens; set it")
     max_tokens = values.get("max_completion_length", RlConfig.model_fields["max_completion_length"].default)
-    settings = {"data.seq_length": values["max_prompt_length"] + max_tokens}
+    settings = {"data.seq_length": values["max_prompt_length"] + max_tokens} | _aggregation(values)
     if "vllm_importance_sampling_cap" in values:
         settings["rl.vllm_importance_sampling_clip_max"] = values["vllm_importance_sampling_cap"]
     elif "vllm_importance_sampling_clip_max" in arguments.defaults:
         settings |= _mismatch(values)
     return settings
+
+
+def _aggregation(values: dict[str, Any]) -> Settings:
+    """Return the estimator for TRL's order of summing several rewards and normalizing them."""
+    order = values.get("multi_objective_aggregation", "sum_then_normalize")
+    if order == "normalize_then_sum":
+        return {"rl.advantage_estimator": "gdpo"}
+    if order != "sum_then_normalize":
+        _reject("multi_objective_aggregation", order, "choose sum_then_normalize or normalize_then_sum")
+    return {}
 
 
 def _mismatch(values: dict[str, Any]) -> Settings:
