@@ -68,7 +68,7 @@ class RequiresSetting:
             path: the other setting, a field of the same section or `section.field`.
             values: it must have one of these values; without any argument it must be set.
             greater_than: it must be greater.
-            unless: it must differ from this value.
+            unless: it must differ from this value, or from each of a tuple.
             strict: raise an error if the requirement is not met.
         """
         self.path, self._values, self.strict = path, values, strict
@@ -87,7 +87,8 @@ class RequiresSetting:
         if self._greater_than is not None:
             return value > self._greater_than
         if self._unless is not None:
-            return value != self._unless
+            excluded = self._unless if isinstance(self._unless, tuple) else (self._unless,)
+            return value not in excluded
         return value in self._values if self._values else value is not None
 
     def __str__(self) -> str:
@@ -95,7 +96,8 @@ class RequiresSetting:
         if self._greater_than is not None:
             conditions.append(f"above {self._greater_than}")
         if self._unless is not None:
-            conditions.append(f"other than {self._unless}")
+            excluded = self._unless if isinstance(self._unless, tuple) else (self._unless,)
+            conditions.append(f"other than {' or '.join(map(str, excluded))}")
         return f"{self.path} {' or '.join(conditions)}".strip()
 
 

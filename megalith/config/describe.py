@@ -152,6 +152,9 @@ def _meaning(meaning: Rename | Choose | Already | Derive | ObjectiveSpelling) ->
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field contains; None for other values, and for a list of sections."""
+    if typing.get_origin(annotation) is list:
+        return None
     for option in typing.get_args(annotation) or (annotation,):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -184,6 +187,8 @@ def _type_words(annotation: Any) -> str:
         return f"list of {_type_words(arguments[0])}"
     if annotation is Any:
         return "values"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"{{{', '.join(annotation.model_fields)}}}"
     return {"int": "int", "float": "float", "str": "text", "bool": "true|false"}.get(
         annotation.__name__, annotation.__name__
     )

@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-ADAM = RequiresSetting("optimizer", unless="sgd")
-MUON = RequiresSetting("optimizer", "muon")
-ADAM_OR_MUON = RequiresSetting("optimizer", "adamw", "adam", "muon", strict=True)
+
+
+class RequiresOptimizer(RequiresSetting):
+    """Requirement on `optim.optimizer` that an optimizer of `optim.param_groups` meets too."""
+
+    def __init__(self, *names: str, **options: Any):
+        super().__init__("optimizer", *names, **options)
+
+    def is_met(self, section: Section, config: Section | None) -> bool:
+        groups = [
+            section.model_copy(update={"optimizer": g.optimizer}) for g in section.param_groups if g.optimizer
+        ]
+        return any(super(RequiresOptimizer, self).is_met(each, config) for each in (section, *groups))
+
+
+ADAM = RequiresOptimizer(unless="sgd")
+MUON = RequiresOptimizer("muon")
+ADAM_OR_MUON = RequiresOptimizer("adamw", "adam", "muon", strict=True)
 MomentDtype = Literal["fp32", "bf16", "fp8"]
 WSD = RequiresSetting("lr_decay_style", "WSD")
 GROWS = RequiresSetting("weight_decay_incr_style", "linear", "cosine", strict=True)
 OFFLOADED = RequiresSetting("optimizer_cpu_offload", True)
 FP16 = RequiresSetting("train.precision", "fp16")
+
+
+REGEX = "re:"
+
+
+class ParamGroup(Section):
+    """Settings of the parameters whose name matches a pattern."""
+
+    pattern: str
+    """Parameter names: a glob for the full name (`layers.*.mlp.*`), or `re:` and a regular expression that matches
+    anywhere in the name."""
+
+    lr: NonNegativeFloat | None = None
+    """Peak learning rate. The schedule of optim.lr is scaled to it."""
+
+    lr_mult: NonNegativeFloat | None = None
+    """Factor on the learning rate, instead of lr."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay of all parameters that match, vectors included. Default: optim.weight_decay, of matrices only."""
+
+    optimizer: str | None = None
+    """Optimizer of these parameters. Default: optim.optimizer."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_regex(cls, value: str) -> str:
+        try:
+            re.compile(value.removeprefix(REGEX) if value.startswith(REGEX) else "")
+        except re.error as error:
+            raise PydanticCustomError(
+                "regex", "not a regular expression: {reason}", {"reason": str(error)}
+            ) from None
+        return value
 
 
 class OptimConfig(Section):
@@ -31,6 +82,11 @@ class OptimConfig(Section):
 
     lr: NonNegativeFloat | None = None
     """Peak learning rate. Required for training."""
+
+    param_groups: list[ParamGroup] = []
+    """Parameter groups [{pattern, lr or lr_mult, weight_decay, optimizer}, …]: settings by parameter name. The first
+    pattern that matches a name applies. `pattern` is a glob for the full name, or `re:` and a regular expression that
+    matches anywhere in it."""
 
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""

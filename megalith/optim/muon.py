@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalith.config import OptimConfig
 from megalith.optim.adam import build_adamw
+from megalith.optim.combined import combine
 from megalith.optim.optimizer import TrainedParameter, decay_groups, register_optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -48,29 +49,17 @@ def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices, with a second optimizer for the other parameters. `step` is a collective call.
+    """Muon for matrices. `step` is a collective call.
 
     `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self,
-        matrices: Sequence[TrainedParameter],
-        others: torch.optim.Optimizer | None,
-        config: OptimConfig,
-        dtype: torch.dtype,
-    ):
-        """Build Muon for `matrices`, which have `placement.matrices`.
-
-        `others` updates the remaining parameters; None if there are none. Newton-Schulz runs in `dtype`.
-        """
-        groups = [group | {"is_muon": True} for group in decay_groups(matrices, config)]
-        super().__init__(groups + (others.param_groups if others else []), {"lr": config.lr})
-        self._others, self._config, self._dtype = others, config, dtype
-        if others is not None:
-            self.state = others.state
+    def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig, dtype: torch.dtype):
+        """Build Muon for `matrices`, which have `placement.matrices`. Newton-Schulz runs in `dtype`."""
+        super().__init__(decay_groups(matrices, config), {"lr": config.lr})
+        self._config, self._dtype = config, dtype
         self._placements = {item.parameter: item.placement for item in matrices}
         for item in matrices:
             self.state[item.parameter] = {"momentum_buffer": torch.zeros_like(item.parameter)}
@@ -78,11 +67,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        if self._others is not None:
-            self._others.grad_scale, self._others.found_inf = self.grad_scale, self.found_inf
-            self._others.step()
         for group in self.param_groups:
-            for parameter in group["params"] if group.get("is_muon") else ():
+            for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_matrix(parameter, group)
 
@@ -114,7 +100,9 @@ class Muon(torch.optim.Optimizer):
 
 
 @register_optimizer("muon")
-def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str) -> Muon:
+def build_muon(
+    parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str
+) -> torch.optim.Optimizer:
     """Build Muon for matrices of layers and AdamW for the other parameters, with state at zero."""
     matrices = [item for item in parameters if item.placement.matrices is not None]
     rest = [item for item in parameters if item.placement.matrices is None]
@@ -122,9 +110,5 @@ def build_muon(parameters: Sequence[TrainedParameter], config: OptimConfig, prec
         exact = config.muon_fp32_matmul_prec == "highest"
     else:
         exact = precision == "fp32"
-    return Muon(
-        matrices,
-        build_adamw(rest, config, precision) if rest else None,
-        config,
-        torch.float32 if exact else torch.bfloat16,
-    )
+    muon = Muon(matrices, config, torch.float32 if exact else torch.bfloat16)
+    return combine([build_adamw(rest, config, precision), muon] if rest else [muon])

@@ -21,8 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
+from megalith.config.optim import ParamGroup
+from megalith.config.rules.optim_rules import check_param_groups
 from megalith.errors import ConfigError, nearest_of
+from megalith.optim.combined import combine
 from megalith.optim.offload import OffloadedOptimizer, select_for_offload
+from megalith.optim.patterns import check_patterns, group_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class TrainedParameter:
     placement: Placement
     offloaded: bool = False
     """The state belongs in host memory."""
+    group: ParamGroup | None = None
+    """Entry of `optim.param_groups` that applies."""
 
     @property
     def state_device(self) -> torch.device:
@@ -114,12 +120,14 @@ def register_optimizer(name: str, *, supports_offload: bool = False) -> Callable
 
 
 def check_optimizer(config: OptimConfig) -> None:
-    """Raise ConfigError if `config.optimizer` is not registered or does not support the other settings."""
-    if config.optimizer not in _REGISTERED:
-        raise ConfigError(
-            f"optim.optimizer {config.optimizer!r} is not known{nearest_of(config.optimizer, sorted(_REGISTERED))}; "
-            "give one of these, or register it with megalith.register_optimizer"
-        )
+    """Raise ConfigError if an optimizer is not registered or does not support the other settings."""
+    for setting, name in _optimizer_names(config):
+        if name not in _REGISTERED:
+            raise ConfigError(
+                f"{setting} {name!r} is not known{nearest_of(name, sorted(_REGISTERED))}; "
+                "give one of these, or register it with megalith.register_optimizer"
+            )
+    check_param_groups(config)
     if config.reduces_moments and config.optimizer_cpu_offload:
         raise ConfigError(
             f"optim.optimizer_cpu_offload requires moments in fp32, but optim.exp_avg_dtype is {config.exp_avg_dtype} "
@@ -133,17 +141,29 @@ def check_optimizer(config: OptimConfig) -> None:
         )
 
 
+def _optimizer_names(config: OptimConfig) -> list[tuple[str, str]]:
+    """Return the optimizers in use, each with the setting that names it."""
+    groups = [
+        (f"optim.param_groups: the optimizer of the group {group.pattern!r},", group.optimizer)
+        for group in config.param_groups
+        if group.optimizer is not None
+    ]
+    return [("optim.optimizer", config.optimizer), *groups]
+
+
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimConfig,
     shared_names: Collection[str] = (),
     placements: Mapping[str, Placement] | None = None,
     precision: str = "fp32",
+    all_names: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.optimizer` names, with its state at zero.
 
     Weight decay applies to matrices, not to norms, biases and 1-D parameters. Frozen parameters are skipped. With
-    `optimizer_cpu_offload`, part of the state of parameters on a GPU is created in host memory.
+    `optimizer_cpu_offload`, part of the state of parameters on a GPU is created in host memory. `param_groups` may
+    assign other settings and optimizers to parameters by name.
 
     Args:
         named_parameters: fp32 parameters, possibly local shards, by name.
@@ -152,9 +172,11 @@ def build_optimizer(
             otherwise choose differently, and copies updated on a CPU and on a GPU would drift apart.
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
+        all_names: trained parameters of all ranks. Default: those of this one.
 
     Raises:
-        ConfigError: `lr` is not set, a trained parameter is not fp32, or the name is not registered.
+        ConfigError: `lr` is not set, a trained parameter is not fp32, the name is not registered, or a pattern of
+            `param_groups` applies to no parameter.
     """
     check_optimizer(config)
     if config.lr is None:
@@ -167,14 +189,17 @@ def build_optimizer(
                 f"parameter {name} is {parameter.dtype}; trained parameters are fp32 in every precision: "
                 "call model.float() and set train.precision for the compute type"
             )
+    check_patterns([name for name, _ in trained] if all_names is None else all_names, config)
     on_gpu = [(name, parameter) for name, parameter in trained if parameter.device.type != "cpu"]
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     offloaded = select_for_offload(on_gpu, fraction, shared_names if fraction < 1 else ())
     items = [
-        TrainedParameter(name, parameter, placements.get(name, Placement()), name in offloaded)
+        TrainedParameter(
+            name, parameter, placements.get(name, Placement()), name in offloaded, group_of(name, config)
+        )
         for name, parameter in trained
     ]
-    optimizer = _REGISTERED[config.optimizer].build(items, config, precision)
+    optimizer = build_parts(items, config, precision)
     set_learning_rate(optimizer, config.lr, config.weight_decay, config.decoupled_lr)
     on_host = [item.parameter for item in items if item.offloaded]
     if not on_host:
@@ -182,24 +207,45 @@ def build_optimizer(
     return OffloadedOptimizer(optimizer, on_host, config.overlap_cpu_optimizer_d2h_h2d)
 
 
+def build_parts(
+    items: Sequence[TrainedParameter], config: OptimConfig, precision: str
+) -> torch.optim.Optimizer:
+    """Build the optimizer of `items`: a single one, or one per name in `param_groups` and the default, combined."""
+    parts: dict[str, list[TrainedParameter]] = {config.optimizer: []}
+    for item in items:
+        name = (item.group and item.group.optimizer) or config.optimizer
+        parts.setdefault(name, []).append(item)
+    order = [name for name in dict.fromkeys(name for _, name in _optimizer_names(config)) if name in parts]
+    return combine([_REGISTERED[name].build(parts[name], config, precision) for name in order])
+
+
 # Parameters with the learning rate `decoupled_lr`, if it is set.
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups for torch, split by weight decay and by `decoupled_lr`.
+    """Return parameter groups for torch, split by weight decay, by `decoupled_lr` and by the rates of `param_groups`.
 
     The list is never empty, although a pipeline rank may hold no parameter.
     """
-    by_kind: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    by_kind: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for item in parameters:
-        kind = _decays(item), config.decoupled_lr is not None and item.name in DECOUPLED
+        group = item.group or ParamGroup(pattern=item.name)
+        has_rate = group.lr is not None
+        decoupled = config.decoupled_lr is not None and item.name in DECOUPLED and not has_rate
+        factor = group.lr / config.lr if has_rate else 1.0 if group.lr_mult is None else group.lr_mult
+        decays = _decays(item) if group.weight_decay is None else group.weight_decay > 0
+        kind = decays, decoupled, factor, group.weight_decay
         by_kind.setdefault(kind, []).append((item.name, item.parameter))
     groups = [
-        {"params": by_kind[decays, decoupled], "decays": decays, "decoupled": decoupled}
-        for decays in (True, False)
-        for decoupled in (False, True)
-        if (decays, decoupled) in by_kind
+        {
+            "params": by_kind[kind],
+            "decays": kind[0],
+            "decoupled": kind[1],
+            "lr_mult": kind[2],
+            "fixed_decay": kind[3],
+        }
+        for kind in sorted(by_kind, key=lambda kind: (not kind[0], *kind[1:3], kind[3] or 0.0))
     ]
     return groups or [{"params": [], "param_names": [], "decays": False, "decoupled": False}]
 
@@ -209,8 +255,10 @@ def set_learning_rate(
 ) -> None:
     """Set this step's learning rates, and the weight decay of the groups with weight decay."""
     for group in optimizer.param_groups:
-        group["lr"] = lr if decoupled_lr is None or not group.get("decoupled") else decoupled_lr
-        group["weight_decay"] = weight_decay if group["decays"] else 0.0
+        base = lr if decoupled_lr is None or not group.get("decoupled") else decoupled_lr
+        group["lr"] = base * group.get("lr_mult", 1.0)
+        fixed = group.get("fixed_decay")
+        group["weight_decay"] = fixed if fixed is not None else weight_decay if group["decays"] else 0.0
 
 
 def _decays(item: TrainedParameter) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.compat.training_objects import supports_amp_scaling
+from megalith.optim.combined import step_scaled
 from megalith.optim.loss_scale import LossScale
 
 # torch's CPU norm accumulates in fp32. Its relative error is 2 % over 40 million equal elements and 3e-6 over a block.
@@ -86,13 +86,6 @@ def optimizer_step(
     found_inf = (~norm.isfinite()).to(torch.float32)
     clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else torch.ones_like(norm)
 
-    if supports_amp_scaling(optimizer):
-        optimizer.grad_scale = scale / clip
-        optimizer.found_inf = found_inf
-        optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf
-    elif not found_inf.item():  # a custom optimizer without support for grad_scale and found_inf
-        torch._foreach_div_([parameter.grad for parameter in parameters], scale / clip)
-        optimizer.step()
+    step_scaled(optimizer, scale / clip, found_inf)
     loss_scale.update(found_inf)
     return StepResult(grad_norm=norm, skipped=found_inf, loss_scale=scale)

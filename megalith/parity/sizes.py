@@ -165,6 +165,7 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "data.num_workers":                          _fixed(0),
 
     "optim.optimizer":                           KEEP,
+    "optim.param_groups":                        KEEP,
     "optim.lr":                                  lambda value, _: min(value or MAX_LR, MAX_LR),
     "optim.lr_decay_style":                      _fixed("constant"),
     "optim.weight_decay":                        KEEP,

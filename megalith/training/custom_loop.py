@@ -20,6 +20,7 @@ from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.open import open_checkpoint
 from megalith.checkpoint.saver import save_checkpoint as save_step
 from megalith.checkpoint.state import amax_shards, load_amaxes, load_model, load_optimizer
+from megalith.comm.collectives import gather_json
 from megalith.config import OptimConfig, ParallelConfig, RunConfig, require_run_config
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
@@ -90,8 +91,15 @@ class Optimizer:
         """Build the optimizer. With `precision` fp16, the loss scale is dynamic."""
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
+        trained = [name for name, parameter in model.parameters.named if parameter.requires_grad]
+        all_names = {name for names in gather_json(trained, mesh.world) for name in names}
         self.optimizer = build_optimizer(
-            model.parameters.named, config, shared_parameters(chunks, mesh), model.placements(), precision
+            model.parameters.named,
+            config,
+            shared_parameters(chunks, mesh),
+            model.placements(),
+            precision,
+            all_names,
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(

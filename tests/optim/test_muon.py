@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, outcomes
 
 import megalith
 from megalith.config import OptimConfig, RunConfig
@@ -13,18 +13,7 @@ from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.muon import orthogonalized
 from megalith.optim.optimizer import Placement, check_optimizer, decay_groups
-from megalith.parallel.mesh import build_mesh
-from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
-
-CPU = torch.device("cpu")
-STEPS, BATCH = 3, 8  # saved after the first, so that the last loss is of a momentum that was loaded
-GATED = dict(num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2, vocab_size=61,
-             make_vocab_size_divisible_by=8, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
-             hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.1)  # fmt: skip
-EXPERTS = GATED | dict(num_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=16)
-LATENT = GATED | dict(num_query_groups=0, multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=16,
-                      qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8)  # fmt: skip
 
 
 def optimizer_of(weights: dict, config: OptimConfig, matrices: dict) -> torch.optim.Optimizer:
@@ -117,49 +106,9 @@ def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing()
     assert (cosine > 0.7).all()
 
 
-def configuration(layout: str, model: dict) -> RunConfig:
-    return RunConfig.from_tree(
-        {
-            "model": model,
-            "parallel": dict(LAYOUTS[layout].parallel) if layout else {},
-            "data": {"seq_length": 16, "mock": True},
-            "optim": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1, "clip_grad": 0.5},
-            "train": {"train_iters": STEPS, "micro_batch_size": 2, "global_batch_size": BATCH},
-            "runtime": {"device": "cpu", "compile": False},
-        }
-    )
-
-
-def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
-    """Of all steps, or of those after the first after loading what the first saved; and the last gradient norm."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
-    optimizer = megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
-    first = megalith.load_checkpoint(load, optimizer).step if load else 0
-    loader = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=0), micro_batch_size=2,
-                             batch_sizes=[BATCH] * (STEPS - first), vocab_size=61, data_parallel_rank=mesh.dp.rank,
-                             data_parallel_size=mesh.dp.size, consumed_samples=BATCH * first)  # fmt: skip
-    found = []
-    for step in range(first, STEPS):
-        loss = optimizer.model.backward([next(loader) for _ in range(BATCH // 2 // mesh.dp.size)])
-        found.append(loss.item())
-        norm = optimizer.step().grad_norm.item()
-        if save and step == 0:
-            megalith.save_checkpoint(save, optimizer, 1)
-    return [*found, norm]
-
-
-def outcomes(configs: list[RunConfig], save: str, load: str) -> list[tuple[list[float], list[float]]]:
-    """In each layout all steps, saved on the way, and the last ones after loading one process's."""
-    return [
-        (losses(config, save=f"{save}/{number}"), losses(config, load=load))
-        for number, config in enumerate(configs)
-    ]
-
-
 @functools.cache
 def alone(kind: str) -> RunConfig:
-    return configuration("", {"gated": GATED, "experts": EXPERTS, "latent": LATENT}[kind])
+    return configuration("", {"gated": GATED, "experts": EXPERTS, "latent": LATENT}[kind], optimizer="muon")
 
 
 CASES = {
@@ -181,8 +130,9 @@ def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, 
     config = alone(kind)
     one = losses(config, save=str(tmp_path / "one"))
     assert one[2] < one[0]
-    configs = [configuration(layout, config.to_tree()["model"]) for layout in layouts]
-    for rank in pool.run(outcomes, configs, str(tmp_path), str(tmp_path / "one")):
+    configs = [configuration(layout, config.to_tree()["model"], optimizer="muon") for layout in layouts]
+    saves = [str(tmp_path / str(number)) for number in range(len(layouts))]
+    for rank in pool.run(outcomes, configs, saves, [str(tmp_path / "one")] * len(layouts)):
         for layout, (whole, resumed) in zip(layouts, rank, strict=True):
             assert relative_error(whole, one) < 1e-5, layout
             assert relative_error(resumed, one[1:]) < 1e-5, layout

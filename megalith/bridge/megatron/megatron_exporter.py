@@ -152,6 +152,11 @@ def _open_export_source(
 
 
 def _updates(checkpoint: Checkpoint, config: RunConfig) -> int:
+    if config.optim.param_groups:
+        raise ConfigError(
+            f"{checkpoint.folder} has optim.param_groups, whose optimizer state is not exported to Megatron; "
+            "leave --optimizer out"
+        )
     if config.optim.optimizer not in ("adamw", "adam"):
         raise ConfigError(
             f"{checkpoint.folder} has the state of {config.optim.optimizer}, which is not exported to Megatron; "

@@ -40,6 +40,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
         warmup = optim.lr_warmup_fraction * decay
     wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
     optim.check_requirements("optim")
+    check_param_groups(optim)
     _check_lengths(optim, unit, warmup, decay, wsd_decay)
     _check_weight_decay(optim)
     return warmup, decay, wsd_decay
@@ -52,6 +53,28 @@ def check_loss_scale(optim: OptimConfig, precision: str) -> None:
             f"optim.min_loss_scale ({optim.min_loss_scale}) is above optim.initial_loss_scale "
             f"({optim.initial_loss_scale}); lower it"
         )
+
+
+def check_param_groups(optim: OptimConfig) -> None:
+    """Raise ConfigError for a group without settings, with two learning rates, or with a rate that cannot be scaled."""
+    for group in optim.param_groups:
+        name = f"optim.param_groups: the group {group.pattern!r}"
+        if group.lr is not None and group.lr_mult is not None:
+            raise ConfigError(f"{name} sets lr {group.lr} and lr_mult {group.lr_mult}; keep one of them")
+        if group.lr is not None and not optim.lr:
+            raise ConfigError(
+                f"{name} sets lr {group.lr}, to which the schedule of optim.lr is scaled, but optim.lr is {optim.lr}; "
+                "set it above 0"
+            )
+        if all(value is None for key, value in group if key != "pattern"):
+            raise ConfigError(
+                f"{name} changes nothing; set lr, lr_mult, weight_decay or optimizer, or remove it"
+            )
+        if group.optimizer is not None and optim.optimizer_cpu_offload:
+            raise ConfigError(
+                f"{name} sets optimizer {group.optimizer}, but optim.optimizer_cpu_offload is true, which supports a "
+                "single optimizer; turn it off, or leave optimizer out of the group"
+            )
 
 
 def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:

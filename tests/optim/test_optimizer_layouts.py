@@ -1,0 +1,46 @@
+"""Each optimizer in many layouts: equal to one process, and resumed from the checkpoint of any other layout."""
+
+import pytest
+from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, outcomes
+
+from megalith.parity.differences import relative_error
+
+OPTIMIZERS = {
+    "groups": dict(
+        optimizer="adamw",
+        param_groups=[
+            {"pattern": "layers.0.*.linear_*", "optimizer": "muon"},
+            {"pattern": "*embedding*", "lr_mult": 0.5, "weight_decay": 0.3},
+            {"pattern": "re:layernorm", "optimizer": "sgd", "lr_mult": 3},
+        ],
+    ),
+}
+MODELS = {"gated": GATED, "experts": EXPERTS, "latent": LATENT}
+BY_DEFAULT = [("groups", "gated", ["tp2-sp-pp2"])]
+MORE = {
+    "gated": ["tp2-sp-pp2", "dp4-zero3-hybrid", "tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"],
+    "experts": ["tp2-sp-etp2-ep2", "ep2-dp4-zero3", "tp2-dp2"],
+    "latent": ["tp2-sp-dp2-zero3"],
+}
+CASES = BY_DEFAULT + [
+    pytest.param(optimizer, kind, layouts, marks=pytest.mark.full)
+    for optimizer in OPTIMIZERS
+    for kind, layouts in MORE.items()
+]
+
+
+@pytest.mark.parametrize(("optimizer", "kind", "layouts"), CASES)
+def test_an_optimizer_equals_one_process_in_every_layout_and_resumes_in_any_other(
+    pool, tmp_path, optimizer, kind, layouts
+):
+    config = configuration("", MODELS[kind], **OPTIMIZERS[optimizer])
+    one = losses(config, save=str(tmp_path / "one"))
+    assert one[2] < one[0]
+    configs = [configuration(layout, MODELS[kind], **OPTIMIZERS[optimizer]) for layout in layouts]
+    saves = [str(tmp_path / str(number)) for number in range(len(layouts))]
+    for rank in pool.run(outcomes, configs, saves, [str(tmp_path / "one")] * len(layouts)):
+        for layout, (whole, resumed) in zip(layouts, rank, strict=True):
+            assert relative_error(whole, one) < 1e-5, layout
+            assert relative_error(resumed, one[1:]) < 1e-5, layout
+    for layout, save in zip(layouts, saves, strict=True):
+        assert relative_error(losses(config, load=save), one[1:]) < 1e-5, layout
