@@ -43,6 +43,7 @@ class Comparison:
 
 
 EQUAL, TUNED = "Against peers with equal freedom", "Fine-tuning"
+EIGHT = "Layouts on eight GPUs"
 OTHERS, DROPOUT = "Against other code", "fp16 with dropout 0.1"
 ENCODERS = "BERT-large and T5-3B"
 PER_GPU, MEMORY = "tokens/s/GPU", "memory, GB"
@@ -71,6 +72,15 @@ COMPARISONS = (
             ),
             (2, "two", (("liger-kernel", "micro-batch 2"), ("torchtitan", "micro-batch 1"))),
         )
+    ),
+    Comparison(
+        "Llama-3-8B, bf16, 8 GPUs",
+        PER_GPU,
+        Bar("Megalith", EIGHT, "Megalith, `optim_grads`", PER_GPU),
+        (Bar("torchtitan, micro-batch 2, never resharded", EIGHT, "torchtitan", PER_GPU),),
+        "one call",
+        "megalith bench llama3-8b --layout dp=8,data_parallel_sharding_strategy=optim_grads --batch 16 --steps 15 "
+        "--warmup 5 --peer torchtitan:never",
     ),
     Comparison(
         "Qwen3-30B-A3B, 12 layers, EP4, balanced",

@@ -9,6 +9,7 @@ from megalith.config import RunConfig
 FIT, TOLD = "fit", "told"
 MIRRORED = "mirrored"  # one rank's step without the wire (mirrored_rank.py): its memory holds
 OLD = "old"  # of an older version: its memory holds, its kernels or its recomputation were slower
+MISSED = "missed"  # predicted before it was measured, and outside the bounds
 
 
 class Row(NamedTuple):
@@ -144,6 +145,32 @@ TWO_GPUS = [  # Llama-3-8B on two GPUs, on several machines; ², ³ one rank amo
     Row("PP2 in two chunks", TOLD, 2, LLAMA, SEQUENCES,
         dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*8|t*8|t*8|t*8L"), None, None),
 ]
+WHOLE_DEEPSEEK = dict(BALANCED, preset="deepseek-v2-lite", num_layers=27, moe_layer_freq=[0] + [1] * 26)
+LONGER = dict(LLAMA, max_position_embeddings=262144)
+GRADS = dict(data_parallel_sharding_strategy="optim_grads")
+PP2_VP8 = dict(OPTIM, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=8,
+               expert_model_parallel_size=2, moe_static_dispatch=True, **selective("layernorm", "mlp"))
+CAST_ONCE = dict(train=dict(moe_cache_weights=True))
+EIGHT_GPUS = [  # one machine, each predicted before it was measured
+    Row("`optim_grads`, eight GPUs", TOLD, 8, LLAMA, (2, 16, 8192), GRADS, 1543.1, 115.4),
+    Row("`optim`, eight GPUs", TOLD, 8, LLAMA, (2, 16, 8192), OPTIM, 1549.5, 115.4),
+    Row("`optim_grads`, FP8 delayed, eight GPUs", TOLD, 8, LLAMA, (2, 16, 8192), GRADS, 1105.6, 105.8, FP8),
+    Row("the same, FP8 tensorwise", TOLD, 8, LLAMA, (2, 16, 8192), GRADS, 1125.6, 105.8,
+        dict(train=dict(fp8_format="hybrid", fp8_recipe="tensorwise"))),
+    Row("TP2 + SP, PP2 in four chunks, DP2, 32 sequences", TOLD, 8, LLAMA, (1, 32, 8192),
+        dict(SP, **OPTIM, pipeline_model_parallel_size=2,
+             pipeline_model_parallel_layout="Et*4|(t*4|)*4(t*5|)*2t*2L"), 3504.6, 52.5),
+    Row("Llama-3-70B, `optim_grads_params`, recomputed, moments in bf16", MISSED, 8, dict(LLAMA, preset="llama3-70b"),
+        (2, 16, 8192), dict(WHOLE, **FULL, fsdp_unsharded_layers=5), 15647, 126.0, IN_BF16),
+    Row("262,144 tokens, CP8, `layernorm` and `mlp` recomputed", MISSED, 8, LONGER, (1, 1, 262144),
+        dict(GRADS, context_parallel_size=8, **selective("layernorm", "mlp")), 18403, 84.8),
+    Row("Qwen3-30B-A3B, EP8, as it routes", MISSED, 8, dict(QWEN, **ROUTED), (2, 16, 4096),
+        dict(OPTIM, expert_model_parallel_size=8), 872.0, 113.2, CAST_ONCE),
+    Row("Qwen3-30B-A3B, EP2, PP2 in eight chunks, DP4, as it routes", MISSED, 8, dict(QWEN, **ROUTED), (2, 16, 4096),
+        PP2_VP8, 1131.1, 89.0, CAST_ONCE),
+    Row("DeepSeek-V2-Lite, EP4, DP8", MISSED, 8, WHOLE_DEEPSEEK, (2, 16, 4096),
+        dict(GRADS, expert_model_parallel_size=4, moe_static_dispatch=True), 543.6, 116.5, CAST_ONCE),
+]
 ROWS = [
     Row("one GPU", FIT, 1, LARGE, ONE, {}, 320.5, 60.7),
     Row("one GPU, 64 sequences", OLD, 1, LARGE, TWO, {}, None, 109.5),
@@ -253,6 +280,7 @@ ROWS = [
     Row("T5-3B", TOLD, 1, dict(PLAIN, preset="t5-3b"), (16, 16, 512), {}, 245.1, 73.2,
         dict(data=dict(decoder_seq_length=128))),
     *TWO_GPUS,
+    *EIGHT_GPUS,
     *TRADEOFFS,
 ]
 # fmt: on
