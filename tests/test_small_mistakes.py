@@ -58,7 +58,7 @@ def test_an_assignment_names_with_settings():
     assert config.with_settings({"optim.lr": 3}).optim.lr == 3 and config.optim.lr == 1e-3
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "muon", "lion"])
 def test_a_built_in_optimizer_is_not_replaced(name):
     with pytest.raises(
         ConfigError, match=f"the optimizer '{name}' is built in .* register yours under another name"

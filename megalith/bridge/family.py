@@ -24,6 +24,7 @@ from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
+from megalith.models.vocabulary import VOCABULARY
 
 MOST_LAYERS = 10_000
 LARGEST = 2**31 - 1
@@ -123,13 +124,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-# One row per vocabulary entry, padded in memory.
-VOCABULARY = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "vocabulary.bias",
-    "lm_head.vocabulary.bias",
-)
 LAYER = re.compile(r"^((?:encoder\.)?layers)\.(\d+)\.")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.bridge.family import VOCABULARY, build_on_meta
+from megalith.bridge.family import build_on_meta
 from megalith.bridge.folder import is_model_folder, path_exists, resolve_folder
 from megalith.bridge.importer import open_hf_folder
 from megalith.bridge.match import Match
@@ -24,6 +24,7 @@ from megalith.config.base import Decides
 from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
+from megalith.models.vocabulary import VOCABULARY
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress

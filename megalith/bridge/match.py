@@ -11,13 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megalith.bridge.family import VOCABULARY, Family, Group
+from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import SourceFolder
 from megalith.bridge.transfer import to_ours
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, shorten
 from megalith.models.init import initial_value
+from megalith.models.vocabulary import VOCABULARY
 
 WEIGHT_CODES = ("F32", "BF16", "F16")
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.families import family_of
-from megalith.bridge.family import VOCABULARY
 from megalith.bridge.importer import SEED, open_hf_folder
 from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
@@ -30,6 +29,7 @@ from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
 from megalith.errors import CheckpointError, printable
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
+from megalith.models.vocabulary import VOCABULARY
 from megalith.progress import Progress
 
 BOUND = 1e-5  # relative to the largest logit

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalith.checkpoint.agree import collectively
 from megalith.checkpoint.files import DTYPE_CODES, byte_count
@@ -35,7 +35,10 @@ from megalith.parallel.shards import LocalShard, local_shard
 from megalith.progress import Progress
 
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
-STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
+STATE_WITH_ROWS = ("exp_avg", "exp_avg_slow", "exp_avg_sq", "momentum_buffer", "variance", "z", "ema")
+"""State that is shaped like its parameter."""
+REDUCED_STATE = {"row_var": -1, "col_var": -2}
+"""State with one element along this dimension of its parameter."""
 
 Model = nn.Module | Sequence[nn.Module]  # a model, or the chunks of a pipeline rank
 
@@ -83,12 +86,22 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> d
             for key, value in optimizer.state[parameter].items():
                 if name in parameters and key in STATE_WITH_ROWS:
                     shard = replace(parameters[name], values=value)
+                elif name in parameters and key in REDUCED_STATE:
+                    shard = _reduced_shard(parameters[name], value, REDUCED_STATE[key])
                 elif isinstance(value, Moment):
                     shard = LocalShard(value, (0,) * len(value.shape), tuple(value.shape), owned=True)
                 else:
                     shard = local_shard(value)
                 shards[f"optim.{name}.{key}"] = shard
     return shards
+
+
+def _reduced_shard(parameter: LocalShard, values: Tensor, dim: int) -> LocalShard:
+    """Return the shard of a state with one element along `dim`. Ranks with different parts of `dim` hold the same."""
+    shape, offset = list(parameter.shape), list(parameter.offset)
+    owned = parameter.owned and offset[dim] == 0
+    shape[dim], offset[dim] = 1, 0
+    return LocalShard(values, tuple(offset), tuple(shape), owned)
 
 
 def state_shards(
@@ -195,7 +208,8 @@ def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = A
 
 
 def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:
-    return {f"optim.{name}.{key}": rows for name, rows in unpadded_rows.items() for key in STATE_WITH_ROWS}
+    keys = (*STATE_WITH_ROWS, *(key for key, dim in REDUCED_STATE.items() if dim == -1))
+    return {f"optim.{name}.{key}": rows for name, rows in unpadded_rows.items() for key in keys}
 
 
 def _unpad(shards: Mapping[str, LocalShard], unpadded_rows: Mapping[str, int]) -> dict[str, LocalShard]:

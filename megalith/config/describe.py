@@ -184,11 +184,12 @@ def _type_words(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return "|".join(_type_words(a) for a in arguments if a is not type(None))
     if origin is list:
-        return f"list of {_type_words(arguments[0])}"
+        inner = arguments[0]
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return f"list of {{{', '.join(inner.model_fields)}}}"
+        return f"list of {_type_words(inner)}"
     if annotation is Any:
         return "values"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"{{{', '.join(annotation.model_fields)}}}"
     return {"int": "int", "float": "float", "str": "text", "bool": "true|false"}.get(
         annotation.__name__, annotation.__name__
     )

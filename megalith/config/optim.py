@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NegativeFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
@@ -27,7 +35,10 @@ class RequiresOptimizer(RequiresSetting):
         return any(super(RequiresOptimizer, self).is_met(each, config) for each in (section, *groups))
 
 
-ADAM = RequiresOptimizer(unless="sgd")
+ADAM = RequiresOptimizer(unless=("sgd", "lion", "adafactor"))
+LION = RequiresOptimizer("lion")
+ADEMAMIX = RequiresOptimizer("ademamix")
+ADAFACTOR = RequiresOptimizer("adafactor")
 MUON = RequiresOptimizer("muon")
 ADAM_OR_MUON = RequiresOptimizer("adamw", "adam", "muon", strict=True)
 MomentDtype = Literal["fp32", "bf16", "fp8"]
@@ -72,13 +83,14 @@ class ParamGroup(Section):
 
 
 class OptimConfig(Section):
-    """AdamW, Adam, SGD, Muon or a custom optimizer; warm-up and decay; clipping; fp16 loss scale."""
+    """Optimizer, parameter groups; warm-up and decay; clipping; fp16 loss scale."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
     optimizer: str = "adamw"
     """Optimizer: `adamw` (decoupled weight decay), `adam` (decay added to the gradient), `sgd`, `muon` (orthogonalized
-    momentum for matrices in layers, AdamW for the rest), or a name passed to `register_optimizer`."""
+    momentum for matrices in layers, AdamW for the rest), `lion`, `ademamix`, `adafactor`, or a name passed to
+    `register_optimizer`."""
 
     lr: NonNegativeFloat | None = None
     """Peak learning rate. Required for training."""
@@ -162,7 +174,29 @@ class OptimConfig(Section):
     exp_avg_sq_dtype: Annotated[MomentDtype, ADAM_OR_MUON] = "fp32"
     """Storage dtype of Adam's second moment."""
 
-    sgd_momentum: Annotated[Decay, RequiresSetting("optimizer", "sgd")] = 0.9
+    lion_beta1: Annotated[Decay, LION] = 0.95
+    """Weight of Lion's momentum in the update."""
+
+    lion_beta2: Annotated[Decay, LION] = 0.98
+    """Decay of Lion's momentum."""
+
+    ademamix_beta3: Annotated[Decay, ADEMAMIX] = 0.9999
+    """Decay of AdEMAMix's slow average of the gradient."""
+
+    ademamix_alpha: Annotated[NonNegativeFloat, ADEMAMIX] = 5.0
+    """Weight of AdEMAMix's slow average; usually 4 to 10."""
+
+    ademamix_warmup_iters: Annotated[PositiveInt | None, ADEMAMIX] = None
+    """Steps over which ademamix_alpha and ademamix_beta3 grow to their values. The authors use the length of the run.
+    Default: none."""
+
+    adafactor_beta2_decay: Annotated[NegativeFloat, ADAFACTOR] = -0.8
+    """Power of the step that weights the new squared gradient in Adafactor's averages."""
+
+    adafactor_clip_threshold: Annotated[PositiveFloat, ADAFACTOR] = 1.0
+    """RMS above which Adafactor divides an update by it."""
+
+    sgd_momentum: Annotated[Decay, RequiresOptimizer("sgd")] = 0.9
     """Momentum of SGD."""
 
     muon_momentum: Annotated[Decay, MUON] = 0.95

@@ -13,6 +13,14 @@ from megalith.models.linear import Linear
 from megalith.models.norm import Norm, norm_or_identity
 from megalith.models.pass_context import Context
 
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "vocabulary.bias",
+    "lm_head.vocabulary.bias",
+)
+"""Parameters with one row per vocabulary entry, padded in memory."""
+
 
 class Embedding(nn.Module):
     """Sum of the word embedding and, if the model has them, position and token type embeddings, then an optional norm.

@@ -20,7 +20,7 @@ from torch import Tensor
 from megalith.config import OptimConfig
 from megalith.optim.adam import build_adamw
 from megalith.optim.combined import combine
-from megalith.optim.optimizer import TrainedParameter, decay_groups, register_optimizer
+from megalith.optim.optimizer import TrainedParameter, adam_bytes, decay_groups, register_optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         return torch.cat(results, dim=-2).flatten(-3, -2)
 
 
-@register_optimizer("muon")
+@register_optimizer("muon", state_bytes=lambda config: (4, adam_bytes(config)[1]))
 def build_muon(
     parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:

@@ -38,12 +38,17 @@ class Placement:
     Collective: all ranks call it for the same parameters in the same order."""
     shard: Callable[[Tensor], Tensor] = lambda whole: whole
     """Function from a global tensor to this rank's shard."""
+    sum: Callable[[Tensor, Collection[int]], Tensor] = lambda tensor, dims: tensor
+    """Function from a tensor to its sum over the ranks that shard one of the parameter's dimensions `dims`. Collective,
+    like `gather`."""
     matrices: Sequence[int] | None = None
     """Matrices fused into a layer's weight [rows, columns] or [experts, rows, columns], as the numbers of rows at which
     they alternate: (rows,) for a single matrix, (1, 1) for two that alternate row by row. None: not a matrix of a
     layer."""
     shape: Sequence[int] | None = None
     """Shape of the global parameter. None: the shard's."""
+    rows: int | None = None
+    """Rows of the global parameter that are not padding. None: all."""
     offset: Sequence[int] | None = None
     """Index of the shard's first element in the global parameter. None: zeros."""
     seed: int = 0
@@ -64,6 +69,12 @@ class TrainedParameter:
     """Entry of `optim.param_groups` that applies."""
 
     @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the global parameter without padding rows."""
+        shape = tuple(self.placement.shape or self.parameter.shape)
+        return shape if self.placement.rows is None else (self.placement.rows, *shape[1:])
+
+    @property
     def state_device(self) -> torch.device:
         return torch.device("cpu") if self.offloaded else self.parameter.device
 
@@ -76,6 +87,7 @@ Builder = Callable[[Sequence[TrainedParameter], OptimConfig, str], torch.optim.O
 class _Registration:
     build: Builder
     supports_offload: bool
+    state_bytes: Callable[[OptimConfig], tuple[float, float]]
 
     @property
     def is_built_in(self) -> bool:
@@ -85,7 +97,30 @@ class _Registration:
 _REGISTERED: dict[str, _Registration] = {}
 
 
-def register_optimizer(name: str, *, supports_offload: bool = False) -> Callable[[Builder], Builder]:
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # fp8: with a scale per block of 256
+
+
+def adam_bytes(config: OptimConfig) -> tuple[float, float]:
+    """Return the bytes of Adam's moments per parameter, in layers and outside of layers."""
+    both = MOMENT_BYTES[config.exp_avg_dtype] + MOMENT_BYTES[config.exp_avg_sq_dtype]
+    return both, both
+
+
+def state_bytes(config: OptimConfig) -> tuple[float, float]:
+    """Return the bytes of optimizer state per parameter, in layers and outside of layers.
+
+    Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
+    """
+    sizes = [_REGISTERED[name].state_bytes(config) for _, name in _optimizer_names(config)]
+    return max(layers for layers, _ in sizes), max(outside for _, outside in sizes)
+
+
+def register_optimizer(
+    name: str,
+    *,
+    supports_offload: bool = False,
+    state_bytes: Callable[[OptimConfig], tuple[float, float]] = adam_bytes,
+) -> Callable[[Builder], Builder]:
     """Register the decorated function as the builder of the optimizer `name`, a value of `optim.optimizer`.
 
     The builder receives the trained parameters, the settings and the run's precision, and returns a
@@ -102,6 +137,8 @@ def register_optimizer(name: str, *, supports_offload: bool = False) -> Callable
         name: value of `optim.optimizer`.
         supports_offload: allow `optim.optimizer_cpu_offload`. The optimizer must be torch's Adam, AdamW or SGD, or a
             subclass with the same update, and keep each parameter's state on its `state_device`.
+        state_bytes: function from the settings to the bytes of state per parameter, in layers and outside of them, for
+            memory estimates. Default: Adam's.
 
     Raises:
         ConfigError: `name` is a built-in optimizer.
@@ -113,7 +150,7 @@ def register_optimizer(name: str, *, supports_offload: bool = False) -> Callable
         )
 
     def register(build: Builder) -> Builder:
-        _REGISTERED[name] = _Registration(build, supports_offload)
+        _REGISTERED[name] = _Registration(build, supports_offload, state_bytes)
         return build
 
     return register

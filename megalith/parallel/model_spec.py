@@ -8,7 +8,7 @@ or expert parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from megalith.models.mtp import MTPTargets
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
+from megalith.models.vocabulary import VOCABULARY
 from megalith.ops.fp8.recipes import AmaxTable
 from megalith.parallel.apply import apply
 from megalith.parallel.data.data_parallel import apply_data
@@ -132,6 +133,11 @@ class ModelSpec:
         """Return the names of the chunk's parameters whose gradients must be summed over `ranks` tensor ranks."""
         return ()
 
+    @property
+    def unpadded_rows(self) -> Mapping[str, int]:
+        """Rows without padding, by name, of parameters that may have padding rows."""
+        return {}
+
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """Return the matrices in a parameter of this global shape, for Muon (`Placement.matrices`).
 
@@ -189,6 +195,10 @@ class TransformerSpec(ModelSpec):
 
     def partial_gradients(self, chunk: Transformer, ranks: int, sequence_parallel: bool) -> Collection[str]:
         return partial_gradients(chunk, ranks, sequence_parallel)
+
+    @property
+    def unpadded_rows(self) -> Mapping[str, int]:
+        return dict.fromkeys(VOCABULARY, self.config.vocab_size)
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """Return the matrices of linears and experts. AdamW updates routers, embeddings, head and adapters."""

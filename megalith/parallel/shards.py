@@ -11,11 +11,12 @@ compare placements, unwrap the tensor and wrap its gradient for every DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -108,17 +109,34 @@ class LocalParameters:
         """Names and plain fp32 parameters of local shape, possibly empty; they share storage with the model's."""
 
     def placements(
-        self, matrices: Callable[[str, torch.Size], Sequence[int] | None], seed: int
+        self,
+        matrices: Callable[[str, torch.Size], Sequence[int] | None],
+        seed: int,
+        unpadded_rows: Mapping[str, int] | None = None,
     ) -> dict[str, Placement]:
-        """Return a Placement per parameter name. `matrices` maps name and global shape to `Placement.matrices`."""
+        """Return a Placement per parameter name.
+
+        Args:
+            matrices: function from name and global shape to `Placement.matrices`.
+            seed: seed of the run.
+            unpadded_rows: rows without padding, by name, of parameters with padding.
+        """
         placements = {}
         for name, parameter in self._state:
             tensor, shard = dtensor_of(parameter), self.shards[name]
             fields = dict(
-                matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
+                matrices=matrices(name, tensor.shape),
+                shape=shard.shape,
+                offset=shard.offset,
+                seed=seed,
+                rows=(unpadded_rows or {}).get(name),
             )
             if isinstance(tensor, DTensor):
-                fields |= dict(gather=partial(_unshard, tensor), shard=partial(_reshard, tensor, shard))
+                fields |= dict(
+                    gather=partial(_unshard, tensor),
+                    shard=partial(_reshard, tensor, shard),
+                    sum=partial(_sum_over_shards, tensor),
+                )
             placements[name] = Placement(**fields)
         return placements
 
@@ -192,6 +210,15 @@ def _unshard(like: DTensor, shard: Tensor) -> Tensor:
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return tensor.redistribute(placements=placements).to_local()
+
+
+def _sum_over_shards(like: DTensor, tensor: Tensor, dims: Collection[int]) -> Tensor:
+    """Return the sum of `tensor` over the ranks that shard one of the dimensions `dims` of `like`."""
+    for axis, place in enumerate(like.placements):
+        if getattr(place, "dim", None) in dims and like.device_mesh.size(axis) > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, group=like.device_mesh.get_group(axis))
+    return tensor
 
 
 def _reshard(like: DTensor, shard: LocalShard, tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from megalith.config import RunConfig
+from megalith.optim.optimizer import state_bytes
 from megalith.planner.counts import count_parameters
 from megalith.planner.memory import MASTER_BYTES
 
@@ -68,7 +69,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """Return the size of a checkpoint: weights and moments, both in fp32."""
     counts = count_parameters(config.model, lora=config.lora)
     trained = counts.adapters or counts.total
-    return MASTER_BYTES * counts.total + {"sgd": 4, "muon": 4}.get(config.optim.optimizer, 8) * trained
+    stored = config.optim.model_copy(update={"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"})
+    return MASTER_BYTES * counts.total + state_bytes(stored)[0] * trained
 
 
 def goodput(

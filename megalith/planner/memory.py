@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megalith.config import ModelConfig, OptimConfig, RunConfig
+from megalith.config import ModelConfig, RunConfig
 from megalith.config.rules.expert_rules import (
     expert_data_parallel_size,
     expert_shard_size,
@@ -31,6 +31,7 @@ from megalith.config.rules.expert_rules import (
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import loss_chunk_tokens
+from megalith.optim.optimizer import state_bytes
 from megalith.parallel.fp8_linears import layers_cast_once, saves_weight_codes, uses_fp8
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
@@ -40,20 +41,8 @@ from megalith.planner.counts import MetaModel, layers_of, token_fraction
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
 INDEX_BYTES = 8  # int64
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # fp8: with a scale per block of 256
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LAYERS_GATHERED = 2  # with optim_grads_params: the current layer and the next
-
-
-def moment_bytes(optim: OptimConfig) -> tuple[float, float]:
-    """Return the bytes of optimizer state per parameter, in layers and outside of layers (where Muon uses AdamW).
-
-    Vectors are counted as matrices, since they are few. A custom optimizer is counted as Adam in fp32.
-    """
-    if optim.optimizer == "sgd":
-        return 4, 4
-    both = MOMENT_BYTES[optim.exp_avg_dtype] + MOMENT_BYTES[optim.exp_avg_sq_dtype]
-    return (4 if optim.optimizer == "muon" else both), both
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ class StageMemory:
         of_head = int(tokens * token_fraction(self.config, self.model.num_layers - 1))
         logits = min(of_head, loss_chunk_tokens(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
-        each, of_ends = moment_bytes(optim)
+        each, of_ends = state_bytes(optim)
         moments = each * trained
         if not self.adapters:
             moments += (of_ends - each) * self.outside / self.shards

@@ -16,11 +16,11 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
+from megalith.optim.optimizer import state_bytes
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, schedule_kind, shortened_schedule
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
-from megalith.planner.memory import moment_bytes
 from megalith.planner.passes import FLASH_DIMS, GATHERING, GEMM_SLOWDOWN, REDUCING, Passes
 from megalith.planner.rates import Rates
 from megalith.planner.traffic import hidden_bytes
@@ -182,7 +182,7 @@ def _once(passes: Passes, chunks: Sequence[Stage], backward: float) -> Counter[s
         0 if adapters else experts / (shards and replicas if passes.fsdp else 1)
     )
     offloaded = config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0
-    moments, _ = moment_bytes(config.optim)
+    moments, _ = state_bytes(config.optim)
     times["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / passes.streams
     if offloaded:
         times["optimizer"] += max(

@@ -13,7 +13,6 @@ import torch
 
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
-from megalith.bridge.family import VOCABULARY
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import DataConfig, RunConfig
@@ -36,6 +35,7 @@ from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
+from megalith.models.vocabulary import VOCABULARY
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import TransformerSpec

@@ -83,10 +83,16 @@ READ_WITH = {
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
         ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
-    "optim.optimizer other than sgd":
+    "optim.optimizer other than sgd or lion or adafactor":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer muon":
         ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
+    "optim.optimizer lion":
+        ("optim.lion_beta1=0.8", "optim.optimizer=lion"),
+    "optim.optimizer ademamix":
+        ("optim.ademamix_alpha=8", "optim.optimizer=ademamix"),
+    "optim.optimizer adafactor":
+        ("optim.adafactor_beta2_decay=-0.7", "optim.optimizer=adafactor"),
     "optim.optimizer sgd":
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":
@@ -191,7 +197,7 @@ def test_each_need_has_its_case():
 @pytest.mark.parametrize("need", READ_WITH)
 def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     own, beside = (words.split() for words in READ_WITH[need])
-    off = ["optim.optimizer=sgd"] if need.endswith("other than sgd") else []
+    off = ["optim.optimizer=sgd"] if "other than sgd" in need else []
     if need.endswith("no_shard"):
         off = ["parallel.data_parallel_sharding_strategy=optim"]
     if need.endswith(("capacity_factor", "bf16 or fp16")):

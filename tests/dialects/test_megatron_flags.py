@@ -265,6 +265,8 @@ CASES = [
                                                                         "model.vocab_size": None}, "no effect"),
     ("--vocab-file v --merge-file m", {"data.tokenizer_type": "GPT2BPETokenizer"}, ""),
     ("--optimizer sgd", {"optim.optimizer": "sgd"}, ""),
+    ("--optimizer lion --lion-beta2 0.97", {"optim.optimizer": "lion", "optim.lion_beta1": 0.95,
+                                            "optim.lion_beta2": 0.97}, ""),
     ("--optimizer muon --muon-fp32-matmul-prec high",
      {"optim.optimizer": "muon", "optim.muon_momentum": 0.9, "optim.muon_nesterov": False,
       "optim.muon_extra_scale_factor": 1.0, "optim.muon_fp32_matmul_prec": "highest"}, "not those of"),
@@ -404,7 +406,7 @@ def test_all_that_is_wrong_is_told_at_once():
     messages = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
         "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
-        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft "
+        "--position-embedding-type relative --optimizer soap --num 3 --swiglu yes --frobnicate 7 --split --sft "
         "--seed -3"
     )
     for words in (
@@ -417,7 +419,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "--fp8-recipe custom is refused: there are delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is refused",
-        "--optimizer lion is refused: there are adam, sgd",
+        "--optimizer soap is refused: there are adam, sgd",
         "--num could be --num-layers",
         "--swiglu is yes: it takes no value",
         "there is no flag --frobnicate",

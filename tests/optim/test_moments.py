@@ -16,8 +16,7 @@ from megalith.optim.moments import (
     block_size_for,
     dynamic_code,
 )
-from megalith.optim.optimizer import Placement, TrainedParameter
-from megalith.planner.memory import moment_bytes
+from megalith.optim.optimizer import Placement, TrainedParameter, state_bytes
 
 NAME, SHAPE = "layers.0.weight", (24, 512)
 WHOLE = [((0, 0), SHAPE)]
@@ -204,9 +203,9 @@ def test_a_part_of_a_block_is_refused_with_its_sizes():
 def test_the_planner_counts_what_llamas_matrices_take():
     shapes = [(128256, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     for dtype in REDUCED:
-        each, ends = moment_bytes(config_for(dtype))
+        each, ends = state_bytes(config_for(dtype))
         for shape in shapes:
             weight = torch.empty(shape, device="meta")
             moments = [Moment.zeros(weight, dtype, block_size_for(shape), signed) for signed in (True, False)]
             assert sum(moment.nbytes for moment in moments) == each * weight.numel() and each == ends
-    assert moment_bytes(OptimConfig()) == (8, 8) and moment_bytes(OptimConfig(optimizer="muon")) == (4, 8)
+    assert state_bytes(OptimConfig()) == (8, 8) and state_bytes(OptimConfig(optimizer="muon")) == (4, 8)

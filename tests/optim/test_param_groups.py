@@ -126,6 +126,12 @@ def test_groups_come_from_run_files_and_the_command_line_and_stay_in_checkpoints
         RunConfig.load(None, ["--optim.param_groups", "[{pattern: a, lr_mul: 1}]"])
 
 
+def test_settings_of_a_groups_optimizer_are_read():
+    settings = ["--optim.param_groups", "[{pattern: a, optimizer: lion}]", "--optim.lion_beta1", "0.8"]
+    assert "lion_beta1" not in RunConfig.load(None, settings).optim.unread()
+    assert "lion_beta1" in RunConfig.load(None, settings[2:]).optim.unread()
+
+
 def test_a_glob_matches_full_names_and_a_regular_expression_any_part():
     assert matches("layers.*.weight", "layers.0.mlp.weight") and not matches("mlp", "layers.0.mlp.weight")
     assert matches("re:mlp", "layers.0.mlp.weight") and not matches("re:^mlp", "layers.0.mlp.weight")

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megalith.bridge.family import VOCABULARY, Group
+from megalith.bridge.family import Group
 from megalith.bridge.megatron.megatron_names import (
     EXPERT,
     extra_states,
@@ -51,6 +51,7 @@ from megalith.bridge.megatron.megatron_names import (
 )
 from megalith.bridge.transfer import to_theirs
 from megalith.config import ModelConfig
+from megalith.models.vocabulary import VOCABULARY
 
 Read = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Reader of a box of a tensor in float32: (part, name, offset, shape); part is "model" or an optimizer state."""

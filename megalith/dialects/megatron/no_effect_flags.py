@@ -244,9 +244,6 @@ BY_REASON = {
         --megatron-fsdp-version=int --no-strict-fsdp-dtensor-load --suggested-communication-unit-size=int
         --torch-fsdp2-no-reshard-after-forward
     """,
-    "it is read only with --optimizer lion, which is refused": """
-        --lion-beta1=float --lion-beta2=float
-    """,
     "the flags always determine the schedule; on a resume, differences from the checkpoint are logged": """
         --override-opt_param-scheduler --override-opt-param-scheduler
     """,
