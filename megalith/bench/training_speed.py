@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,7 @@ def environment() -> dict[str, Any]:
         ["git", "-C", folder, "log", "-1", "--format=%h", "--", "."], capture_output=True, text=True
     )
     return {
+        "launch_us": host_launch() if torch.cuda.is_available() else None,
         "megalith": megalith.__version__,
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
@@ -405,6 +407,14 @@ def environment() -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "date": datetime.now().isoformat(timespec="seconds"),
     }
+
+
+@cache
+def host_launch() -> float | None:
+    """Return the host's microseconds per kernel launch, measured by another process so that this one uses no GPU."""
+    program = "from megalith.hardware import launch_microseconds; print(launch_microseconds('cuda:0'))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return round(float(result.stdout), 2) if result.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalith.compat.torch_operators import scaled_mm
-from megalith.hardware import GIGA, TERA, local_device_info
+from megalith.hardware import GIGA, TERA, launch_microseconds, local_device_info
 from megalith.planner.rates import WIRING, Rates, Wiring
 from megalith.planner.topology import NVLINK, PCIE
 from megalith.progress import Progress
@@ -75,7 +75,7 @@ def _measured(bench: _Bench) -> Rates:
         attention=attention,
         memory=bench.copy(),
         collectives=list(bench.collectives()),
-        launch=bench.launch(),
+        launch=launch_microseconds(bench.device),
         host_link=down,
         host_adam=adam,
         wiring=_wiring(kind.name, kind.memory_bytes, device),
@@ -169,17 +169,6 @@ class _Bench:
         x = self.random(2**28 if self.cuda else 2**20)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.time(lambda: y.copy_(x)) / GIGA
-
-    def launch(self) -> float:
-        """Return the host's microseconds per small operator."""
-        x, count = self.random(8), 1000
-        self.time(lambda: x.add_(1))
-        began = time.perf_counter()
-        for _ in range(count):
-            x.add_(1)
-        taken = time.perf_counter() - began
-        self._wait()
-        return 1e6 * taken / count
 
     def host_link(self) -> float:
         if not self.cuda:

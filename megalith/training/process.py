@@ -16,7 +16,7 @@ from megalith.compat.dynamo import raise_recompile_limit
 from megalith.config import RunConfig
 from megalith.config.rules.auto_settings import Machine
 from megalith.errors import ConfigError
-from megalith.hardware import pick_device
+from megalith.hardware import launch_microseconds, pick_device
 from megalith.launch.parent import boot_id
 from megalith.ops import kernels
 from megalith.parallel.apply import compiles
@@ -98,17 +98,28 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
 def detect_machine(config: RunConfig, device: torch.device) -> Machine:
     """Describe the hardware of the job, identically on all ranks. Collective if there are several."""
     compiled = device.type == "cuda" and compiles(config, device)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory, launch = 0, 0.0
+    if device.type == "cuda":
+        memory, launch = torch.cuda.get_device_properties(device).total_memory, launch_microseconds(device)
     if not dist.is_initialized():
-        return Machine(compiled=compiled, memory=memory)
+        return Machine(compiled=compiled, memory=memory, launch=launch)
     host = zlib.crc32(f"{socket.gethostname()} {boot_id()}".encode())  # containers can share a host name
-    local = torch.tensor([host, _obstacle_of_nvlink(device), memory], device=device)
+    nanoseconds = round(1000 * launch)
+    local = torch.tensor([host, _obstacle_of_nvlink(device), memory, nanoseconds], device=device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
-    hosts, obstacles, memories = torch.stack(gathered, 1).tolist()
+    hosts, obstacles, memories, launches = torch.stack(gathered, 1).tolist()
     per_host = math.gcd(*(len(list(run)) for _, run in itertools.groupby(hosts)))
     worst = max(obstacles)
-    return Machine(per_host, compiled, not worst, min(memories), len(hosts), no_nvlink=OBSTACLES[worst])
+    return Machine(
+        per_host,
+        compiled,
+        not worst,
+        min(memories),
+        len(hosts),
+        no_nvlink=OBSTACLES[worst],
+        launch=max(launches) / 1000,
+    )
 
 
 OBSTACLES = (

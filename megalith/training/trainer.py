@@ -16,7 +16,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.comm.collectives import any_rank
 from megalith.config import CheckpointConfig, RunConfig, require_run_config
-from megalith.config.rules.notes import offload_notes, overlap_notes
+from megalith.config.rules.notes import host_notes, offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
 from megalith.errors import ConfigError, printable
@@ -98,7 +98,7 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         if process.is_first and task is None:
             notes += micro_batch_notes(config, process.world_size, machine)
         config, chosen = with_auto(config, process.world_size, machine)
-        notes += chosen + overlap_notes(config, compiles(config, device))
+        notes += chosen + overlap_notes(config, compiles(config, device)) + host_notes(config, machine)
         if machine.memory and writes:
             notes += memory_warnings(build_layout(config, process.world_size), machine.memory)
         mesh = build_mesh(

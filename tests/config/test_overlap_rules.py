@@ -6,7 +6,7 @@ import pytest
 from gpt2_runs import run
 
 from megalith.config.rules.auto_settings import Machine, resolve_auto
-from megalith.config.rules.notes import overlap_notes
+from megalith.config.rules.notes import host_notes, overlap_notes
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
@@ -79,3 +79,19 @@ def test_a_note_says_where_copy_engines_have_nothing_to_move(parallel, sentence)
 )
 def test_there_is_no_note_where_copy_engines_have_something_to_move_or_an_axis_one_rank(parallel):
     assert overlap_notes(run(parallel | ENGINES), compiled=True) == []
+
+
+def test_a_slow_host_is_noted_and_changes_no_choice():
+    machine = dict(ranks_per_host=8, compiled=True, nvlink=True, ranks=8)
+    slow, fast = Machine(**machine, launch=9.8), Machine(**machine, launch=5.6)
+    overlapped = run(TP2)
+    assert host_notes(overlapped, fast) == []
+    (note,) = host_notes(overlapped, slow)
+    assert "takes 9.8 µs to launch a kernel" in note and note.endswith(
+        "compare parallel.tp_comm_overlap false"
+    )
+    (note,) = host_notes(run({}), slow)
+    assert "tp_comm_overlap" not in note
+    assert resolve_auto(run({"tensor_model_parallel_size": 2}), slow) == resolve_auto(
+        run({"tensor_model_parallel_size": 2}), fast
+    )

@@ -31,6 +31,11 @@ class Machine:
     """FLOPs of a layer's forward and backward pass of a micro-batch below which the host launches halves too slowly."""
     no_nvlink: str = "no NVLink"
     """Reason for `nvlink` being False."""
+    launch: float = 0.0
+    """Microseconds that the slowest rank's host takes to launch a small kernel; 0: not measured.
+
+    No choice depends on it: it varies between starts, and a run must resume with the same choices.
+    """
 
 
 def resolve_auto(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from megalith.config.base import Section
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS
 from megalith.config.rl import RlConfig
+from megalith.config.rules.auto_settings import Machine
 from megalith.config.run import RunConfig
 
+SLOW_LAUNCH = 8.0  # microseconds; 2 to 6 on the machines of benchmarks/RESULTS.md
 GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
     "advantage_baseline": (),
     "scale_rewards": ("grpo_passk",),
@@ -88,3 +90,14 @@ def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
             f"{parallel.resolved_cp_comm_type} does not; choose a2a or a2a+p2p if the heads divide"
         )
     return notes
+
+
+def host_notes(config: RunConfig, machine: Machine) -> list[str]:
+    """Return a note if the host launches kernels so slowly that layers with short kernels may wait for it."""
+    if machine.launch < SLOW_LAUNCH:
+        return []
+    compare = ", and compare parallel.tp_comm_overlap false" if config.parallel.overlaps else ""
+    return [
+        f"the slowest rank's host takes {machine.launch:.1f} µs to launch a kernel (2 to 6 are usual), so layers with "
+        f"short kernels wait for it; raise train.micro_batch_size if memory allows{compare}"
+    ]
