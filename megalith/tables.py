@@ -6,12 +6,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from textwrap import fill
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from megalith.errors import LINES, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDTH = 100  # columns in a file or a pipe, and the maximum on a terminal
 MIN_WIDTH = 20  # columns that lines are wrapped for
@@ -34,6 +34,8 @@ def render(table: Table) -> str:
 
 def render_lines(table: Table) -> tuple[list[str], list[str]]:
     """Return the lines of the heading and those of the rows, as in `render`."""
+    from rich.console import Console
+
     console = Console(width=WIDTH, force_terminal=False, color_system=None)
     width = columns()
     if width < WIDTH and console.measure(table).maximum > width:
@@ -82,6 +84,9 @@ def wrap_paragraph(text: str) -> str:
 
 def plain_table(*headings: str, left: int = 1) -> Table:
     """Return a table without borders. The first `left` columns are aligned left, the others right."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < left else "right", overflow="fold")
