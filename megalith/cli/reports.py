@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megalith.cli.parser import Arguments
@@ -78,10 +80,23 @@ def _write(output: str | Path, write: Callable[[], Path]) -> int:
             "local file and copy it there"
         )
     try:
-        print(printable(write()))
+        with _without_garbage_collection():
+            print(printable(write()))
     except OSError as error:
         raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return 0
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would traverse a long run's records over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def config_schema(args: Arguments) -> int:

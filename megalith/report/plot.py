@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 DASHES = (0, (4, 4))
 MAX_POINTS = 3000  # of a smoothed curve, twice the width of the picture
-MAX_DRAWN = (
-    12_000  # of any other curve: at least two intervals of `downsample` per pixel, so that none is missed
-)
+MAX_DRAWN = 12_000  # of the loss: two intervals of `downsample` per pixel, so that no spike is missed
+MAX_DRAWN_SMALL = 4000  # of a small chart, likewise
 PANELS = (
     ("lr", "learning rate", 1.4),
     ("grad_norm", "gradient norm, before clipping", 0.8),
@@ -130,7 +129,7 @@ def _draw_losses(axes: Axes, runs: Sequence[RunFiles]) -> None:
 
 def _draw_metric(axes: Axes, runs: Sequence[RunFiles], key: str, **style: Any) -> None:
     for n, run in enumerate(runs):
-        axes.plot(*_xy(downsample(run.curve(key), MAX_DRAWN)), color=COLOURS[n % len(COLOURS)], **style)
+        axes.plot(*_xy(downsample(run.curve(key), MAX_DRAWN_SMALL)), color=COLOURS[n % len(COLOURS)], **style)
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -5,6 +5,7 @@ Values are finite floats that can be drawn. Anything else in the place of a numb
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megalith.errors import DataError, MegalithError
 from megalith.parallel.pipeline.timeline import Timeline, read_timeline
@@ -31,6 +31,7 @@ from megalith.report.metrics import (
 )
 
 MAX_VALUE = 1e150  # larger values are ignored: their sums and differences could overflow
+NUMBERS = {float, int, type(None)}  # NumPy converts them as `to_float` does; bool is another type
 TAIL_BYTES = 2 * 2**20  # read from the end of a file of which the newest lines are shown
 Record = dict[str, Any]
 
@@ -50,11 +51,12 @@ def metric_points(records: Sequence[Record], key: str) -> np.ndarray:
 def _column(records: Sequence[Record], key: str) -> np.ndarray:
     """Return the values of a key, NaN where `to_float` returns None."""
     values = [record.get(key) for record in records]
-    if not set(map(type, values)) <= {float}:
-        values = list(map(to_float, values))
-    column = np.array(values, np.float64)
-    column[~(np.abs(column) < MAX_VALUE)] = np.nan
-    return column
+    if set(map(type, values)) <= NUMBERS:
+        with contextlib.suppress(OverflowError):  # an integer beyond float64
+            column = np.array(values, np.float64)  # None becomes NaN
+            column[~(np.abs(column) < MAX_VALUE)] = np.nan
+            return column
+    return np.array(list(map(to_float, values)), np.float64)
 
 
 def _points(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -98,7 +100,8 @@ class RunFiles:
 
     def nonzero_steps(self, key: str) -> list[float]:
         """Return the steps at which a metric is not 0."""
-        return [step for step, value in self.curve(key).tolist() if value]
+        steps, values = self.curve(key).T
+        return steps[values != 0].tolist()
 
     @cached_property
     def _step_column(self) -> np.ndarray:
@@ -206,9 +209,9 @@ def run_names(folders: Sequence[str | Path]) -> list[str]:
 
 def run_settings(folder: Path | StorePath) -> dict[str, str]:
     """Return `section.key` → value of a run's config.yaml; empty if it cannot be read."""
-    from megalith.config.yaml_loader import (
-        parse_yaml,  # imports the configuration, which `plot` does not need
-    )
+    import yaml  # it and the configuration are not needed by `plot`
+
+    from megalith.config.yaml_loader import parse_yaml
 
     try:
         tree = parse_yaml(_text(folder / "config.yaml"))

@@ -1,5 +1,6 @@
 """The plots show what the run wrote: a PNG from one or several folders, and a curve drawn with text."""
 
+import gc
 import json
 import math
 import warnings
@@ -9,11 +10,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from megalith.cli.main import main
 from megalith.errors import DataError
+from megalith.report import run_files
 from megalith.report.charts import smooth
 from megalith.report.metrics import MetricsWriter, StepMetrics
 from megalith.report.plot import plot_run
-from megalith.report.run_files import open_runs
+from megalith.report.run_files import open_runs, to_float
 from megalith.report.text_curve import text_curve
 
 
@@ -127,9 +130,34 @@ def test_a_long_run_is_parsed_in_chunks_and_drawn_with_a_bounded_number_of_point
     )
     plot_run(tmp_path, tmp_path / "run.png")
     assert len(parsed) < 100
-    assert len(drawn) == 5 and max(len(x) for x, _ in drawn) <= 12_004
+    loss, smoothed, *small = [len(x) for x, _ in drawn]
+    assert loss <= 12_004 and smoothed <= 3000 and len(small) == 3 and max(small) <= 4004
     x, y = drawn[3]  # the gradient norm
     assert y[x.index(19_999)] == 9.0
+
+
+def test_numbers_are_converted_together_and_other_values_one_by_one(monkeypatch):
+    numbers, others = (
+        [1, 2.5, None, math.nan, -math.inf, 10**200, -3],
+        [True, "7", [], 10**400, 4, 1e-3, None],
+    )
+    converted = []
+    monkeypatch.setattr(run_files, "to_float", lambda value: converted.append(value) or to_float(value))
+    for values, expected in ((numbers, []), (others, others), ([10**400, 1], [10**400, 1])):
+        records = [{"step": step, "loss": value} for step, value in enumerate(values)]
+        points = run_files.metric_points(records, "loss").tolist()
+        assert converted == expected
+        assert points == [
+            [step, n] for step, value in enumerate(values) if (n := to_float(value)) is not None
+        ]
+        converted.clear()
+
+
+def test_the_command_plots_without_garbage_collection(tmp_path, monkeypatch):
+    enabled = []
+    monkeypatch.setattr("megalith.report.plot.save_png", lambda figure, path: enabled.append(gc.isenabled()))
+    assert main(["plot", str(_run(tmp_path / "run"))]) == 0
+    assert enabled == [False] and gc.isenabled()
 
 
 def test_folder_without_metrics_is_a_sentence(tmp_path):
