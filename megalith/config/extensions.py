@@ -14,6 +14,11 @@ LOSSES: dict[str, str] = {  # rl.loss_type
     "dr_grpo": "megalith.rl.losses.dr_grpo:DrGrpo",
     "luspo": "megalith.rl.losses.luspo:Luspo",
     "cispo": "megalith.rl.losses.cispo:Cispo",
+    "sapo": "megalith.rl.losses.sapo:Sapo",
+    "vespo": "megalith.rl.losses.vespo:Vespo",
+    "gmpo": "megalith.rl.losses.gmpo:Gmpo",
+    "gpg": "megalith.rl.losses.gpg:Gpg",
+    "token_sum": "megalith.rl.losses.token_sum:TokenSum",
 }
 ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "group": "megalith.rl.advantage_estimators.group:group_relative",
@@ -21,7 +26,7 @@ ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "reinforce_plus_plus": "megalith.rl.advantage_estimators.reinforce_plus_plus:reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "megalith.rl.advantage_estimators.reinforce_plus_plus:reinforce_plus_plus_baseline",
     "opo": "megalith.rl.advantage_estimators.opo:opo",
-    "gpg": "megalith.rl.advantage_estimators.gpg:gpg",
+    "gpg": "megalith.rl.advantage_estimators.gpg_advantage:gpg",
     "grpo_passk": "megalith.rl.advantage_estimators.grpo_passk:grpo_passk",
     "gdpo": "megalith.rl.advantage_estimators.gdpo:gdpo",
 }

@@ -339,8 +339,10 @@ class RlConfig(Section):
 
     loss_type: str = "dapo"
     """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), or a
-    constant divisor (dr_grpo). cispo weights log-probabilities by a capped ratio without a gradient, instead
-    of PPO's clip. Or path.py:object, your own loss."""
+    constant divisor (dr_grpo), or the sum over tokens (token_sum). Instead of PPO's clip, cispo weights
+    log-probabilities by a capped ratio, vespo by a smooth function of the sequence's ratio, and gpg not at all
+    (means over tokens); sapo has a sigmoid, gmpo the geometric mean of a sequence's clipped ratios (means of
+    sequences). Or path.py:object, your own loss."""
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
@@ -360,6 +362,28 @@ class RlConfig(Section):
         NonNegativeFloat | None, RequiresSetting("loss_type", "cispo", strict=True)
     ] = None
     """Minimum ratio with cispo: 1 − clip_ratio_low of verl and NeMo-RL. Default: none, as in TRL."""
+
+    sapo_temperature_pos: Annotated[PositiveFloat, RequiresSetting("loss_type", "sapo")] = 1.0
+    """τ of sapo for positive advantages: larger lets the gate fall faster away from a ratio of 1."""
+
+    sapo_temperature_neg: Annotated[PositiveFloat, RequiresSetting("loss_type", "sapo")] = 1.05
+    """τ of sapo for the other advantages."""
+
+    vespo_k_pos: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 2.0
+    """k in vespo's weight w^k · exp(λ · (1 − w)) for advantages of at least 0."""
+
+    vespo_lambda_pos: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 3.0
+    """λ in vespo's weight for advantages of at least 0."""
+
+    vespo_k_neg: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 3.0
+    """k in vespo's weight for negative advantages."""
+
+    vespo_lambda_neg: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 2.0
+    """λ in vespo's weight for negative advantages."""
+
+    off_policy_mask_threshold: NonNegativeFloat | None = None
+    """Exclude sequences with a negative advantage from the policy loss if the mean over their tokens of
+    log π_rollout − log π is larger (DeepSeek-V3.2). Default: none."""
 
     delta: PositiveFloat | None = None
     """Cap of the ratio in the unclipped branch (INTELLECT-2). It must exceed 1 + epsilon_high."""

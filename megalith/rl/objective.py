@@ -20,6 +20,7 @@ from torch import Tensor
 from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
 from megalith.rl.losses.grpo_loss import load_loss
+from megalith.rl.losses.sequence_loss import SequenceLoss
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
@@ -97,6 +98,19 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     return torch.where(in_bounds, weights, 0.0)
 
 
+def off_policy_mask(
+    rl: RlConfig, logprobs: Tensor, sampling: Tensor, advantages: Tensor, sequences: Sequences
+) -> Tensor:
+    """Return 0 for tokens of sequences that rl.off_policy_mask_threshold excludes, otherwise 1, [batch, seq].
+
+    Excluded are sequences with A < 0 whose mean of log π_sampling − log π is larger (DeepSeek-V3.2). `sampling` are the
+    log-probabilities of the engine; NaN counts as equal.
+    """
+    gap = sequences.means((sampling - logprobs.detach()).nan_to_num(nan=0.0))
+    keeps = (advantages >= 0) | (sequences.per_token(gap) <= rl.off_policy_mask_threshold)
+    return keeps.to(logprobs.dtype)
+
+
 def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """Return a micro-batch's contribution to the denominator of the step's loss, a float64 scalar.
 
@@ -110,9 +124,10 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
 def entropy_weight(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     """Return the weight of a token's entropy in the numerator of a step's loss, a float64 scalar.
 
-    Divided by the step's divisor, the weighted sum is the mean over the tokens.
+    Divided by the step's divisor, the weighted sum is the mean over the tokens. A divisor of 0 counts as 1.
     """
-    return divisor(rl, sequence_tokens) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
+    total = divisor(rl, sequence_tokens)
+    return torch.where(total > 0, total, 1.0) / sequence_tokens.sum(dtype=torch.float64).clamp(min=1)
 
 
 class PolicyLoss(SummedLoss):
@@ -134,15 +149,17 @@ class PolicyLoss(SummedLoss):
     def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
         """Return the per-token inputs of `token_losses`, or None if the loss needs sums over sequences first.
 
-        Those are GSPO's ratio, and sequence-level mismatch weights when the old policy is the trained one.
+        Those are GSPO's ratio, losses over sequences, off-policy masks, and sequence-level mismatch weights when the
+        old policy is the trained one.
         """
-        terms, sequences = self._terms(batch), Sequences.from_batch(batch)
-        if self.rl.importance_sampling_level == "sequence":
+        rl, terms, sequences = self.rl, self._terms(batch), Sequences.from_batch(batch)
+        needs_sums = isinstance(self._loss, SequenceLoss) or rl.off_policy_mask_threshold is not None
+        if rl.importance_sampling_level == "sequence" or needs_sums:
             return None
-        if "rollout" in terms and not self.rl.mismatch_mode.startswith("token"):
+        if "rollout" in terms and not rl.mismatch_mode.startswith("token"):
             if "old" not in terms:
                 return None
-            terms["mismatch"] = mismatch_weights(self.rl, terms["old"], terms.pop("rollout"), sequences)
+            terms["mismatch"] = mismatch_weights(rl, terms["old"], terms.pop("rollout"), sequences)
         return terms
 
     def token_losses(
@@ -154,11 +171,19 @@ class PolicyLoss(SummedLoss):
     ) -> Tensor:
         rl, logprobs = self.rl, torch.where(tokens["mask"], logprobs, 0.0)
         old, mismatch = _old_logprobs(logprobs, tokens), tokens.get("mismatch")
-        ratio = log_ratio(rl, logprobs, old, sequences).exp()
-        losses = self._loss.token_losses(rl, ratio, logprobs, tokens["advantages"])
+        log_ratios = log_ratio(rl, logprobs, old, sequences)
+        ratio, advantages = log_ratios.exp(), tokens["advantages"]
         if "rollout" in tokens:
             mismatch = mismatch_weights(rl, old, tokens["rollout"], sequences)
-        losses = losses if mismatch is None else losses * mismatch
+        if isinstance(self._loss, SequenceLoss):
+            losses = self._loss.sequence_losses(rl, log_ratios, logprobs, advantages, mismatch, sequences)
+        else:
+            losses = self._loss.token_losses(rl, ratio, logprobs, advantages)
+            losses = losses if mismatch is None else losses * mismatch
+        if rl.off_policy_mask_threshold is not None:
+            losses = losses * off_policy_mask(
+                rl, logprobs, tokens.get("sampling", old), advantages, sequences
+            )
         if rl.beta:
             losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
         losses = losses * tokens["weights"]
@@ -184,6 +209,7 @@ class PolicyLoss(SummedLoss):
         terms = {"old": old, "reference": batch.reference_logprobs if rl.beta else None}
         terms["rollout"] = rollout if rl.mismatch_mode else None
         terms["proximal_weight"] = batch.proximal_weight
+        terms["sampling"] = rollout if rl.off_policy_mask_threshold is not None else None
         terms = {name: sequences.masked(x) for name, x in terms.items() if x is not None}
         weights = self._loss.token_weights(rl, sequences, batch.advantages.dtype)
         if rl.entropy_coef:

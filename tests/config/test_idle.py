@@ -164,6 +164,10 @@ READ_WITH = {
         ("rl.overlong_penalty_factor=2", "rl.overlong_buffer_len=9 rl.rollouts=a"),
     "rl.vllm_importance_sampling_correction true":
         ("rl.vllm_importance_sampling_clip_max=2", "rl.vllm_importance_sampling_correction=true rl.rollouts=a"),
+    "rl.loss_type sapo":
+        ("rl.sapo_temperature_pos=2", "rl.loss_type=sapo"),
+    "rl.loss_type vespo":
+        ("rl.vespo_k_neg=2", "rl.loss_type=vespo"),
     "rl.use_decoupled_loss true":
         ("rl.behav_imp_weight_cap=5", "rl.use_decoupled_loss=true rl.rollouts=a"),
 }  # fmt: skip

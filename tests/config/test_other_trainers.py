@@ -85,6 +85,13 @@ rl.loss_mode                             cispo                  rl.cispo_ratio_m
 rl.policy_loss                           cispo                  rl.loss_type                           cispo
 rl.policy_loss                           {"loss_mode":"gspo"}     rl.loss_type                           grpo
 rl.policy_loss                           vanilla                rl.clip_ratio_c                        3.0
+rl.policy_loss                           sapo                   rl.loss_type                           sapo
+rl.loss_mode                             gpg                    rl.loss_type                           gpg
+rl.loss_mode                             geo_mean               rl.loss_type                           gmpo
+rl.loss_mode                             geo_mean               rl.clip_ratio_c                        null
+rl.tau_pos                               2.0                    rl.sapo_temperature_pos                2.0
+rl.tau_neg                               2.0                    rl.sapo_temperature_neg                2.0
+rl.loss_agg_mode                         token-sum              rl.loss_type                           token_sum
 rl.use_cispo                             true                   rl.loss_type                           cispo
 rl.use_cispo                             true                   rl.clip_ratio_c                        null
 rl.use_cispo                             false                  rl.loss_type                           dapo
@@ -175,8 +182,8 @@ REFUSED = [
     ("reference_policy_kl_type", "low_var_kl", "'low_var_kl': one of k1, k2, k3 is needed"),
     ("adv_estimator", "gae", "'gae': one of grpo, grpo_vectorized, rloo, .* is needed"),
     ("adv_estimator", 3, "rl.adv_estimator is 3: one of grpo, "),
-    ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo, cispo is needed"),
-    ("policy_loss", "geo_mean", "'geo_mean': one of vanilla, gspo, cispo is needed"),
+    ("loss_mode", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
+    ("policy_loss", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
     ("policy_loss", {"loss_mode": "gspo", "clip_cov_lb": 2.0}, "rl.policy_loss.clip_cov_lb is 2.0, which only"),
     ("use_kl_in_reward", True, "rl.use_kl_in_reward is True, which is not supported: the KL is a part of the loss"),
     ("disable_ppo_ratio", True, "there is no loss without the ratio"),
@@ -191,7 +198,7 @@ REFUSED = [
     ("vllm_mode", "ray", "rl.vllm_mode is 'ray' and rl.engine_url None: server has an address, colocate none"),
     ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
-    ("loss_type", "sapo", "'sapo': write a built-in name or path.py:object"),
+    ("loss_type", "dppo", "'dppo': write a built-in name or path.py:object"),
     ("max_num_gen_batches", 0, "is 0, which means no limit elsewhere; set rl.max_resamples"),
     ("filter_groups", {"enable": True}, "rl.filter_zero_std is .*: true or false is needed"),
     ("norm_adv_by_std_in_grpo", "true", "rl.norm_adv_by_std_in_grpo is 'true': true or false is needed"),

@@ -170,7 +170,7 @@ def nemo(batch: Padded, *, low=0.2, high=0.2, c=None, kl=0.0, kl_type="k3", in_c
     return loss
 
 
-def ours(batch: Padded, settings: dict) -> Tensor:
+def ours(batch: Padded, settings: dict, denominator: float | None = None) -> Tensor:
     """By a run file with these settings of the section rl."""
     rl = RunConfig.from_tree({"rl": {"rollouts": "x", "max_completion_length": 7} | settings}).rl
 
@@ -183,7 +183,8 @@ def ours(batch: Padded, settings: dict) -> Tensor:
                         batch.mask.sum(-1), packed(batch.rollout), packed(batch.old), packed(batch.reference),
                         )  # fmt: skip
     loss = PolicyLoss(rl)
-    return loss(packed(batch.logprobs), packed(batch.entropy), rows) / loss.denominator(rows)
+    divisor = loss.denominator(rows) if denominator is None else denominator
+    return loss(packed(batch.logprobs), packed(batch.entropy), rows) / divisor
 
 
 PLAIN = {"vllm_importance_sampling_correction": False}

@@ -16,6 +16,10 @@ from megalith.config.rules.auto_settings import Machine
 from megalith.config.run import RunConfig
 
 SLOW_LAUNCH = 8.0  # microseconds; 2 to 6 on the machines of benchmarks/RESULTS.md
+
+UNCLIPPED = ("sapo", "vespo", "gpg")
+"""Values of rl.loss_type that read neither epsilon nor epsilon_high."""
+
 GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
     "advantage_baseline": (),
     "scale_rewards": ("grpo_passk",),
@@ -28,7 +32,19 @@ GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
 def idle_notes(config: RunConfig) -> list[str]:
     """Return a note for each setting with a non-default value that this run does not read."""
     notes = [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
-    return notes + _estimator_notes(config)
+    return notes + _estimator_notes(config) + _clip_notes(config)
+
+
+def _clip_notes(config: RunConfig) -> list[str]:
+    """Return notes on the bounds of a clip that the built-in loss does not have."""
+    rl = config.rl
+    if not rl.prompts_or_rollouts or rl.loss_type not in UNCLIPPED:
+        return []
+    return [
+        f"rl.{name} {getattr(rl, name)} has no effect: rl.loss_type {rl.loss_type} does not read it"
+        for name in ("epsilon", "epsilon_high")
+        if getattr(rl, name) != RlConfig.model_fields[name].default
+    ]
 
 
 def _estimator_notes(config: RunConfig) -> list[str]:

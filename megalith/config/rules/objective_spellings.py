@@ -46,12 +46,21 @@ KL_COEFFICIENT = 0.001  # verl's kl_loss_coef
 KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}  # verl's k3 and NeMo-RL
 PER_SEQUENCE = "seq-mean-token-mean"
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-LOSS_MODES = ("vanilla", "gspo", "cispo")
+LOSS_MODES = {  # verl's name → rl.loss_type
+    "vanilla": "dapo",
+    "gspo": "grpo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "gpg",
+    "geo_mean": "gmpo",
+}
+TOKEN_MEANS, SEQUENCE_MEANS = ("cispo", "gpg"), ("sapo",)  # values of rl.loss_type
 AGGREGATIONS = {
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",
+    "token-sum": "token_sum",
 }
 ESTIMATORS = {  # verl's adv_estimator without a critic
     "grpo": "group",
@@ -79,6 +88,9 @@ NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its def
 
 def _is_cispo(rl: Rl) -> bool:
     return rl.get("loss_type") == "cispo"
+
+
+WITHOUT_CLIP = ("cispo", "sapo", "vespo", "gpg", "gmpo")  # values of rl.loss_type
 
 
 def _is_per_sequence(rl: Rl) -> bool:
@@ -115,14 +127,16 @@ def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
             f"rl.clip_ratio_c is {rl['clip_ratio_c']}, but the loss is {mode}, which has no dual clip in verl; leave "
             "clip_ratio_c out"
         )
-    if mode == "cispo":
-        return {"importance_sampling_level": "token", "loss_type": "cispo", "clip_ratio_c": None}
+    if mode not in ("gspo", "sapo"):
+        return {"importance_sampling_level": "token", "loss_type": LOSS_MODES[mode], "clip_ratio_c": None}
     if (aggregation := rl.get("loss_agg_mode", PER_SEQUENCE)) != PER_SEQUENCE:
+        also = "rl.importance_sampling_level: sequence and " if mode == "gspo" else ""
         raise ConfigError(
-            f"rl.loss_agg_mode is {aggregation!r} and the loss gspo; verl up to 0.8 ignores loss_agg_mode for gspo and "
-            f"uses {PER_SEQUENCE}, verl 0.9 does not; leave it out, or set rl.importance_sampling_level: sequence and "
-            "rl.loss_type instead of both"
+            f"rl.loss_agg_mode is {aggregation!r} and the loss {mode}; verl up to 0.8 ignores loss_agg_mode for {mode} "
+            f"and uses {PER_SEQUENCE}, verl 0.9 does not; leave it out, or set {also}rl.loss_type instead of both"
         )
+    if mode == "sapo":
+        return {"importance_sampling_level": "token", "loss_type": "sapo", "clip_ratio_c": None}
     if rl.get("rollout_is") == "token":
         raise ConfigError(
             "rl.rollout_is is token and the loss gspo: verl weights the gradient of each token, but here a sequence's "
@@ -142,7 +156,7 @@ def _cispo_bounds(value: Any, rl: Rl) -> dict[str, Any]:
 
 
 def _dual_clip(value: Any, rl: Rl) -> dict[str, Any]:
-    has_none = _is_cispo(rl) or _is_per_sequence(rl) or rl.get("delta") is not None
+    has_none = rl.get("loss_type") in WITHOUT_CLIP or _is_per_sequence(rl) or rl.get("delta") is not None
     return {} if has_none else {"clip_ratio_c": DUAL_CLIP}
 
 
@@ -156,8 +170,10 @@ def _use_cispo(value: bool, rl: Rl) -> dict[str, Any]:
 
 
 def _aggregation(mode: str, rl: Rl) -> dict[str, Any]:
-    is_mean_of_tokens = mode == "token-mean"
-    return {} if is_mean_of_tokens and _is_cispo(rl) else {"loss_type": AGGREGATIONS[mode]}
+    has_mean = rl.get("loss_type") in (TOKEN_MEANS if mode == "token-mean" else SEQUENCE_MEANS)
+    if (has_mean and mode in ("token-mean", PER_SEQUENCE)) or rl.get("loss_type") == "gmpo":
+        return {}
+    return {"loss_type": AGGREGATIONS[mode]}
 
 
 def _token_level_loss(value: bool, rl: Rl) -> dict[str, Any]:
@@ -356,7 +372,9 @@ def _force_on_policy(value: bool, rl: Rl) -> dict[str, Any]:
 OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # verl
     "rl.policy_loss":                             ObjectiveSpelling("rl.loss_type", None, _policy_loss, _loss_defaults, note="as rl.loss_mode, or a mapping with loss_mode"),
-    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", LOSS_MODES, _loss_mode, _loss_defaults, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides"),
+    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", tuple(LOSS_MODES), _loss_mode, _loss_defaults, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides; geo_mean: rl.loss_type gmpo; sapo, gpg: rl.loss_type of the same name"),
+    "rl.tau_pos":                                 ObjectiveSpelling("rl.sapo_temperature_pos", None, lambda value, rl: {"sapo_temperature_pos": value}),
+    "rl.tau_neg":                                 ObjectiveSpelling("rl.sapo_temperature_neg", None, lambda value, rl: {"sapo_temperature_neg": value}),
     # NeMo-RL
     "rl.use_cispo":                               ObjectiveSpelling("rl.loss_type", bool, _use_cispo, _cispo_bounds, note="cispo, clipped on both sides"),
     "rl.sequence_level_importance_ratios":        ObjectiveSpelling("rl.importance_sampling_level", bool, _sequence_ratios, _mean_of_sequences, note="true: sequence, with rl.loss_type grpo"),

@@ -369,26 +369,42 @@ def _check_prompts(config: RunConfig) -> None:
         )
 
 
+OTHER_RATIOS: dict[str, str | None] = {
+    "cispo": "caps each token's ratio",
+    "sapo": None,
+    "gpg": "has no ratio",
+    "gmpo": "clips each token's ratio before its mean over the sequence",
+    "vespo": "multiplies the ratios of a sequence",
+}
+"""Values of rl.loss_type without PPO's clip, and the reason against importance_sampling_level sequence, if any."""
+
+
 def _check_clips(config: RunConfig) -> None:
     rl = config.rl
     if rl.epsilon > 1:
         raise ConfigError(f"rl.epsilon is {rl.epsilon}, but a ratio is never below 0; choose at most 1")
-    if rl.delta is not None and rl.delta <= 1 + rl.upper_epsilon and rl.loss_type != "cispo":
+    if rl.delta is not None and rl.delta <= 1 + rl.upper_epsilon and rl.loss_type not in OTHER_RATIOS:
         raise ConfigError(
             f"rl.delta {rl.delta} is not above 1 + epsilon_high = {1 + rl.upper_epsilon}, so the clip would never "
             "count; raise it, or leave it out"
         )
-    if rl.loss_type == "cispo":
+    if rl.loss_type in OTHER_RATIOS:
         unread = {"delta": rl.delta, "clip_ratio_c": rl.clip_ratio_c}
         for name in (name for name, value in unread.items() if value is not None):
             raise ConfigError(
-                f"rl.{name} is {unread[name]}, but loss_type cispo has no clip of PPO's; leave it out"
+                f"rl.{name} is {unread[name]}, but loss_type {rl.loss_type} has no clip of PPO's; leave it out"
             )
-        if rl.importance_sampling_level == "sequence":
+        if rl.importance_sampling_level == "sequence" and (ratio := OTHER_RATIOS[rl.loss_type]):
             raise ConfigError(
-                "rl.importance_sampling_level is sequence, but cispo caps each token's ratio; use token"
+                f"rl.importance_sampling_level is sequence, but {rl.loss_type} {ratio}; use token"
             )
+    if rl.loss_type == "cispo":
         _check_cispo_bounds(rl)
+    if rl.loss_type == "vespo" and (mode := rl.mismatch_mode) and not mode.startswith("token"):
+        raise ConfigError(
+            f"rl.vllm_importance_sampling_mode is {mode}, but vespo multiplies the weights of a sequence's tokens; "
+            "choose token_truncate or token_mask"
+        )
     if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
         raise ConfigError(
             "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "

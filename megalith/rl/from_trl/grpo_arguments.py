@@ -115,7 +115,7 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these
     "fsdp": None, "fsdp_config": None, "full_determinism": False, "generation_kwargs": None, "greater_is_better": None,
     "ignore_data_skip": False, "label_names": None, "label_smoothing_factor": 0.0, "load_best_model_at_end": False,
     "log_completions_hub_repo": None, "max_tool_calling_iterations": None, "metric_for_best_model": None,
-    "neftune_noise_alpha": None, "off_policy_mask_threshold": None,
+    "neftune_noise_alpha": None,
     "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
     "push_to_hub": False, "remove_unused_columns": False, "repetition_penalty": 1.0,
     "restore_callback_states_from_checkpoint": False, "resume_from_checkpoint": None, "router_aux_loss_coef": None,
