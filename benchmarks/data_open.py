@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megalith.data.blend import normalize
 from megalith.data.dataset import GPTDataset
 from megalith.data.greedy import greedy_order
 from megalith.data.idx_format import CODES, HEADER, MAGIC, VERSION, chunks, file_pair
 from megalith.data.indexed import IndexedDataset
+from megalith.data.mixture import normalize
 
 MEAN_LENGTH = 1000  # tokens
 

@@ -48,6 +48,8 @@ COMMANDS: dict[str, Command] = {
                           "datasets:run_preprocess", "datasets:add_preprocess_arguments"),
     "data stats": Command("lengths, packing and sources of data, with histograms",
                           "datasets:run_data_stats", "datasets:add_data_stats_arguments"),
+    "data plan": Command("tokens and epochs of each source over a run",
+                         "datasets:run_data_plan", "datasets:add_data_plan_arguments"),
     "data show": Command("print samples as training would read them",
                          "datasets:run_data_show", "datasets:add_data_show_arguments"),
     "import-hf": Command("write a Hugging Face model as a checkpoint",

@@ -1,4 +1,4 @@
-"""`megalith corpus`, `tokenizer train`, `preprocess` and `data show`. Importing this file is cheap."""
+"""`megalith corpus`, `tokenizer train`, `preprocess` and `data stats|plan|show`. Importing this file is cheap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import time
 
 from megalith.cli.parser import Arguments
-from megalith.errors import ConfigError, printable
+from megalith.errors import LINES, ConfigError, printable
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,6 +322,22 @@ def run_data_stats(args: Arguments) -> int:
         }
         statistics = {"data": {"sources": datasets}}
     print(json.dumps(statistics) if args.json else run_statistics_text(statistics))
+    return 0
+
+
+def add_data_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print the samples, tokens and epochs of each training source over the run."
+    parser.add_argument("run_file", metavar="RUN.yaml", help="the run file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_data_plan(args: Arguments) -> int:
+    from megalith.config import RunConfig
+    from megalith.data.source_plan import plan_text
+    from megalith.training.run_data import RunData
+
+    plan = RunData(RunConfig.load(args.run_file)).plan()
+    print(json.dumps(plan) if args.json else printable(plan_text(plan, plan["steps"]), LINES))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
@@ -31,6 +31,23 @@ class DataConfig(Section):
 
     test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for the test after training."""
+
+    blend_schedule: Annotated[list[Any] | None, RequiresSetting("dataloader_type", "single", strict=True)] = (
+        None
+    )
+    """Weights of the training sources that change during the run: points `{samples: N, weights: [...]}` or `{tokens:
+    N, weights: [...]}`, each with the weights from there on. With `interpolation: linear`, weights move to them in a
+    straight line from the previous point."""
+
+    blend_temperature: PositiveFloat | None = None
+    """Weight training sources without weights by `tokens ** (1 / blend_temperature)`. 1: proportional to their tokens;
+    higher values make the weights more equal."""
+
+    max_epochs_per_source: Annotated[
+        PositiveFloat | None, RequiresSetting("model.model_type", "gpt", strict=True)
+    ] = None
+    """Maximum number of epochs over each training source. The weight of a source that would exceed it is lowered, and
+    the others take over. `max_epochs` of an entry of data_path takes precedence."""
 
     dataset: str | None = None
     """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function gets a DatasetRequest

@@ -1,9 +1,9 @@
 """The train, validation and test datasets of a run, from `data_path` and `split`.
 
 `data_path` is one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`, `[0.7,
-"a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`). Each dataset of a blend is built for its share
-of the samples plus 0.5 %; greedy.py determines which dataset provides each sample. Datasets without weights are
-weighted by their number of tokens.
+"a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3, max_epochs: 2}]`). Each dataset of a blend is built
+for its share of the samples plus 0.5 %; greedy.py determines which dataset provides each sample. Datasets without
+weights are weighted by their number of tokens. mixture.py has weights that change, and caps on epochs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from megalith.config.data import DataConfig
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
-from megalith.data.greedy import BLOCK, greedy_order
+from megalith.data.greedy import BLOCK, scheduled_order
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import MaskedLMDataset
+from megalith.data.mixture import (
+    BlendWeights,
+    Mixture,
+    MixtureSettings,
+    scheduled,
+    tempered,
+)
 from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
 
@@ -26,14 +34,19 @@ DataPath = str | Sequence[str | float | Mapping[str, object]]
 
 
 class BlendedDataset:
-    """`num_samples` samples from several datasets by weight (any positive numbers).
+    """`num_samples` samples from several datasets by weight (any positive numbers, or a Mixture).
 
     It uses one byte of memory per sample, or two from 257 datasets on.
     """
 
-    def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], num_samples: int) -> None:
-        self.datasets, self._weights = list(datasets), normalize(weights)
-        self._choices, self._counts = greedy_order(self._weights, num_samples)
+    def __init__(
+        self, datasets: Sequence[SampleDataset], weights: Sequence[float] | Mixture, num_samples: int
+    ) -> None:
+        if not isinstance(weights, Mixture):
+            weights = Mixture(BlendWeights.constant(weights))
+        self.datasets, self.mixture = list(datasets), weights
+        self.weights = weights.weights(num_samples)
+        self._choices, self._counts = scheduled_order(self.weights, num_samples)
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -42,9 +55,9 @@ class BlendedDataset:
         dataset, sample = self.locate(i)
         return self.datasets[dataset][sample]
 
-    def sample_counts(self) -> list[int]:
-        """Return the number of samples from each dataset."""
-        return np.bincount(self._choices, minlength=len(self.datasets)).tolist()
+    def sample_counts(self, first: int = 0, end: int | None = None) -> list[int]:
+        """Return the number of samples from each dataset among samples [first, end)."""
+        return np.bincount(self._choices[first:end], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
         """Return the index of the dataset that provides sample i, and the sample's index within it."""
@@ -64,7 +77,12 @@ class BlendedDataset:
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         if permuted and num_samples != len(self):
             return False
-        shares = [samples_for_weight(weight, num_samples) for weight in self._weights.tolist()]
+        try:
+            if not self.mixture.weights(num_samples).equals(self.weights):
+                return False
+        except ConfigError:  # a longer run than the caps permit
+            return False
+        shares = self.mixture.sizes(num_samples)
         return all(dataset.preserves_order(share) for dataset, share in zip(self.datasets, shares))
 
 
@@ -77,19 +95,24 @@ def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
         yield dataset.indexed
 
 
-def normalize(weights: Sequence[float]) -> np.ndarray:
-    """Return the weights as float64, scaled to a sum of 1."""
-    array = np.asarray(weights, dtype=np.float64)
-    return array / np.sum(array)
+class BlendEntry(NamedTuple):
+    """A dataset of a data path."""
 
-
-def samples_for_weight(weight: float, num_samples: int) -> int:
-    """Return the number of samples that a dataset of normalized `weight` is built for: ceil(ceil(N * w) * 1.005)."""
-    return math.ceil(math.ceil(num_samples * weight) * 1.005)
+    path: str
+    weight: float | None = None
+    max_epochs: float | None = None
+    """Upper bound of its epochs; None: data.max_epochs_per_source."""
 
 
 def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]:
     """Return the dataset prefixes, and their weights or None without weights. Raise ConfigError for any other form."""
+    entries = parse_entries(data_path)
+    weights = [entry.weight for entry in entries if entry.weight is not None]
+    return [entry.path for entry in entries], weights or None
+
+
+def parse_entries(data_path: DataPath) -> list[BlendEntry]:
+    """Return the datasets of a data path. Raise ConfigError for any other form."""
     parts = data_path.split() if isinstance(data_path, str) else list(data_path)
     if any(isinstance(part, Mapping) for part in parts):
         return _parse_mappings(parts)
@@ -99,13 +122,13 @@ def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]
         )
     numeric = [_number(part) is not None for part in parts]
     if not any(numeric):
-        return [str(part) for part in parts], None
+        return [BlendEntry(str(part)) for part in parts]
     if numeric != [True, False] * (len(parts) // 2):
         raise ConfigError(
             f"data_path {data_path!r} is neither a list of paths nor pairs of weight and path; "
             'write it as "a b" or as "0.7 a 0.3 b"'
         )
-    return [str(part) for part in parts[1::2]], [_weight(part) for part in parts[::2]]
+    return [BlendEntry(str(path), _weight(weight)) for weight, path in zip(parts[::2], parts[1::2])]
 
 
 def dataset_prefixes(data: DataConfig) -> list[str]:
@@ -125,6 +148,7 @@ def build_datasets(
     valid_data_path: DataPath | None = None,
     test_data_path: DataPath | None = None,
     make: DatasetFactory | None = None,
+    mixture: MixtureSettings | None = None,
     show_progress: bool = False,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """Build the train, validation and test datasets.
@@ -139,6 +163,7 @@ def build_datasets(
         valid_data_path: likewise.
         test_data_path: likewise.
         make: builds the samples of a part of an indexed dataset; None: GPTDataset.
+        mixture: schedule, temperature and caps of the training blend. Evaluation data has the weights of its path.
         show_progress: show a progress bar.
 
     Raises:
@@ -169,8 +194,9 @@ def build_datasets(
                     f"{samples} {name} samples are needed; set {name}_data_path, or request none"
                 )
             shares, share = (split, number) if data_path is not None else ("1", 0)
+            settings = mixture or MixtureSettings() if name == "train" else None
             try:
-                built.append(_build(path, opened, make, shares, share, samples, progress))
+                built.append(_build(path, opened, make, shares, share, samples, settings, progress))
             except DataError as error:
                 raise DataError(f"{name} data (split {shares}): {error}") from error
     return built[0], built[1], built[2]
@@ -200,38 +226,66 @@ def _build(
     split: str,
     number: int,
     num_samples: int,
+    settings: MixtureSettings | None,
     progress: Progress,
 ) -> SampleDataset:
-    """Build part `number` of `split` of a data path. `opened` caches the open files by prefix."""
-    prefixes, weights = parse_data_path(data_path)
-    for prefix in prefixes:
-        if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
+    """Build part `number` of `split` of a data path. `opened` caches the open files by prefix.
 
-    def part(prefix: str, samples: int) -> SampleDataset:
-        return make(opened[prefix], split, number, samples, progress)
+    `settings` is None for evaluation data, which ignores the caps of its sources too.
+    """
+    is_training, settings = settings is not None, settings or MixtureSettings()
+    entries = parse_entries(data_path)
+    for entry in entries:
+        if entry.path not in opened:
+            opened[entry.path] = IndexedDataset(entry.path)
 
-    if weights is None and len(prefixes) == 1:
-        return part(prefixes[0], num_samples)
-    if weights is None:
-        weights = [float(opened[prefix].num_tokens) for prefix in prefixes]
-    sizes = [samples_for_weight(weight, num_samples) for weight in normalize(weights).tolist()]
-    return BlendedDataset([part(p, n) for p, n in zip(prefixes, sizes)], weights, num_samples)
+    def part(entry: BlendEntry, samples: int) -> SampleDataset:
+        return make(opened[entry.path], split, number, samples, progress)
 
-
-def _parse_mappings(parts: Sequence[object]) -> tuple[list[str], list[float] | None]:
-    prefixes, weights = [], []
-    for part in parts:
-        if not isinstance(part, Mapping) or not {"path"} <= set(part) <= {"path", "weight"}:
-            raise ConfigError(f"data_path entry {part!r} does not have the form {{path: …, weight: …}}")
-        prefixes.append(str(part["path"]))
-        if "weight" in part:
-            weights.append(_weight(part["weight"]))
-    if weights and len(weights) < len(prefixes):
+    weights = [entry.weight for entry in entries if entry.weight is not None]
+    is_weighted = bool(weights)
+    if not is_weighted:
+        weights = [float(opened[entry.path].num_tokens) for entry in entries]
+        if settings.temperature is not None:
+            weights = tempered(weights, settings.temperature)
+    elif settings.temperature is not None:
         raise ConfigError(
-            f"{len(weights)} of the {len(prefixes)} data_path entries have a weight; give one to all or to none"
+            f"data.blend_temperature is {settings.temperature}, but the data path has weights; omit one of the two"
         )
-    return prefixes, weights or None
+    capacities = [math.inf] * len(entries)
+    for i, entry in enumerate(entries):
+        maximum = settings.max_epochs if entry.max_epochs is None else entry.max_epochs
+        if is_training and maximum is not None:
+            capacities[i] = float(part(entry, 1).samples_in_epochs(maximum))
+    mixture = Mixture(
+        scheduled(weights, settings.points), np.array(capacities), [entry.path for entry in entries]
+    )
+    if len(entries) == 1 and not is_weighted:
+        mixture.weights(num_samples)  # raises if the cap does not permit the samples
+        return part(entries[0], num_samples)
+    return BlendedDataset(
+        [part(e, n) for e, n in zip(entries, mixture.sizes(num_samples))], mixture, num_samples
+    )
+
+
+def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:
+    entries = []
+    for part in parts:
+        if not isinstance(part, Mapping) or not {"path"} <= set(part) <= {"path", "weight", "max_epochs"}:
+            raise ConfigError(
+                f"data_path entry {part!r} does not have the form {{path: …, weight: …}}; max_epochs may be added"
+            )
+        weight = _weight(part["weight"]) if "weight" in part else None
+        max_epochs = _number(part["max_epochs"]) if "max_epochs" in part else None
+        if "max_epochs" in part and (max_epochs is None or not 0 < max_epochs < math.inf):
+            raise ConfigError(f"data_path max_epochs {part['max_epochs']!r} is not a number above 0")
+        entries.append(BlendEntry(str(part["path"]), weight, max_epochs))
+    weights = sum(entry.weight is not None for entry in entries)
+    if 0 < weights < len(entries):
+        raise ConfigError(
+            f"{weights} of the {len(entries)} data_path entries have a weight; give one to all or to none"
+        )
+    return entries
 
 
 def _number(part: object) -> float | None:

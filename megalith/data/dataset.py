@@ -121,6 +121,15 @@ class GPTDataset:
     def epochs(self) -> dict[str, int]:
         return {self.indexed.prefix: self._plan[0]}
 
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of samples in the tokens of one epoch, fractional."""
+        return self._tokens / self.seq_length
+
+    def samples_in_epochs(self, epochs: float) -> int:
+        """Return the number of samples in a number of epochs, which may be fractional."""
+        return max(0, int((epochs * self._tokens - 1) // self.seq_length))
+
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         # Equal plans have the same length.
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan

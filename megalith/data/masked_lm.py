@@ -152,6 +152,11 @@ class SentenceSamples(ABC):
     def epochs(self) -> dict[str, int]:
         return {self.indexed.prefix: len(self._epochs)}
 
+    @property
+    def samples_per_epoch(self) -> float:
+        """Mean number of samples in one epoch."""
+        return len(self) / len(self._epochs)
+
     def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
         # All samples are shuffled together, so another number of epochs changes the order.
         before_last = [0, *self._epochs][-2]

@@ -13,7 +13,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalith.config.data import DataConfig
@@ -233,6 +233,8 @@ def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[st
 
 
 def _replaced(path: DataPath, prefixes: dict[str, str]) -> DataPath:
+    if not isinstance(path, str) and any(isinstance(part, Mapping) for part in path):
+        return [{**part, "path": prefixes.get(part["path"], part["path"])} for part in path]
     names, weights = parse_data_path(path)
     names = [prefixes.get(name, name) for name in names]
     return names if weights is None else [part for pair in zip(weights, names) for part in pair]

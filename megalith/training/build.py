@@ -20,14 +20,16 @@ from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import build_datasets, indexed_datasets
+from megalith.data.blend import BlendedDataset, build_datasets, indexed_datasets
 from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import read_template
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.dataset_kinds import load_dataset_kind
 from megalith.data.loader import Collate, Loader
+from megalith.data.mixture import MixtureSettings, parse_schedule
 from megalith.data.order import SampleOrder, SingleOrder, sample_order, stream_position
 from megalith.data.own_dataset import MapDataset, OwnCollate, StreamDataset
+from megalith.data.source_plan import source_notes, source_plan
 from megalith.data.text_data import cached_name, with_tokenized_text
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
@@ -215,6 +217,12 @@ def tokenize_text(
     return with_tokenized_text(config.data, splits_sentences, tokenizer, cache, may_write, show_progress)
 
 
+def mixture_settings(data: DataConfig) -> MixtureSettings:
+    """Return the settings of the training blend. Raise ConfigError for a malformed data.blend_schedule."""
+    points = parse_schedule(data.blend_schedule, data.seq_length)
+    return MixtureSettings(points, data.blend_temperature, data.max_epochs_per_source)
+
+
 def open_datasets(
     config: RunConfig,
     samples: tuple[int, int, int],
@@ -266,6 +274,7 @@ def open_datasets(
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
         make=kind.factory(),
+        mixture=mixture_settings(data),
         show_progress=show_progress,
     )
 
@@ -307,8 +316,11 @@ class Data:
             self.train, self.valid, self.test = open_datasets(
                 config, samples, tokenizer, show_progress, self.notes
             )
+        blend = isinstance(self.train, BlendedDataset)
+        if blend:
+            self.notes += source_notes(source_plan(self.train, samples[0], config.data.seq_length))
         epochs = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
-        if epochs and config.data.dataloader_type == "single":
+        if epochs and not blend and config.data.dataloader_type == "single":
             self.notes.append(
                 f"the run's {samples[0]:,} samples, read in order (data.dataloader_type single), cover documents more "
                 f"than once: {', '.join(epochs)}"

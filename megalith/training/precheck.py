@@ -50,6 +50,7 @@ from megalith.tables import memory_unit, wrap_paragraph
 from megalith.training.build import (
     PreparedRun,
     build_meta_model,
+    mixture_settings,
     open_datasets,
     prepare,
     tokenize_text,
@@ -140,6 +141,7 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if config.data.dataset is not None:
         load_dataset_function(config.data.dataset)
         return
+    mixture_settings(config.data)
     text = text_entries(config.data)
     prefixes = [prefix for prefix in dataset_prefixes(config.data) if prefix not in text]
     index_bytes = [size_of(require_files(prefix)[1]) for prefix in prefixes]

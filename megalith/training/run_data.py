@@ -17,7 +17,9 @@ from megalith.data.chat.chat_dataset import ChatDataset
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset
 from megalith.data.indexed import IndexedDataset
 from megalith.data.length_statistics import cut_fraction, length_statistics
+from megalith.data.masked_lm import SentenceSamples
 from megalith.data.own_dataset import StreamDataset
+from megalith.data.source_plan import source_plan
 from megalith.data.text_data import source_name
 from megalith.errors import ConfigError
 from megalith.remote import open_location
@@ -95,6 +97,17 @@ class RunData:
         self.step, self.consumed_samples = step, 0
         for _ in range(step):
             self.consumed_samples += self.sizes.size(self.consumed_samples)
+
+    def plan(self) -> dict[str, Any]:
+        """Return samples, tokens and epochs of each training source over the run, and `steps`."""
+        if not isinstance(self.data.train, BlendedDataset | GPTDataset | SentenceSamples):
+            raise ConfigError(
+                "data plan needs pre-training data in data.data_path or data.train_data_path; for other data use "
+                "megalith data stats --config"
+            )
+        steps = self.sizes.iterations(self.config.train)
+        samples = self.sizes.samples_for_iterations(steps)
+        return {"steps": steps, **source_plan(self.data.train, samples, self.config.data.seq_length)}
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics of the data by split, and the samples and tokens of each source in the training samples."""

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from megalith.data import greedy
-from megalith.data.blend import BlendedDataset, build_datasets, normalize, parse_data_path, samples_for_weight
+from megalith.data.blend import BlendedDataset, build_datasets, parse_data_path
 from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
+from megalith.data.mixture import normalize, samples_for_weight
 from megalith.errors import ConfigError, DataError
 
 

@@ -25,7 +25,7 @@ from megalith.errors import ConfigError
 
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raise ConfigError unless this run can be trained on `world_size` processes."""
-    config.data.check_requirements("data")
+    config.data.check_requirements("data", config)
     config.checkpoint.check_requirements("checkpoint")
     check_model(config.model)
     _check_available(config)
@@ -34,6 +34,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_adapters(config)
     _check_lengths(config.model, config.data)
     _check_data(config.data, config.rl)
+    _check_indexed_data(config)
     check_rollouts(config)
     _check_fine_tuning(config)
     _check_encoder(config)
@@ -170,6 +171,27 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
         )
     if part_paths and data.train_data_path is None:
         raise ConfigError(f"{', '.join(part_paths)} is set but data.train_data_path is not; set it too")
+
+
+def _check_indexed_data(config: RunConfig) -> None:
+    """Raise ConfigError for settings of indexed pre-training data in a run that reads other data."""
+    data = config.data
+    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source")
+    settings = [
+        f"data.{name}" for name in names if getattr(data, name) != type(data).model_fields[name].default
+    ]
+    others = {
+        "data.mock": data.mock,
+        "data.dataset": data.dataset is not None,
+        "rl.prompts or rl.rollouts": config.rl.prompts_or_rollouts is not None,
+    }
+    if config.chat is not None:
+        others[f"{config.chat.name}.enabled"] = True
+    if settings and (other := next((name for name, value in others.items() if value), None)):
+        raise ConfigError(
+            f"{' and '.join(settings)} {'apply' if settings[1:] else 'applies'} to pre-training data in "
+            f"data.data_path, but {other} is set; leave one of the two out"
+        )
 
 
 def _check_fine_tuning(config: RunConfig) -> None:

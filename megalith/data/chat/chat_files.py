@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalith.data.blend import DataPath, parse_data_path
+from megalith.data.blend import DataPath, parse_entries
 from megalith.data.input_hints import dataset_hint
 from megalith.data.inputs.hub_dataset import Source
 from megalith.data.inputs.sources import expand_inputs
@@ -10,18 +10,19 @@ from megalith.errors import ConfigError
 
 
 def chat_files(path: DataPath, notes: list[str] | None = None) -> list[Source]:
-    """Return the sources of a data path, with folders and globs expanded. Raise ConfigError for weights.
+    """Return the sources of a data path, with folders and globs expanded. Raise ConfigError for weights and
+    caps on epochs.
 
     `notes` receives a sentence about the files of each folder that are not read.
     """
-    prefixes, weights = parse_data_path(path)
-    if weights is not None:
+    entries = parse_entries(path)
+    if any(entry.weight is not None or entry.max_epochs is not None for entry in entries):
         raise ConfigError(
-            f"data_path {path!r} has weights, which chat data does not support; name files only, and a "
+            f"data_path {path!r} has weights or max_epochs, which chat data does not support; name files only, and a "
             "file twice to use its samples twice as often"
         )
     files: list[Source] = []
-    for prefix in prefixes:
+    for prefix in (entry.path for entry in entries):
         if hint := dataset_hint(prefix):
             raise ConfigError(hint)
         files += expand_inputs([prefix], notes)
