@@ -29,10 +29,10 @@ class RequiresOptimizer(RequiresSetting):
         super().__init__("optimizer", *names, **options)
 
     def is_met(self, section: Section, config: Section | None) -> bool:
-        groups = [
-            section.model_copy(update={"optimizer": g.optimizer}) for g in section.param_groups if g.optimizer
-        ]
-        return any(super(RequiresOptimizer, self).is_met(each, config) for each in (section, *groups))
+        return any(
+            super(RequiresOptimizer, self).is_met(section.model_copy(update={"optimizer": name}), config)
+            for name in section.optimizers
+        )
 
 
 ADAM = RequiresOptimizer(unless=("sgd", "lion", "adafactor"))
@@ -208,6 +208,28 @@ class OptimConfig(Section):
     muon_num_ns_steps: Annotated[PositiveInt, MUON] = 5
     """Number of Newton-Schulz steps."""
 
+    muon_coefficient_type: Annotated[Literal["simple", "quintic", "polar_express", "aol"], MUON] = "simple"
+    """Coefficients of the Newton-Schulz steps: those of Jordan et al. for all steps (`simple`), sets for 5 (`quintic`)
+    or 4 (`aol`) steps, which repeat, or Polar Express, whose eighth step repeats."""
+
+    muon_split_qkv: Annotated[bool, MUON] = True
+    """Orthogonalize query, key and value separately. Off: as one matrix."""
+
+    muon_split_gate_up: Annotated[bool, MUON] = True
+    """Orthogonalize gate and up of a gated MLP separately. Off: as one matrix, as in Megatron-LM."""
+
+    muon_split_heads: Annotated[bool, MUON] = False
+    """Orthogonalize the projections to queries, keys and values per attention head."""
+
+    muon_moment2_method: Annotated[Literal["none", "normuon"], MUON] = "none"
+    """Second moment after orthogonalization: `normuon` normalizes each row by a running mean of its squares."""
+
+    muon_beta2: Annotated[Decay, RequiresSetting("muon_moment2_method", "normuon")] = 0.95
+    """Decay of NorMuon's second moment."""
+
+    muon_scalar_optimizer: Annotated[str, MUON] = "adamw"
+    """Optimizer of the parameters that are not matrices of layers: `adamw`, `lion` or another one."""
+
     muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], MUON] = "spectral"
     """Factor on the update of a matrix [rows, columns]: √max(rows, columns), √(rows / columns), or √max(1, rows /
     columns)."""
@@ -245,6 +267,12 @@ class OptimConfig(Section):
 
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING, OFFLOADED] = True
     """Overlap copies to and from the host with the CPU's updates. Off: uses less pinned memory."""
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Names of the optimizers in use."""
+        names = [self.optimizer, *(group.optimizer for group in self.param_groups if group.optimizer)]
+        return names + [self.muon_scalar_optimizer] * ("muon" in names)
 
     @property
     def reduces_moments(self) -> bool:

@@ -1,29 +1,31 @@
-"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, AdamW for all other parameters.
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, another optimizer for the rest.
 
-The update of a matrix is its Nesterov momentum after five steps of a quintic Newton-Schulz iteration, which bring all
-singular values close to 1 using only matmuls. It depends on the whole matrix, so each rank gathers the momentum of one
-matrix at a time, orthogonalizes it, and keeps its shard of the result. The matrices of a fused weight (query, key and
-value; gate and up) are orthogonalized separately, and so is each expert's.
+The update of a matrix is its Nesterov momentum after a Newton-Schulz iteration (newton_schulz.py), which brings all
+singular values close to 1. It depends on the whole matrix, so each rank gathers the momentum of one matrix at a time,
+orthogonalizes it, and keeps its shard of the result. The matrices of a fused weight (query, key and value; gate and up)
+are orthogonalized separately, and so is each expert's; with `muon_split_heads` also each attention head's.
 
 `muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about that of AdamW's updates, so
 that both use the same learning rate and weight decay (Liu et al. 2025).
+
+With `muon_moment2_method: normuon` (Li et al. 2025), each row of an orthogonalized matrix is divided by the root of a
+running mean of its squares, and the matrix is scaled back to the Frobenius norm of an orthogonal one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.config import OptimConfig
-from megalith.optim.adam import build_adamw
 from megalith.optim.combined import combine
-from megalith.optim.optimizer import TrainedParameter, adam_bytes, decay_groups, register_optimizer
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7
+from megalith.optim.functional import FunctionalOptimizer, State, zeros_of
+from megalith.optim.newton_schulz import EPS, orthogonalized
+from megalith.optim.optimizer import TrainedParameter, build_named, register_optimizer, state_bytes_of
 
 SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -33,77 +35,95 @@ SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
 """Factor for a matrix [rows, columns], by muon_scale_mode."""
 
 
-def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return U · Vᵀ for each matrix U · S · Vᵀ in x [..., rows, columns], computed in `dtype`.
-
-    The result is approximate: its singular values are between about 0.7 and 1.2 instead of 1.
-    """
-    a, b, c = COEFFICIENTS
-    wide = x.shape[-2] <= x.shape[-1]
-    y = x.to(dtype) if wide else x.to(dtype).mT
-    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(steps):
-        gram = y @ y.mT
-        y = a * y + (b * gram + c * gram @ gram) @ y
-    return y if wide else y.mT
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon for matrices. `step` is a collective call.
-
-    `optimizer_step` calls `step` after it has set `grad_scale` and `found_inf`.
-    """
-
-    _step_supports_amp_scaling = True
+class Muon(FunctionalOptimizer):
+    """Muon for matrices, with the state `momentum_buffer` and, for NorMuon, `row_var`. `step` is a collective call."""
 
     def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig, dtype: torch.dtype):
         """Build Muon for `matrices`, which have `placement.matrices`. Newton-Schulz runs in `dtype`."""
-        super().__init__(decay_groups(matrices, config), {"lr": config.lr})
-        self._config, self._dtype = config, dtype
-        self._placements = {item.parameter: item.placement for item in matrices}
-        for item in matrices:
-            self.state[item.parameter] = {"momentum_buffer": torch.zeros_like(item.parameter)}
+        super().__init__(matrices, config)
+        self._dtype = dtype
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_matrix(parameter, group)
+    def initial_state(self, item: TrainedParameter) -> dict[str, Tensor]:
+        state = {"momentum_buffer": zeros_of(item)}
+        if self.config.muon_moment2_method == "normuon":
+            state["row_var"] = torch.zeros(*item.parameter.shape[:-1], 1, device=item.parameter.device)
+        return state
 
-    def _step_matrix(self, parameter: Tensor, group: Mapping) -> None:
-        momentum, buffer = self._config.muon_momentum, self.state[parameter]["momentum_buffer"]
-        gradient = parameter.grad / self.grad_scale
-        moved = buffer.lerp(gradient, 1 - momentum)
-        update = gradient.lerp(moved, momentum) if self._config.muon_nesterov else moved
-        placement = self._placements[parameter]
-        update = placement.shard(self._orthogonalize(placement.gather(update), placement.matrices))
-        stepped = parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
-        keep = self.found_inf > 0  # on the device, so that the host does not wait
-        parameter.copy_(torch.where(keep, parameter, stepped))
-        buffer.copy_(torch.where(keep, buffer, moved))
+    def update(
+        self, item: TrainedParameter, gradient: Tensor, state: State, group: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config, placement, lr = self.config, item.placement, group["lr"]
+        momentum = state["momentum_buffer"].lerp(gradient, 1 - config.muon_momentum)
+        update = gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
+        changes = {"momentum_buffer": momentum}
+        whole = placement.gather(update)
+        squares = None
+        if "row_var" in state:
+            squares = placement.gather(state["row_var"].expand_as(update))[..., :1]
+        whole, squares = self._orthogonalize(whole, squares, item)
+        if squares is not None:
+            local = placement.shard(squares.expand_as(whole))[..., :1]
+            changes["row_var"] = local if local.shape[-1] else state["row_var"]
+        value = item.parameter * (1 - lr * group["weight_decay"]) - lr * placement.shard(whole)
+        return value, changes
 
-    def _orthogonalize(self, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Orthogonalize and scale the matrices in weight [..., rows, columns].
+    def _orthogonalize(
+        self, weight: Tensor, squares: Tensor | None, item: TrainedParameter
+    ) -> tuple[Tensor, Tensor | None]:
+        """Orthogonalize, normalize and scale the matrices in weight [..., rows, columns].
 
-        The rows alternate between the matrices: `sizes` rows of each at a time.
+        The rows alternate between the matrices: `sizes` rows of each at a time. `squares` [..., rows, 1] is NorMuon's
+        running mean of each row's squares, which is returned with this step's.
         """
-        config, results = self._config, []
-        blocks = weight.unflatten(-2, (-1, sum(sizes)))
-        for part in blocks.split(list(sizes), dim=-2):
-            matrix = part.flatten(-3, -2)
-            factor = config.muon_extra_scale_factor * SCALES[config.muon_scale_mode](*matrix.shape[-2:])
-            update = orthogonalized(matrix, config.muon_num_ns_steps, self._dtype).float() * factor
-            results.append(update.unflatten(-2, part.shape[-3:-1]))
-        return torch.cat(results, dim=-2).flatten(-3, -2)
+        sizes, heads = self._parts(item)
+        size, pieces, means = sum(sizes), [], []
+        blocks = weight.unflatten(-2, (-1, size)).split(list(sizes), dim=-2)
+        for number, (part, head) in enumerate(zip(blocks, heads, strict=True)):
+            matrix = part.flatten(-3, -2) if head is None else part.unflatten(-2, (-1, head))
+            result = orthogonalized(
+                matrix, self.config.muon_num_ns_steps, self._dtype, self.config.muon_coefficient_type
+            ).float()
+            if squares is not None:
+                before = squares.unflatten(-2, (-1, size)).split(list(sizes), dim=-2)[number]
+                mean = before.reshape(*matrix.shape[:-1], 1).lerp(
+                    result.square().mean(-1, keepdim=True), 1 - self.config.muon_beta2
+                )
+                result = _with_orthogonal_norm(result * (mean + EPS).rsqrt())
+                means.append(mean.reshape(before.shape))
+            factor = self.config.muon_extra_scale_factor * SCALES[self.config.muon_scale_mode](
+                *matrix.shape[-2:]
+            )
+            pieces.append((result * factor).reshape(part.shape))
+        joined = torch.cat(pieces, dim=-2).flatten(-3, -2)
+        return joined, torch.cat(means, dim=-2).flatten(-3, -2) if means else None
+
+    def _parts(self, item: TrainedParameter) -> tuple[Sequence[int], Sequence[int | None]]:
+        """Return the rows at which the parameter's matrices alternate, and the rows per attention head of each."""
+        placement, config = item.placement, self.config
+        sizes = placement.matrices
+        rows = (placement.shape or item.parameter.shape)[-2]
+        if placement.fused == "qkv" and not config.muon_split_qkv:
+            return (rows,), (None,)
+        if placement.fused == "gate_up" and not config.muon_split_gate_up:
+            return (rows,), (None,)
+        if config.muon_split_heads and placement.heads is not None:
+            return sizes, placement.heads
+        return sizes, (None,) * len(sizes)
 
 
-@register_optimizer("muon", state_bytes=lambda config: (4, adam_bytes(config)[1]))
+def _with_orthogonal_norm(x: Tensor) -> Tensor:
+    """Scale matrices [..., rows, columns] to the Frobenius norm of an orthogonal matrix."""
+    norm = x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    return x * (math.sqrt(min(x.shape[-2:])) / norm)
+
+
+@register_optimizer(
+    "muon", state_bytes=lambda config: (4, state_bytes_of(config.muon_scalar_optimizer, config)[1])
+)
 def build_muon(
     parameters: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build Muon for matrices of layers and AdamW for the other parameters, with state at zero."""
+    """Build Muon for matrices of layers and `muon_scalar_optimizer` for the other parameters, with state at zero."""
     matrices = [item for item in parameters if item.placement.matrices is not None]
     rest = [item for item in parameters if item.placement.matrices is None]
     if config.muon_fp32_matmul_prec is not None:
@@ -111,4 +131,6 @@ def build_muon(
     else:
         exact = precision == "fp32"
     muon = Muon(matrices, config, torch.float32 if exact else torch.bfloat16)
-    return combine([build_adamw(rest, config, precision), muon] if rest else [muon])
+    return combine(
+        [build_named(config.muon_scalar_optimizer, rest, config, precision), muon] if rest else [muon]
+    )

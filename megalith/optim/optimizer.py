@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
 from megalith.config.optim import ParamGroup
-from megalith.config.rules.optim_rules import check_param_groups
+from megalith.config.rules.optim_rules import check_muon, check_param_groups
 from megalith.errors import ConfigError, nearest_of
 from megalith.optim.combined import combine
 from megalith.optim.offload import OffloadedOptimizer, select_for_offload
@@ -45,6 +45,10 @@ class Placement:
     """Matrices fused into a layer's weight [rows, columns] or [experts, rows, columns], as the numbers of rows at which
     they alternate: (rows,) for a single matrix, (1, 1) for two that alternate row by row. None: not a matrix of a
     layer."""
+    fused: Literal["qkv", "gate_up"] | None = None
+    """Kind of a fused weight: query, key and value of attention, or gate and up of a gated MLP."""
+    heads: Sequence[int] | None = None
+    """Rows per attention head of each of `matrices`. None: not a projection to heads."""
     shape: Sequence[int] | None = None
     """Shape of the global parameter. None: the shard's."""
     rows: int | None = None
@@ -106,12 +110,17 @@ def adam_bytes(config: OptimConfig) -> tuple[float, float]:
     return both, both
 
 
+def state_bytes_of(name: str, config: OptimConfig) -> tuple[float, float]:
+    """Return the bytes of state per parameter of the optimizer `name`, in layers and outside of layers."""
+    return _REGISTERED[name].state_bytes(config)
+
+
 def state_bytes(config: OptimConfig) -> tuple[float, float]:
     """Return the bytes of optimizer state per parameter, in layers and outside of layers.
 
     Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
     """
-    sizes = [_REGISTERED[name].state_bytes(config) for _, name in _optimizer_names(config)]
+    sizes = [state_bytes_of(name, config) for _, name in _optimizer_names(config)]
     return max(layers for layers, _ in sizes), max(outside for _, outside in sizes)
 
 
@@ -165,6 +174,7 @@ def check_optimizer(config: OptimConfig) -> None:
                 "give one of these, or register it with megalith.register_optimizer"
             )
     check_param_groups(config)
+    check_muon(config)
     if config.reduces_moments and config.optimizer_cpu_offload:
         raise ConfigError(
             f"optim.optimizer_cpu_offload requires moments in fp32, but optim.exp_avg_dtype is {config.exp_avg_dtype} "
@@ -185,7 +195,9 @@ def _optimizer_names(config: OptimConfig) -> list[tuple[str, str]]:
         for group in config.param_groups
         if group.optimizer is not None
     ]
-    return [("optim.optimizer", config.optimizer), *groups]
+    names = [("optim.optimizer", config.optimizer), *groups]
+    scalar = ("optim.muon_scalar_optimizer", config.muon_scalar_optimizer)
+    return names + [scalar] * any(name == "muon" for _, name in names)
 
 
 def build_optimizer(
@@ -244,6 +256,13 @@ def build_optimizer(
     return OffloadedOptimizer(optimizer, on_host, config.overlap_cpu_optimizer_d2h_h2d)
 
 
+def build_named(
+    name: str, items: Sequence[TrainedParameter], config: OptimConfig, precision: str
+) -> torch.optim.Optimizer:
+    """Build the registered optimizer `name` for `items`."""
+    return _REGISTERED[name].build(items, config, precision)
+
+
 def build_parts(
     items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
@@ -253,7 +272,7 @@ def build_parts(
         name = (item.group and item.group.optimizer) or config.optimizer
         parts.setdefault(name, []).append(item)
     order = [name for name in dict.fromkeys(name for _, name in _optimizer_names(config)) if name in parts]
-    return combine([_REGISTERED[name].build(parts[name], config, precision) for name in order])
+    return combine([build_named(name, parts[name], config, precision) for name in order])
 
 
 # Parameters with the learning rate `decoupled_lr`, if it is set.

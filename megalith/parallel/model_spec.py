@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +146,10 @@ class ModelSpec:
         """
         return shape[-2:-1] if len(shape) == 2 and name.startswith("layers.") else None
 
+    def matrix_fields(self, name: str, shape: torch.Size) -> dict[str, Any]:
+        """Return the fields of Placement that describe a parameter's matrices: `matrices`, `fused` and `heads`."""
+        return {"matrices": self.matrices(name, shape)}
+
     def forward(
         self, axis: Axis, chunk: Model, micro_batch: LocalMicroBatch, streams: Streams | None
     ) -> Streams | Tensor:
@@ -220,6 +225,23 @@ class TransformerSpec(ModelSpec):
             "linear_kv_down_proj": (config.kv_lora_rank, config.qk_pos_emb_head_dim),
             "linear_kv_up_proj": (config.qk_head_dim, config.v_head_dim),
         }.get(module) or shape[-2:-1]
+
+    def matrix_fields(self, name: str, shape: torch.Size) -> dict[str, Any]:
+        config, matrices = self.config, self.matrices(name, shape)
+        if matrices is None:
+            return {"matrices": None}
+        module = name.split(".")[-2]
+        latent = config.qk_head_dim + config.qk_pos_emb_head_dim
+        heads = {
+            "linear_qkv": (config.head_dim,) * len(matrices),
+            "linear_q": (config.head_dim,),
+            "linear_kv": (config.head_dim,) * len(matrices),
+            "linear_q_proj": (latent,),
+            "linear_q_up_proj": (latent,),
+            "linear_kv_up_proj": matrices,
+        }.get(module)
+        fused = {"linear_qkv": "qkv", "linear_fc1": "gate_up" if config.gated else None}.get(module)
+        return {"matrices": matrices, "fused": fused, "heads": heads}
 
     def forward(
         self, axis: Axis, chunk: Transformer, micro_batch: LocalMicroBatch, streams: Streams | None

@@ -133,7 +133,7 @@ class ParallelModel:
 
     def placements(self) -> dict[str, Placement]:
         """Return the position of this rank's shard of each parameter, and its matrices, by parameter name."""
-        return self.parameters.placements(self.spec.matrices, self.spec.seed, self.spec.unpadded_rows)
+        return self.parameters.placements(self.spec.matrix_fields, self.spec.seed, self.spec.unpadded_rows)
 
     def end_step(self, skipped: Tensor) -> None:
         """Update FP8 scales and expert biases after the optimizer step; `skipped` is 1 if that was skipped, else 0."""

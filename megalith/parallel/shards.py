@@ -11,9 +11,10 @@ compare placements, unwrap the tensor and wrap its gradient for every DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,14 +111,14 @@ class LocalParameters:
 
     def placements(
         self,
-        matrices: Callable[[str, torch.Size], Sequence[int] | None],
+        matrices: Callable[[str, torch.Size], Mapping[str, Any]],
         seed: int,
         unpadded_rows: Mapping[str, int] | None = None,
     ) -> dict[str, Placement]:
         """Return a Placement per parameter name.
 
         Args:
-            matrices: function from name and global shape to `Placement.matrices`.
+            matrices: function from name and global shape to the fields of Placement that describe matrices.
             seed: seed of the run.
             unpadded_rows: rows without padding, by name, of parameters with padding.
         """
@@ -125,7 +126,7 @@ class LocalParameters:
         for name, parameter in self._state:
             tensor, shard = dtensor_of(parameter), self.shards[name]
             fields = dict(
-                matrices=matrices(name, tensor.shape),
+                **matrices(name, tensor.shape),
                 shape=shard.shape,
                 offset=shard.offset,
                 seed=seed,

@@ -186,6 +186,13 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "optim.muon_nesterov":                       KEEP,
     "optim.muon_num_ns_steps":                   KEEP,
     "optim.muon_scale_mode":                     KEEP,
+    "optim.muon_coefficient_type":               KEEP,
+    "optim.muon_split_qkv":                      KEEP,
+    "optim.muon_split_gate_up":                  KEEP,
+    "optim.muon_split_heads":                    KEEP,
+    "optim.muon_moment2_method":                 KEEP,
+    "optim.muon_beta2":                          KEEP,
+    "optim.muon_scalar_optimizer":               KEEP,
     "optim.muon_extra_scale_factor":             KEEP,
     "optim.clip_grad":                           KEEP,
 

@@ -93,6 +93,8 @@ READ_WITH = {
         ("optim.ademamix_alpha=8", "optim.optimizer=ademamix"),
     "optim.optimizer adafactor":
         ("optim.adafactor_beta2_decay=-0.7", "optim.optimizer=adafactor"),
+    "optim.muon_moment2_method normuon":
+        ("optim.muon_beta2=0.9", "optim.optimizer=muon optim.muon_moment2_method=normuon"),
     "optim.optimizer sgd":
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":

@@ -11,7 +11,7 @@ import megalith
 from megalith.config import OptimConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.muon import orthogonalized
+from megalith.optim.newton_schulz import COEFFICIENTS, iterations, orthogonalized
 from megalith.optim.optimizer import Placement, check_optimizer, decay_groups
 from megalith.parity.differences import relative_error
 
@@ -80,6 +80,101 @@ def test_newton_schulz_is_in_fp32_where_the_run_is_or_where_it_is_asked_for():
             weight.grad = torch.eye(4)
             optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
         assert made.call_args.args[2] == dtype
+
+
+# Amsel et al. 2025, algorithm 1: the published polynomials, before their safety factor.
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)  # fmt: skip
+
+
+def test_polar_express_is_the_published_one_and_its_last_step_repeats():
+    for ours, published in zip(COEFFICIENTS["polar_express"][:-1], POLAR_EXPRESS):
+        assert ours == pytest.approx([c / 1.01**power for c, power in zip(published, (1, 3, 5))], abs=1e-4)
+    assert iterations("polar_express", 9)[6:] == [COEFFICIENTS["polar_express"][6], *[POLAR_EXPRESS[-1]] * 2]
+    assert iterations("aol", 8) == [*COEFFICIENTS["aol"]] * 2 and len(set(iterations("simple", 5))) == 1
+
+
+@pytest.mark.parametrize(("kind", "steps", "bounds"), [
+    ("simple", 5, (0.6, 1.25)), ("quintic", 5, (0.8, 1.2)), ("aol", 4, (0.2, 1.3)), ("polar_express", 8, (0.98, 1.02)),
+])  # fmt: skip
+def test_each_set_of_coefficients_orthogonalizes(kind, steps, bounds):
+    u, _, v = torch.linalg.svd(torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double(), False)
+    x = u @ torch.diag(torch.logspace(-1, 0, 8).double()) @ v
+    values = torch.linalg.svdvals(orthogonalized(x, steps, torch.float64, kind))
+    assert bounds[0] < values.min() and values.max() < bounds[1]
+
+
+@pytest.mark.parametrize(("settings", "fused", "parts"), [
+    ({}, "qkv", [(slice(0, 4), slice(8, 12)), (slice(4, 6), slice(12, 14)), (slice(6, 8), slice(14, 16))]),
+    ({"muon_split_heads": True}, "qkv", [(slice(start, start + 2),) for start in range(0, 16, 2)]),
+    ({"muon_split_qkv": False}, "qkv", [(slice(0, 16),)]),
+    ({"muon_split_gate_up": False}, "qkv", [(slice(0, 4), slice(8, 12)), (slice(4, 6), slice(12, 14)),
+                                            (slice(6, 8), slice(14, 16))]),
+    ({"muon_split_gate_up": False}, "gate_up", [(slice(0, 16),)]),
+])  # fmt: skip
+def test_fused_weights_are_split_by_matrix_or_head_or_not_at_all(settings, fused, parts):
+    config = OptimConfig(
+        optimizer="muon", lr=1.0, weight_decay=0.0, muon_coefficient_type="quintic", **settings
+    )
+    weight = torch.nn.Parameter(torch.zeros(16, 5))
+    weight.grad = torch.randn(16, 5, generator=torch.Generator().manual_seed(3))
+    placement = Placement(matrices=(4, 2, 2), fused=fused, heads=(2, 2, 2))
+    optimizer = build_optimizer([("w", weight)], config, placements={"w": placement})
+    update = weight.grad.clone()
+    optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+    for rows in parts:
+        matrix = torch.cat([update[each] for each in rows]) * (
+            0.05 * 1.95
+        )  # momentum of the first step, Nesterov
+        expected = orthogonalized(matrix, 5, torch.float32, "quintic") * (0.2 * max(matrix.shape) ** 0.5)
+        actual = torch.cat([weight.detach()[each] for each in rows])
+        torch.testing.assert_close(actual, -expected, rtol=1e-4, atol=1e-5)
+
+
+def normuon(w, grads, lr, decay):
+    """Algorithm 1 of Li et al. 2025."""
+    m, v = torch.zeros_like(w), torch.zeros(len(w), 1)
+    for g in grads:
+        m = 0.95 * m + 0.05 * g
+        o = orthogonalized(g + 0.95 * (m - g), 5, torch.float32)
+        v = 0.9 * v + 0.1 * o.square().mean(-1, keepdim=True)
+        o = o / (v + 1e-7).sqrt()
+        w = w - lr * decay * w - 0.2 * lr * w.numel() ** 0.5 / o.norm() * o
+    return w
+
+
+def test_normuon_normalizes_rows_as_published():
+    config = OptimConfig(
+        optimizer="muon", lr=0.03, weight_decay=0.1, muon_moment2_method="normuon", muon_beta2=0.9
+    )
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(6, 10, generator=generator) for _ in range(4))
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_of({"w": weight}, config, {"w": (6,)})
+    for gradient in grads:
+        weight.grad = gradient.clone()
+        optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+    torch.testing.assert_close(weight.detach(), normuon(start, grads, 0.03, 0.1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("settings", "text"), [
+    ({"muon_coefficient_type": "quintic", "muon_num_ns_steps": 6}, "coefficients for 5 steps; choose a multiple of 5"),
+    ({"muon_split_heads": True, "muon_split_qkv": False}, "has no heads"),
+    ({"muon_scalar_optimizer": "muon"}, "updates matrices only; choose adamw or lion"),
+    ({"muon_scalar_optimizer": "lino"}, "optim.muon_scalar_optimizer 'lino' is not known"),
+])  # fmt: skip
+def test_settings_of_muon_that_contradict_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        check_optimizer(OptimConfig(optimizer="muon", lr=0.1, **settings))
+    check_optimizer(OptimConfig(lr=0.1, **settings))  # not read
 
 
 def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing():

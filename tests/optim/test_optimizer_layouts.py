@@ -14,12 +14,24 @@ OPTIMIZERS = {
             {"pattern": "re:layernorm", "optimizer": "sgd", "lr_mult": 3},
         ],
     ),
-    "lion": dict(optimizer="lion", lr=1e-3),
+    "muon": dict(
+        optimizer="muon",
+        muon_moment2_method="normuon",
+        muon_split_heads=True,
+        muon_coefficient_type="quintic",
+        muon_scalar_optimizer="lion",
+        lr=3e-4,
+    ),
+    "lion": dict(optimizer="lion", lr=3e-4),
     "ademamix": dict(optimizer="ademamix", ademamix_warmup_iters=4),
     "adafactor": dict(optimizer="adafactor", lr=3e-2),
 }
 MODELS = {"gated": GATED, "experts": EXPERTS, "latent": LATENT}
-BY_DEFAULT = [("groups", "gated", ["tp2-sp-pp2"]), ("adafactor", "experts", ["ep2-dp4-zero3"])]
+BY_DEFAULT = [
+    ("groups", "gated", ["tp2-sp-pp2"]),
+    ("adafactor", "experts", ["ep2-dp4-zero3"]),
+    ("muon", "gated", ["tp2-dp2-zero2"]),
+]
 MORE = {
     "gated": ["tp2-sp-pp2", "dp4-zero3-hybrid", "tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"],
     "experts": ["tp2-sp-etp2-ep2", "ep2-dp4-zero3", "tp2-dp2"],

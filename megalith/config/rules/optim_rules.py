@@ -41,6 +41,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
     wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
     optim.check_requirements("optim")
     check_param_groups(optim)
+    check_muon(optim)
     _check_lengths(optim, unit, warmup, decay, wsd_decay)
     _check_weight_decay(optim)
     return warmup, decay, wsd_decay
@@ -75,6 +76,31 @@ def check_param_groups(optim: OptimConfig) -> None:
                 f"{name} sets optimizer {group.optimizer}, but optim.optimizer_cpu_offload is true, which supports a "
                 "single optimizer; turn it off, or leave optimizer out of the group"
             )
+
+
+COEFFICIENT_STEPS = {"quintic": 5, "aol": 4}  # polynomials that belong together
+
+
+def check_muon(optim: OptimConfig) -> None:
+    """Raise ConfigError if the number of Newton-Schulz steps does not fit the coefficients, or for contradictions."""
+    if "muon" not in optim.optimizers:
+        return
+    kind, steps = optim.muon_coefficient_type, optim.muon_num_ns_steps
+    each = COEFFICIENT_STEPS.get(kind, 1)
+    if steps % each:
+        raise ConfigError(
+            f"optim.muon_num_ns_steps is {steps}, but optim.muon_coefficient_type {kind} has coefficients for {each} "
+            f"steps; choose a multiple of {each}, or other coefficients"
+        )
+    if optim.muon_split_heads and not optim.muon_split_qkv:
+        raise ConfigError(
+            "optim.muon_split_heads is true and optim.muon_split_qkv is false, but the matrix of all of query, key and "
+            "value has no heads; turn one of them off or on"
+        )
+    if optim.muon_scalar_optimizer == "muon":
+        raise ConfigError(
+            "optim.muon_scalar_optimizer is muon, which updates matrices only; choose adamw or lion"
+        )
 
 
 def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:

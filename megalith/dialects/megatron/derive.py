@@ -687,25 +687,17 @@ def experts(flags: ParsedFlags) -> None:
 
 
 def muon(flags: ParsedFlags) -> None:
-    """Reject flags that --optimizer muon does not support, and note how it differs from Megatron's.
+    """Set optim.muon_split_gate_up, as Megatron orthogonalizes gate and up as one matrix. Reject what is not supported.
 
-    It orthogonalizes full matrices in any layout. Query, key, value, gate and up are separate matrices. Newton-Schulz
-    has the coefficients of Jordan et al. 2024. All other parameters use AdamW.
+    Matrices are orthogonalized whole in any layout, as with --muon-tp-mode duplicated and distributed.
     """
     if flags["--optimizer"] not in ("muon", "dist_muon"):
         return
-    for flag, value, way_out in (
-        ("--muon-no-split-qkv", True, "query, key and value are always split; remove it"),
-        ("--muon-scalar-optimizer", "lion", "only adam is supported; choose it"),
-        ("--muon-tp-mode", "blockwise", "matrices are never split; choose duplicated or distributed"),
-    ):
-        if flags[flag] == value:
-            flags.problems.append(f"{flag if value is True else f'{flag} {value}'} is refused: {way_out}")
-    flags.notes.append(
-        f"--optimizer muon: Newton-Schulz has the coefficients of Jordan et al. 2024, not those of "
-        f"--muon-coefficient-type {flags['--muon-coefficient-type']}, and the gate and up of a gated MLP are separate "
-        "matrices: runs are similar, not equal"
-    )
+    if flags["--muon-tp-mode"] == "blockwise":
+        flags.problems.append(
+            "--muon-tp-mode blockwise is refused: matrices are never split; choose duplicated or distributed"
+        )
+    flags.set("optim.muon_split_gate_up", False)
 
 
 def moments(flags: ParsedFlags) -> None:
