@@ -23,13 +23,13 @@ def test_what_was_asked_for_is_read_from_torchs_words():
 
 
 @pytest.mark.parametrize(
-    "reserved, others", [(76e9, ""), (0.5e9, "Other processes hold about 78 GB of this GPU")]
+    "reserved, others", [(76e9, ""), (0.5e9, "About 78 GB of this GPU are outside PyTorch's allocator")]
 )
-def test_memory_of_other_processes_is_told(reserved, others, monkeypatch):
+def test_memory_outside_of_the_allocator_is_stated(reserved, others, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(1e9), int(79.5e9)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(reserved))
     error = out_of_memory(torch.OutOfMemoryError(TORCHS), large(1).config, 1, 0, torch.device("cuda:0"))
-    assert others in str(error) and ("Other processes" in str(error)) == bool(others)
+    assert others in str(error) and ("outside PyTorch's" in str(error)) == bool(others)
 
 
 def test_error_names_rank_stage_and_remedies():
