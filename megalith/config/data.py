@@ -10,6 +10,7 @@ from megalith.config.base import Decides, RequiresSetting, Resolved, Section
 
 DataPath = str | list[Any]
 TextDocuments = Literal["file", "block"]
+FIM = RequiresSetting("fim_data", True)
 MASKED = RequiresSetting("model.model_type", "bert", "t5")
 SPECIAL_COUNT = 3  # special tokens in a sample of two segments: [CLS], and [SEP] behind each
 
@@ -48,6 +49,41 @@ class DataConfig(Section):
     ] = None
     """Maximum number of epochs over each training source. The weight of a source that would exceed it is lowered, and
     the others take over. `max_epochs` of an entry of data_path takes precedence."""
+
+    fim_data: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
+    """Rearrange documents for fill-in-the-middle: prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM)."""
+
+    fim_rate: Annotated[float, Field(gt=0.0, le=1.0), FIM] = 0.5
+    """Probability that a document of a sample is rearranged."""
+
+    fim_spm_rate: Annotated[float, Field(ge=0.0, le=1.0), FIM] = 0.5
+    """Probability that a rearranged document is SPM instead of PSM."""
+
+    fim_split_sample: Annotated[str | None, FIM] = None
+    """Token between the fragments of a document, such as the files of a repository, which are rearranged one by one."""
+
+    fim_fragment_rate: Annotated[
+        Annotated[float, Field(ge=0.0, le=1.0)] | None, FIM, RequiresSetting("fim_split_sample")
+    ] = None
+    """Probability that a fragment is rearranged, in documents with fragments that are chosen with fim_rate."""
+
+    fim_no_prefix: Annotated[str | None, FIM] = None
+    """Leave documents and fragments as they are if their text begins with this text."""
+
+    fim_prefix_token: Annotated[str, FIM] = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: Annotated[str, FIM] = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: Annotated[str, FIM] = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: Annotated[str, FIM] = "<fim_pad>"
+    """Token that fills samples that become shorter."""
+
+    fim_eod_token: Annotated[str, FIM] = "<|endoftext|>"
+    """Token between the documents of a sample."""
 
     dataset: str | None = None
     """Your own dataset: a name passed to `register_dataset`, or `path.py:function`. The function gets a DatasetRequest

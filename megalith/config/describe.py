@@ -73,7 +73,12 @@ def reference_page() -> str:
         out += ["", f"## {name}", "", section_text(field.annotation), ""]
         out += ["| setting | type | default | what it does |", "|---|---|---|---|"]
         for s in settings(field.annotation):
-            cells = (f"`{s.path}`", _cell(s.type), f"`{s.default}`" if s.default else "-", _cell(s.text))
+            cells = (
+                f"`{s.path}`",
+                _cell(s.type),
+                f"`{_cell(s.default)}`" if s.default else "-",
+                _cell(s.text),
+            )
             if not s.not_yet:
                 out.append("| " + " | ".join(cells) + " |")
     out += ["", "## Megatron's spellings", "", "| spelling | meaning |", "|---|---|"]

@@ -66,7 +66,7 @@ class GPTDataset:
         progress: Progress | None = None,
     ) -> None:
         self.indexed = indexed
-        self.seq_length = seq_length
+        self.seq_length, self.seed = seq_length, seed
         documents = np.arange(first_sequence, last_sequence, dtype=np.int32)
         tokens = int(indexed.sequence_lengths[first_sequence:last_sequence].sum(dtype=np.int64))
         if tokens < seq_length + 1:

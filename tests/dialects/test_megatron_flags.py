@@ -371,6 +371,21 @@ def test_data_is_named_in_each_of_megatrons_ways(tmp_path):
     assert (parts.train_data_path, parts.valid_data_path, parts.data_path) == ("a", "b", None)
 
 
+def test_flags_of_fill_in_the_middle_set_its_settings():
+    blend = SHAPE + "--train-samples 100 --save out --vocab-size 9 --data-path a "
+    flags = (
+        "--fim-data --fim-rate 0.9 --fim-spm-rate 0.25 --fim-split-sample '<file>' --fim-fragment-rate 0.5 "
+    )
+    data = translated(blend + flags + "--fim-no-prefix '#' --fim-pad-token '<pad>'").config().data
+    assert (data.fim_data, data.fim_rate, data.fim_spm_rate) == (True, 0.9, 0.25)
+    assert (data.fim_split_sample, data.fim_fragment_rate, data.fim_no_prefix) == ("<file>", 0.5, "#")
+    assert (data.fim_pad_token, data.fim_middle_token, data.fim_eod_token) == (
+        "<pad>",
+        "<fim_middle>",
+        "<|endoftext|>",
+    )
+
+
 def test_without_save_figures_go_to_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = LEAST.replace("--save out", "")

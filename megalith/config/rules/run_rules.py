@@ -35,6 +35,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_lengths(config.model, config.data)
     _check_data(config.data, config.rl)
     _check_indexed_data(config)
+    _check_fill_in_middle(config.data)
     check_rollouts(config)
     _check_fine_tuning(config)
     _check_encoder(config)
@@ -176,7 +177,7 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
 def _check_indexed_data(config: RunConfig) -> None:
     """Raise ConfigError for settings of indexed pre-training data in a run that reads other data."""
     data = config.data
-    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source")
+    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source", "fim_data")
     settings = [
         f"data.{name}" for name in names if getattr(data, name) != type(data).model_fields[name].default
     ]
@@ -191,6 +192,14 @@ def _check_indexed_data(config: RunConfig) -> None:
         raise ConfigError(
             f"{' and '.join(settings)} {'apply' if settings[1:] else 'applies'} to pre-training data in "
             f"data.data_path, but {other} is set; leave one of the two out"
+        )
+
+
+def _check_fill_in_middle(data: DataConfig) -> None:
+    if data.fim_data and data.fim_split_sample and data.fim_fragment_rate is None:
+        raise ConfigError(
+            f"data.fim_split_sample is {data.fim_split_sample!r}, but data.fim_fragment_rate is not set; set it to the "
+            "probability that a fragment is rearranged"
         )
 
 

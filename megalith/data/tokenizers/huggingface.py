@@ -113,6 +113,13 @@ class _RustTokenizer(Tokenizer):
             result.append((encoding.ids, (inside[last] > inside[first]).tolist()))
         return result
 
+    def decode_without_special(self, ids: Iterable[int]) -> str:
+        with _no_panic():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
     def decode(self, ids: Iterable[int]) -> str:
         with _no_panic():
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)

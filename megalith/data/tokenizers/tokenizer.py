@@ -125,6 +125,17 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
 
+    def decode_without_special(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids` without the special tokens among them."""
+        return self.decode([i for i in ids if i not in self.special_ids])
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a vocabulary entry or special token by its spelling; None if there is none."""
+        try:
+            return self.pieces().index(token)
+        except (ConfigError, ValueError):
+            return None
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of special tokens, such as the ends of texts and turns, as far as this kind knows them."""

@@ -253,11 +253,6 @@ BY_REASON = {
     "TP's communication needs no extra buffers; parallel.tp_comm_overlap selects ping-pong instead": """
         --tp-comm-overlap
     """,
-    "it is read only with --fim-data, which is refused": """
-        --fim-rate=float --fim-spm-rate=float --fim-eod-token=text --fim-fragment-rate=float --fim-middle-token=text
-        --fim-no-prefix=text --fim-pad-token=text --fim-prefix-token=text --fim-split-sample=text
-        --fim-suffix-token=text
-    """,
     "it is read only with --use-mup, which is refused": """
         --mup-base-hidden-size=int --mup-attn-scale-power=float --mup-base-head-dim=float --mup-embedding-mult=float
         --mup-output-mult=float --mup-width-mult=float
