@@ -22,6 +22,7 @@ from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
+from megalith.checkpoint.averages import with_average
 from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.rewrite import part_bytes
@@ -210,7 +211,7 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change, show_progress: b
 
 
 def _open_run(run: str | Path, show_progress: bool) -> tuple[Checkpoint, RunConfig]:
-    checkpoint = open_existing(run, show_progress=show_progress)
+    checkpoint, _ = with_average(open_existing(run, show_progress=show_progress))
     config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(

@@ -44,6 +44,7 @@ from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, conversion_notes, differences
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
+from megalith.checkpoint.averages import with_average
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
@@ -208,6 +209,7 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
     show_progress: bool = True,
+    averaged: bool = True,
 ) -> Export:
     """Write a checkpoint as a Hugging Face folder.
 
@@ -221,6 +223,7 @@ def export_hf(
         shard_bytes: maximum size of a file.
         replace: replace an existing folder, after the new one is complete.
         show_progress: draw a progress bar.
+        averaged: export the averaged weights of the optimizer state, if there are any, instead of the trained ones.
 
     Raises:
         ConfigError: no family can express the model.
@@ -233,8 +236,11 @@ def export_hf(
             f"{opened.folder} holds only adapters; write them with megalith lora export, or merge them with their "
             "base first: megalith lora merge"
         )
+    opened, has_average = with_average(opened) if averaged else (opened, False)
     origin = _origin(opened, config.model)
     chosen, notes = export_family(config.model, origin, family)
+    if has_average:
+        notes.append("these are the averaged weights; --weights trained writes those of the last step")
     notes += conversion_notes(config.model)
     groups = chosen.groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)

@@ -25,7 +25,8 @@ from megalith.bridge.importer import SEED, open_hf_folder
 from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
-from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
+from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint, open_existing
+from megalith.checkpoint.averages import with_average
 from megalith.errors import CheckpointError, printable
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
@@ -36,13 +37,16 @@ BOUND = 1e-5  # relative to the largest logit
 PROBE = (2, 64)  # sequences and tokens
 
 
-def certify(checkpoint: str | Path, folder: str | Path, out_prefix: str | Path) -> Path:
+def certify(
+    checkpoint: str | Path, folder: str | Path, out_prefix: str | Path, averaged: bool = False
+) -> Path:
     """Compare a checkpoint with a Hugging Face folder and write a certificate.
 
     Args:
         checkpoint: a run or one step of it.
         folder: the Hugging Face folder.
         out_prefix: path of the certificate without `.certificate.json`.
+        averaged: compare the averaged weights of the optimizer state, if there are any.
 
     Returns:
         The path of the certificate.
@@ -51,6 +55,8 @@ def certify(checkpoint: str | Path, folder: str | Path, out_prefix: str | Path) 
         CheckpointError: they are not the same model. The certificate lists the differences.
     """
     opened = open_checkpoint(checkpoint, parts=("model",))
+    if averaged:
+        opened, _ = with_average(open_existing(opened.folder))
     matched = open_hf_folder(folder, allow=True)
     certificate = {
         "checkpoint": str(opened.folder),

@@ -111,7 +111,7 @@ def reshard(
             }
             for part, named in manifest.tensors.items()
         }
-        tokenizer = checkpoint.tokenizer_folder and partial(_copy_tokenizer, checkpoint)
+        tokenizer = checkpoint.tokenizer_folder and partial(copy_tokenizer, checkpoint)
         task_files = {name: path.read_bytes() for name, path in checkpoint.task_files.items()}
         step.commit(record, table, written, tokenizer, task_files)
     return step.final
@@ -146,7 +146,7 @@ def merge(checkpoint: Checkpoint, part: str, path: Path, show_progress: bool = T
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
-def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """Copy only files listed in the manifest, so that links cannot lead out of the checkpoint."""
     for name in filter(is_tokenizer_file, checkpoint.manifest.files):
         source = checkpoint.files / name

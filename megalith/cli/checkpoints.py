@@ -56,6 +56,13 @@ def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_average_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoints", nargs="+", metavar="PATH", help=NEWEST_HELP)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder that gets checkpoints/step_NNNNNNNN"
+    )
+
+
 def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None = None) -> None:
     parser.add_argument("--part", choices=PARTS, default=default, help=f"which tensors (default: {meaning})")
 
@@ -140,6 +147,17 @@ def run_reshard(args: argparse.Namespace) -> int:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
     step = reshard(_open(args.path, None), open_location(args.output), args.files)
     print(f"wrote {printable(step)}")
+    return 0
+
+
+def run_average(args: argparse.Namespace) -> int:
+    from megalith.checkpoint.averages import average
+    from megalith.remote import open_location
+
+    if len(args.checkpoints) < 2:
+        raise ConfigError("checkpoint average needs at least two checkpoints; name the steps to average")
+    step = average([_open(path, "model") for path in args.checkpoints], open_location(args.out))
+    print(f"wrote {printable(step)}, the mean of {len(args.checkpoints)} checkpoints")
     return 0
 
 

@@ -85,6 +85,8 @@ COMMANDS: dict[str, Command] = {
                                "checkpoints:run_diff", "checkpoints:add_diff_arguments"),
     "checkpoint reshard": Command("rewrite a step in another number of files",
                                   "checkpoints:run_reshard", "checkpoints:add_reshard_arguments"),
+    "checkpoint average": Command("write the mean of the weights of several checkpoints",
+                                  "checkpoints:run_average", "checkpoints:add_average_arguments"),
     "checkpoint merge": Command("put a step's tensors together in one file",
                                 "checkpoints:run_merge", "checkpoints:add_merge_arguments"),
     "doctor": Command("check this machine for training", "clusters:run_doctor", "clusters:add_doctor_arguments"),

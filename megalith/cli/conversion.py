@@ -167,6 +167,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="maximum file size in 10⁹ bytes"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("averaged", "trained"),
+        default="averaged",
+        help="averaged: those of optim.ema_decay or schedule-free AdamW, if there are any (default); trained: those of "
+        "the last step",
+    )
     _add_verify(parser)
 
 
@@ -182,6 +189,7 @@ def run_export(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         quantize=args.quantize,
         shard_bytes=int(args.shard_gb * 1e9),
+        averaged=args.weights == "averaged",
     )
     for note in result.notes:
         print(printable(note), file=sys.stderr)
@@ -189,7 +197,11 @@ def run_export(args: argparse.Namespace) -> int:
     if args.verify:
         from megalith.bridge.verify import certificate_line, certify
 
-        print(certificate_line(certify(result.checkpoint.folder, result.path, args.out)))
+        print(
+            certificate_line(
+                certify(result.checkpoint.folder, result.path, args.out, args.weights == "averaged")
+            )
+        )
     return 0
 
 

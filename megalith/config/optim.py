@@ -89,8 +89,8 @@ class OptimConfig(Section):
 
     optimizer: str = "adamw"
     """Optimizer: `adamw` (decoupled weight decay), `adam` (decay added to the gradient), `sgd`, `muon` (orthogonalized
-    momentum for matrices in layers, AdamW for the rest), `lion`, `ademamix`, `adafactor`, or a name passed to
-    `register_optimizer`."""
+    momentum for matrices in layers, AdamW for the rest), `lion`, `ademamix`, `adafactor`, `schedule_free_adamw`, or a
+    name passed to `register_optimizer`."""
 
     lr: NonNegativeFloat | None = None
     """Peak learning rate. Required for training."""
@@ -240,6 +240,10 @@ class OptimConfig(Section):
     muon_fp32_matmul_prec: Annotated[Literal["medium", "highest"] | None, MUON] = None
     """Precision of Newton-Schulz: bf16 (`medium`) or fp32 (`highest`). Default: fp32 if train.precision is fp32,
     otherwise bf16."""
+
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Decay of a moving average of the weights, for example 0.999, which is evaluated and exported. 4 bytes per
+    parameter, sharded like the optimizer state. Default: no average."""
 
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient. 0: no clipping."""

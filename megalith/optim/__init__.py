@@ -1,6 +1,14 @@
 """Optimizers, loss scale and learning-rate schedule."""
 
-from megalith.optim import adafactor, adam, ademamix, lion, muon, sgd  # noqa: F401 (registers the built-in ones)
+from megalith.optim import (  # noqa: F401 (registers the built-in optimizers)
+    adafactor,
+    adam,
+    ademamix,
+    lion,
+    muon,
+    schedule_free,
+    sgd,
+)
 from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.schedule import ParamSchedule, build_schedule

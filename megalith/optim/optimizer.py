@@ -24,6 +24,7 @@ from megalith.config import OptimConfig
 from megalith.config.optim import ParamGroup
 from megalith.config.rules.optim_rules import check_muon, check_param_groups
 from megalith.errors import ConfigError, nearest_of
+from megalith.optim.averages import add_ema
 from megalith.optim.combined import combine
 from megalith.optim.offload import OffloadedOptimizer, select_for_offload
 from megalith.optim.patterns import check_patterns, group_of
@@ -116,12 +117,13 @@ def state_bytes_of(name: str, config: OptimConfig) -> tuple[float, float]:
 
 
 def state_bytes(config: OptimConfig) -> tuple[float, float]:
-    """Return the bytes of optimizer state per parameter, in layers and outside of layers.
+    """Return the bytes of optimizer state per parameter, in layers and outside of layers, with a moving average.
 
     Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
     """
     sizes = [state_bytes_of(name, config) for _, name in _optimizer_names(config)]
-    return max(layers for layers, _ in sizes), max(outside for _, outside in sizes)
+    ema = 0 if config.ema_decay is None else 4
+    return ema + max(layers for layers, _ in sizes), ema + max(outside for _, outside in sizes)
 
 
 def register_optimizer(
@@ -250,6 +252,8 @@ def build_optimizer(
     ]
     optimizer = build_parts(items, config, precision)
     set_learning_rate(optimizer, config.lr, config.weight_decay, config.decoupled_lr)
+    if config.ema_decay is not None:
+        add_ema(optimizer)
     on_host = [item.parameter for item in items if item.offloaded]
     if not on_host:
         return optimizer

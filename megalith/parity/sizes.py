@@ -194,6 +194,7 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "optim.muon_beta2":                          KEEP,
     "optim.muon_scalar_optimizer":               KEEP,
     "optim.muon_extra_scale_factor":             KEEP,
+    "optim.ema_decay":                           KEEP,
     "optim.clip_grad":                           KEEP,
 
     "lora.load":                                 None,

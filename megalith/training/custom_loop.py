@@ -11,6 +11,7 @@ examples/train_loop.py is a complete loop.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from megalith.config import OptimConfig, ParallelConfig, RunConfig, require_run_
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
 from megalith.launch.launcher import init_distributed, this_process
+from megalith.optim.averages import averaged_weights, update_ema
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
@@ -126,9 +128,18 @@ class Optimizer:
             config.decoupled_lr if decoupled_lr is None else decoupled_lr,
         )
         result = optimizer_step(self.optimizer, self.loss_scale, config.clip_grad, self._total_squares)
+        if config.ema_decay is not None:
+            update_ema(self.optimizer, config.ema_decay, result.skipped)
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
         return result
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights of `optim.ema_decay` or of schedule-free AdamW.
+
+        Without an average, or before the first step, the weights are unchanged.
+        """
+        return averaged_weights(self.optimizer, self.config)
 
     def _total_squares(self, parameters: list[Tensor]) -> Tensor:
         squares, amaxes = self.gradient_squares(parameters), self.model.amaxes

@@ -224,8 +224,8 @@ class Run:
         before: Callable[[int], None] = lambda done: None,
         stops: Callable[[], str | None] = lambda: None,
     ) -> float | None:
-        """Return the mean loss over the evaluation's tokens of `dataset`. None if there is nothing to evaluate or it
-        was stopped.
+        """Return the mean loss over the evaluation's tokens of `dataset`, of the averaged weights if there are any.
+        None if there is nothing to evaluate or it was stopped.
 
         `before` is called before each global batch with the number of finished ones. `stops` is called after it; a true
         result ends the evaluation.
@@ -236,7 +236,7 @@ class Run:
         total = min(total, -(-len(dataset) // self.batch_sizes.global_batch_size))
         count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
         loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with self.data.evaluation_loader(dataset, self.device) as batches:
+        with self.data.evaluation_loader(dataset, self.device) as batches, self.updates.averaged_weights():
             for done in range(total):
                 before(done)
                 more_loss, more_tokens = self.model.evaluate(

@@ -32,7 +32,8 @@ def configuration(layout: str, model: dict, **optim) -> RunConfig:
 
 
 def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
-    """Of all steps, or of those after the first after loading what the first saved; and the last gradient norm."""
+    """Of all steps, or of those after the first after loading what the first saved; the last gradient norm; and
+    the loss of the averaged weights on other samples."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
     optimizer = megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
@@ -40,6 +41,10 @@ def losses(config: RunConfig, save: str | None = None, load: str | None = None) 
     loader = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=0), micro_batch_size=2,
                              batch_sizes=[BATCH] * (STEPS - first), vocab_size=61, data_parallel_rank=mesh.dp.rank,
                              data_parallel_size=mesh.dp.size, consumed_samples=BATCH * first)  # fmt: skip
+    # fmt: off
+    held_out = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=1), micro_batch_size=2, batch_sizes=[BATCH],
+                               vocab_size=61, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
+    # fmt: on
     found = []
     for step in range(first, STEPS):
         loss = optimizer.model.backward([next(loader) for _ in range(BATCH // 2 // mesh.dp.size)])
@@ -47,7 +52,9 @@ def losses(config: RunConfig, save: str | None = None, load: str | None = None) 
         norm = optimizer.step().grad_norm.item()
         if save and step == 0:
             megalith.save_checkpoint(save, optimizer, 1)
-    return [*found, norm]
+    with optimizer.averaged_weights():
+        loss, tokens = optimizer.model.evaluate([next(held_out) for _ in range(BATCH // 2 // mesh.dp.size)])
+    return [*found, norm, (loss / tokens).item()]
 
 
 def outcomes(

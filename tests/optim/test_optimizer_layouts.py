@@ -8,6 +8,7 @@ from megalith.parity.differences import relative_error
 OPTIMIZERS = {
     "groups": dict(
         optimizer="adamw",
+        ema_decay=0.5,
         param_groups=[
             {"pattern": "layers.0.*.linear_*", "optimizer": "muon"},
             {"pattern": "*embedding*", "lr_mult": 0.5, "weight_decay": 0.3},
@@ -24,6 +25,7 @@ OPTIMIZERS = {
     ),
     "lion": dict(optimizer="lion", lr=3e-4),
     "ademamix": dict(optimizer="ademamix", ademamix_warmup_iters=4),
+    "schedule_free_adamw": dict(optimizer="schedule_free_adamw", lr_decay_style="constant"),
     "adafactor": dict(optimizer="adafactor", lr=3e-2),
 }
 MODELS = {"gated": GATED, "experts": EXPERTS, "latent": LATENT}

@@ -42,6 +42,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
     optim.check_requirements("optim")
     check_param_groups(optim)
     check_muon(optim)
+    check_averages(optim)
     _check_lengths(optim, unit, warmup, decay, wsd_decay)
     _check_weight_decay(optim)
     return warmup, decay, wsd_decay
@@ -100,6 +101,25 @@ def check_muon(optim: OptimConfig) -> None:
     if optim.muon_scalar_optimizer == "muon":
         raise ConfigError(
             "optim.muon_scalar_optimizer is muon, which updates matrices only; choose adamw or lion"
+        )
+
+
+def check_averages(optim: OptimConfig) -> None:
+    """Raise ConfigError if schedule-free AdamW has a decay of the learning rate, no beta1, or a second average."""
+    if "schedule_free_adamw" not in optim.optimizers:
+        return
+    if optim.lr_decay_style != "constant":
+        raise ConfigError(
+            f"optim.lr_decay_style is {optim.lr_decay_style}, but schedule_free_adamw needs a constant rate after the "
+            "warm-up; set it to constant"
+        )
+    if optim.adam_beta1 == 0:
+        raise ConfigError(
+            "optim.adam_beta1 is 0, but schedule_free_adamw averages with it; set it to 0.9 to 0.98"
+        )
+    if optim.ema_decay is not None:
+        raise ConfigError(
+            f"optim.ema_decay is {optim.ema_decay}, but schedule_free_adamw has an average of its own; omit it"
         )
 
 
