@@ -46,6 +46,19 @@ GRADED = [
     ("arithmetic", "it is 1,234,567.5.", dict(answer="1234567.5"), 1.0),
     ("arithmetic", "1,234,56", dict(answer="56"), 1.0),
     ("arithmetic", "9007199254740993", dict(answer="9007199254740992"), 0.0),  # equal as floats
+    ("arithmetic", "x = .5", dict(answer=0.5), 1.0),
+    ("arithmetic", "x = -.5", dict(answer=5), 0.0),
+    ("arithmetic", "about 1e3", dict(answer=1000), 1.0),
+    ("arithmetic", "about 2.5e-3", dict(answer="0.0025"), 1.0),
+    ("arithmetic", "about 1e3", dict(answer=3), 0.0),
+    ("arithmetic", "room 1e3b", dict(answer=3), 1.0),  # no number, but two
+    ("arithmetic", "x = \N{MINUS SIGN}3", dict(answer=-3), 1.0),
+    ("arithmetic", "x = \N{MINUS SIGN}3", dict(answer=3), 0.0),
+    ("arithmetic", "10\N{MINUS SIGN}3", dict(answer="3"), 1.0),
+    ("arithmetic", "-3", dict(answer="\N{MINUS SIGN}3"), 1.0),
+    ("countdown", "<answer>-3 + 27</answer>", dict(target=24, nums=[3, 27]), 1.0),
+    ("countdown", "<answer>-(3 - 27)</answer>", dict(target=24, nums=[3, 27]), 1.0),
+    ("countdown", "<answer>~3 + 27</answer>", dict(target=23, nums=[3, 27]), 0.0),
     ("countdown", "first\n<answer>(7 - 3) * 25</answer>", dict(target=100, nums=[3, 7, 25]), 1.0),
     ("countdown", "<answer>25 * 4</answer>", dict(target=100, nums=[3, 7, 25]), 0.0),
     ("countdown", "<answer>7 + 7</answer>", dict(target=14, nums=[7]), 0.0),
@@ -90,7 +103,19 @@ def test_sort_takes_numbers_below_0_and_of_three_digits():
     assert reward_function("sort").function("-10,-3,100,200", prompt("200,-3,100,-10"), [], 10) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("1 .5 -.5", "-.5 .5 1"), ("1e3,2,1e2", "2, 100, 1000"), ("1, \N{MINUS SIGN}3", "\N{MINUS SIGN}3, 1")],
+)
+def test_sort_reads_numbers_however_they_are_written(question, answer):
+    rewards = [
+        reward_function("sort").function(text, prompt(question), [], 10) for text in (answer, question)
+    ]
+    assert rewards[0] == 1.0 > rewards[1]
+
+
 HUGE = {
+    "signs": "-" * 5000 + "7",
     "factors": "*".join(["9" * 4000] * 400),
     "sums": "+".join("1" * 30_000),
     "brackets": "(" * 20_000 + "7" + ")" * 20_000,

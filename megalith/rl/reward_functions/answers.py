@@ -8,9 +8,10 @@ from typing import Any
 
 from megalith.rl.prompts import Prompt
 
-SIGN = r"(?:(?<![\w)\]}])-)?"  # a minus after a number, a name or a bracket subtracts
+MINUS = "\N{MINUS SIGN}"  # typeset, unlike the hyphen of a keyboard
+SIGN = rf"(?:(?<![\w)\]}}])[-{MINUS}])?"  # a minus after a number, a name or a bracket subtracts
 GROUPED = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*\d)"  # such as 1,072: digits in groups of three
-PLAIN = r"\d+(?:\.\d+)?"
+PLAIN = r"(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"  # such as 12, 0.5, .5 and 1e-3
 NUMBER = rf"{SIGN}(?:{GROUPED}(?:\.\d+)?|{PLAIN})"
 ITEM = SIGN + PLAIN  # in a list, where commas separate numbers
 
@@ -49,6 +50,6 @@ def parse_number(text: str) -> Decimal:
     Integers of any length stay exact.
     """
     try:
-        return Decimal(text.replace(",", ""))
+        return Decimal(text.replace(",", "").replace(MINUS, "-"))
     except InvalidOperation:
         return Decimal("NaN")

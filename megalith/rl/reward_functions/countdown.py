@@ -12,6 +12,7 @@ from megalith.rl.reward_functions.answers import column
 
 FORMULA_CHARACTERS = 1000  # limit of countdown's formula, plus as many per number
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 
 
 def countdown(text: str, prompt: Prompt, ids: Sequence[int], max_tokens: int) -> float:
@@ -36,10 +37,14 @@ def _whole_numbers(formula: ast.AST) -> list[int]:
         return [formula.value]
     if isinstance(formula, ast.BinOp) and type(formula.op) in OPERATORS:
         return _whole_numbers(formula.left) + _whole_numbers(formula.right)
+    if isinstance(formula, ast.UnaryOp) and type(formula.op) in SIGNS:
+        return _whole_numbers(formula.operand)
     raise ValueError("not arithmetic")
 
 
 def _value(formula: ast.AST) -> float:
     if isinstance(formula, ast.Constant):
         return formula.value
+    if isinstance(formula, ast.UnaryOp):
+        return SIGNS[type(formula.op)](_value(formula.operand))
     return OPERATORS[type(formula.op)](_value(formula.left), _value(formula.right))
