@@ -99,6 +99,8 @@ def test_alpaca_and_texts_learn_the_answer_alone(folder):
     assert learned_text(tokenizer, samples, 0) == "four<|endoftext|>\n"
     assert "Add.\n\n2 2" in tokenizer.decode(samples.tokens.tolist())
     assert learned_text(tokenizer, samples, 1) == "four<|endoftext|>"
+    samples = read(tokenizer, alpaca | {"history": [["Hello.", "Hi."], ["Ready?", "yes"]]})
+    assert learned_text(tokenizer, samples) == "Hi.<|endoftext|>\nyes<|endoftext|>\nfour<|endoftext|>\n"
     assert read(tokenizer, {"prompt": "a ", "completion": "b"}, completion_only_loss=False).learned.all()
 
 
@@ -225,6 +227,7 @@ BAD = {
     "nothing": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
     "huge": ({"input_ids": [1, 2**70]}, "input_ids is not a list of whole numbers of 64 bits"),
     "instruction": ({"instruction": 5, "output": "a"}, "its instruction is 5, not text"),
+    "history": ({"instruction": "a", "output": "b", "history": ["cd"]}, "its history is ['cd'], not a list of pairs"),
     "completion": ({"prompt": 5, "completion": MESSAGES[1:]}, "its prompt is 5, not a list of messages"),
     "turns": ({"conversations": 5}, "its conversations is 5, not a list of messages"),
     "arguments": ({"messages": MESSAGES, "chat_template_kwargs": "a"}, "chat_template_kwargs is 'a', not an object"),

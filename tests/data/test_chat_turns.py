@@ -194,7 +194,7 @@ def learned(tokenizer, samples) -> str:
     return tokenizer.decode(samples.tokens[samples.learned].tolist())
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "train_on_turn", "loss"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "train_on_turn", "loss", "masked"])
 @pytest.mark.parametrize(
     "template", [PLAIN, BY_MARKS, TWICE_MARKED], ids=["turns", "marks", "marks in parts"]
 )
@@ -202,11 +202,12 @@ def test_a_message_of_weight_0_is_read_and_not_learned(folder, template, key):
     tokenizer = tokenizer_with(folder, template)
     messages = turns("x", "bad answer", "z", "w")
     whole = read(tokenizer, {"messages": messages})
-    messages[0][key], messages[1][key], messages[3][key] = 0, 0, 1
+    no, yes = (1, 0) if key == "masked" else (0, 1)
+    messages[0][key], messages[1][key], messages[3][key] = no, no, yes
     samples = read(tokenizer, {"messages": messages})
     assert np.array_equal(samples.tokens, whole.tokens)
     assert learned(tokenizer, samples) == "w<|end|>" and "bad answer" in learned(tokenizer, whole)
-    shared = [{"from": m["role"], "value": m["content"], key: bool(m.get(key))} for m in messages[1:]]
+    shared = [{"from": m["role"], "value": m["content"], key: bool(m.get(key, no))} for m in messages[1:]]
     samples = read(
         tokenizer, {"conversations": [{"from": "human", "value": "x"}, *shared], "system": "Be brief."}
     )
@@ -230,6 +231,18 @@ UNLEARNED = {
     "sample": ({"messages": turns("x", "y"), "weight": 0}, {}, "its weight is 0, but each sample counts once"),
     "KTO": ({"prompt": "x", "completion": "y", "label": False}, {}, r"its label is False, which marks an undesirable"),
     "KTO's messages": ({"messages": turns("x", "y"), "label": 0}, {}, r"its label is 0"),
+    "KTO's tag": ({"messages": turns("x", "y"), "kto_tag": False}, {}, r"its kto_tag is False"),
+    "other weight": ({"messages": turns("x", "y"), "sample_weight": 0.2}, {}, "its sample_weight is 0.2"),
+    "torchtune": ({"messages": [*turns("x"), {**ANSWER, "masked": True}]}, {}, "it has no token to learn"),
+    "masked": ({"messages": [{**turns("x")[0], "masked": False}, ANSWER]}, {}, "message 1, the user's, has masked"),
+    "half masked": ({"messages": [*turns("x"), {**ANSWER, "masked": 2}]}, {}, r"masked 2; give 0 \(learned\) or 1"),
+    "trainable": ({"messages": [*turns("x"), {**ANSWER, "trainable": False}]}, {}, "message 2 has trainable False"),
+    "learn": ({"conversations": [{"from": "user", "value": "x"}, {"from": "gpt", "value": "y", "do_learn": 0}]}, {},
+              "message 2 has do_learn 0, which is not read"),
+    "conversation's mask": ({"messages": turns("x", "y"), "loss_mask": [0, 1]}, {}, "it has loss_mask, which its form"),
+    "NeMo's mask": ({"messages": turns("x", "y"), "mask": "Assistant"}, {}, "it has mask, which its form"),
+    "tokens' mask": ({"input_ids": [1, 2], "mask": [0, 1]}, {}, "it has mask, which its form does not read"),
+    "verl's mask": ({"input_ids": [1, 2], "response_mask": [1, 0]}, {}, "it has no token to learn"),
     "padding": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, {}, "its attention_mask has zeros"),
     "mask": ({"input_ids": [1, 2], "assistant_masks": [1, 0]}, {}, "it has no token to learn"),
     "masks": ({"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [1, 0]}, {}, "it has no token to learn"),
@@ -248,10 +261,22 @@ def test_keys_that_change_nothing_are_taken(folder):
     tokenizer = tokenizer_with(folder, PLAIN)
     records = (
         {"prompt": "x", "completion": "y", "label": True, "weight": 1},
-        {"messages": turns("x", "y"), "label": "maths", "weight": None},
-        {"input_ids": [1, 2], "attention_mask": [1, 1], "assistant_masks": [0, 1]},
+        {"messages": turns("x", "y"), "label": "maths", "weight": None, "kto_tag": True},
+        {"messages": turns("x", "y"), "mask": "User", "loss_weight": 1.0, "masked_text": "text"},
+        {
+            "messages": [
+                {**turns("x")[0], "training_source": "web", "masked": True},
+                {**ANSWER, "masked": False},
+            ]
+        },
+        {
+            "input_ids": [1, 2],
+            "attention_mask": [1, 1],
+            "assistant_masks": [0, 1],
+            "special_tokens_mask": [1, 0],
+        },
     )
-    assert len(read(tokenizer, *records)) == 3
+    assert len(read(tokenizer, *records)) == len(records)
 
 
 def test_a_preference_takes_no_answer_of_weight_0(folder):

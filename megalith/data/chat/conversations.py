@@ -5,7 +5,7 @@
 | conversation | `messages`: [{role, content}]; optional `tools`, `chat_template_kwargs` |
 | prompt and completion | `prompt`, `completion`: two texts, or two lists of messages |
 | ShareGPT | `conversations`: [{from, value}]; optional `system`, `tools` |
-| Alpaca | `instruction`, `output`; optional `input`, `system` |
+| Alpaca | `instruction`, `output`; optional `input`, `system`, `history` |
 | tokens | `input_ids`; optional `labels` (−100: not learned) or a mask of learned tokens |
 | preference: prompt and answers | `prompt`, `chosen`, `rejected`: three texts, or three lists of messages |
 | preference: full answers | `chosen`, `rejected`: two texts or conversations; the prompt is their common prefix |
@@ -17,6 +17,7 @@ A record without a form, or a malformed one, raises ValueError; the reader (samp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,18 @@ Record = Mapping[str, Any]
 Message = dict[str, Any]
 
 IGNORED = -100  # label that transformers and TRL exclude from the loss
-MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # per token: 0 if it is not learned
+MASKS = ("completion_mask", "assistant_masks", "loss_mask", "response_mask")
+"""Masks of tokens: 0 if one is not learned."""
+OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers
 LEARNED_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that determine whether it is learned: OpenAI's, axolotl's three, and ms-swift's."""
 UNSUPPORTED_KEYS = ("train_detail", "training_detail", "loss_mask", "loss_scale", "mask")
 """Keys of a message that exclude part of it from the loss, which is not supported."""
+SAMPLE_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_weights")
+MASKED = "masked"
+"""torchtune's key of a message that is not learned."""
+SUSPICIOUS = re.compile(r"mask|train|learn|loss|weight", re.IGNORECASE)
+"""Names of keys that may exclude something from the loss. Those that are not read are refused."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -83,11 +91,12 @@ ParsedSequence = Chat | Text | Tokens
 
 def parse_record(record: Record) -> list[ParsedSequence]:
     """Parse a record into one sequence. Raise ValueError with the reason if it is unusable."""
-    if isinstance(label := record.get("label"), bool | int | float) and label != 1:
-        raise ValueError(
-            f"its label is {label!r}, which marks an undesirable answer in KTO's data, but all answers here are "
-            "learned; remove such records, or remove the key if it means something else"
-        )
+    for key in ("label", "kto_tag"):
+        if isinstance(label := record.get(key), bool | int | float) and label != 1:
+            raise ValueError(
+                f"its {key} is {label!r}, which marks an undesirable answer in KTO's data, but all answers here are "
+                "learned; remove such records, or remove the key if it means something else"
+            )
     return [_parse(record, FORMS)]
 
 
@@ -98,18 +107,33 @@ def parse_preference(record: Record) -> list[ParsedSequence]:
 
 
 def _parse(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
-    if record.get("weight") not in (None, 1):
-        raise ValueError(
-            f"its weight is {record['weight']!r}, but each sample counts once; repeat the record, or remove it"
-        )
+    for key in SAMPLE_WEIGHTS:
+        if record.get(key) not in (None, 1):
+            raise ValueError(
+                f"its {key} is {record[key]!r:.60}, but each sample counts once; repeat the record, or remove it"
+            )
     for keys, parse in all_forms.items():
         if all(record.get(key) is not None for key in keys):
+            _check_masks(record, MASKS if "input_ids" in keys else ())
             return parse(record)
     forms = "; ".join(" and ".join(keys) for keys in all_forms)
     raise ValueError(
         f"its keys are {', '.join(map(repr, record)) or 'none'}, which match none of the forms: {forms}"
         f"{record_hint(record)}"
     )
+
+
+def _check_masks(record: Record, read: Sequence[str]) -> None:
+    """Raise ValueError if a record has a mask that its form does not read."""
+    for key, value in record.items():
+        is_mask = "mask" in key and isinstance(value, Sequence) and not isinstance(value, str)
+        if key == "mask" and isinstance(value, str):
+            is_mask = ROLES.get(value.lower()) != "user"  # NeMo: the role that is not learned
+        if is_mask and key not in (*read, *OTHER_MASKS):
+            raise ValueError(
+                f"it has {key}, which its form does not read; give input_ids with loss_mask (1: learned), or remove "
+                "the key"
+            )
 
 
 def _tokens(record: Record) -> Tokens:
@@ -170,10 +194,26 @@ def _alpaca(record: Record) -> Chat:
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"its {name} is {record[name]!r:.60}, not text")
     question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+    pairs = [*_history(record), (question, record["output"])]
+    turns = [turn for pair in pairs for turn in _exchange(*pair)]
     if record.get("system"):
         turns.insert(0, {"role": "system", "content": record["system"]})
-    return _chat(turns, "role", "content", {})
+    return _chat(turns, "role", "content", record)
+
+
+def _history(record: Record) -> Sequence[Sequence[str]]:
+    """Return LLaMA-Factory's earlier questions and answers, which are learned as well."""
+    pairs = record.get("history") or []
+    if not isinstance(pairs, Sequence) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    ):
+        raise ValueError(f"its history is {pairs!r:.60}, not a list of pairs of question and answer")
+    return pairs
+
+
+def _exchange(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 FORMS: dict[tuple[str, ...], Callable[[Record], ParsedSequence]] = {
@@ -292,7 +332,8 @@ def _chat(turns: Any, role_key: str, content_key: str, record: Record, first: in
     unlearned = frozenset(
         k
         for k, (turn, message) in enumerate(zip(turns, messages))
-        if message["role"] == "assistant" and not all(turn.get(key) in (None, 1) for key in LEARNED_KEYS)
+        if message["role"] == "assistant"
+        and (turn.get(MASKED) or not all(turn.get(key) in (None, 1) for key in LEARNED_KEYS))
     )
     return Chat(messages, first=first, arguments=template_arguments(record), unlearned=unlearned)
 
@@ -315,7 +356,7 @@ def _check_messages(turns: Any, role_key: str, content_key: str, needs_answer: b
                 f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, but it must "
                 f"be the {' or '.join(FOLLOWS[before])}'s"
             )
-        excluded = (role_key, content_key, *LEARNED_KEYS, *UNSUPPORTED_KEYS)
+        excluded = (role_key, content_key, MASKED, *LEARNED_KEYS, *UNSUPPORTED_KEYS)
         rest = {key: value for key, value in turn.items() if key not in excluded and value is not None}
         if needs_answer:
             _check_learned(number, role, turn)
@@ -337,14 +378,25 @@ def _check_learned(number: int, role: str, turn: Mapping[str, Any]) -> None:
                 f"message {number} has {key}, but a message is either learned or not: set its weight to 1 or 0, or "
                 "give tokens with a mask"
             )
-    for key in LEARNED_KEYS:
+    for key in (*LEARNED_KEYS, MASKED):
         value = turn.get(key)
         if value not in (None, 0, 1):
-            raise ValueError(f"message {number} has {key} {value!r}; give 1 (learned) or 0 (not learned)")
-        if value and role != "assistant":
+            learned, other = (0, 1) if key == MASKED else (1, 0)
+            raise ValueError(
+                f"message {number} has {key} {value!r}; give {learned} (learned) or {other} (not learned)"
+            )
+        is_learned = value is not None and bool(value) != (key == MASKED)
+        if is_learned and role != "assistant":
             raise ValueError(
                 f"message {number}, the {role}'s, has {key} {value!r}, but only the assistant's messages "
                 "can be learned; remove the key"
+            )
+    for key, value in turn.items():
+        is_read = key in (*LEARNED_KEYS, MASKED)
+        if not is_read and SUSPICIOUS.search(key) and isinstance(value, bool | int | float | list):
+            raise ValueError(
+                f"message {number} has {key} {value!r:.60}, which is not read; set its weight to 1 (learned) or 0 (not "
+                "learned), or remove the key"
             )
 
 
