@@ -13,6 +13,7 @@
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported and save what is imported, compares samples
 #   make sizes   writes docs/sizes.md, from the planner; make accuracy  docs/plan_accuracy.md; make pictures  draws docs/images/
+#   make recipes  writes megalith/recipes/files, by the planner
 #   make llms    writes llms.txt, the list of the pages for language models
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
@@ -29,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures llms lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures llms recipes lint dist workflows clean
 
 setup: $(READY)
 
@@ -88,6 +89,9 @@ sizes: $(READY)
 
 accuracy: $(READY)
 	$(BIN)/python -m benchmarks.plan_accuracy
+
+recipes: $(READY)
+	$(BIN)/python -m megalith.recipes.plans
 
 llms: $(READY)
 	$(BIN)/python site/llms.py > llms.txt

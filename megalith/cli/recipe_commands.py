@@ -1,0 +1,191 @@
+"""`megalith recipes …`: tested run files. `megalith init`: one for this machine. Importing this file is cheap."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megalith.cli.parser import Arguments
+from megalith.errors import ConfigError, did_you_mean
+
+COLUMNS = "recipe", "GPUs", "GB per GPU", "tokens/s per GPU"
+QUESTIONS = {
+    "task": "What do you want to do",
+    "model": "Which model (`megalith config presets` lists them)",
+    "gpus": "How many GPUs",
+    "data": "Which data",
+    "output": "Where should the run file go",
+}
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", help="only this task: pretrain, sft, lora, dpo, grpo or distill")
+    parser.add_argument("--model", help="only models whose name contains this")
+    parser.add_argument("--gpus", type=int, help="only recipes for at most this many GPUs")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="name of a recipe (`megalith recipes list`)")
+
+
+def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+    add_show_arguments(parser)
+    parser.add_argument("file", nargs="?", help="run file to write (default: NAME.yaml)")
+
+
+def add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a run file for a task, a model and the GPUs of this machine, with the layout that the planner expects "
+        "to be fastest. Asks for what the options do not give."
+    )
+    parser.add_argument("--task", help="pretrain, sft, lora, dpo, grpo or distill")
+    parser.add_argument("--model", help="a preset, such as qwen3-0.6b")
+    parser.add_argument(
+        "--weights", help="folder or hub name of the weights to start from (default: the preset's)"
+    )
+    parser.add_argument("--gpus", type=int, help="number of GPUs (default: those of this machine)")
+    parser.add_argument(
+        "--device", help="GPU name, such as H100 or A100-40GB (default: this machine's, or H100)"
+    )
+    parser.add_argument("--data", help="training data, or the prompts of grpo")
+    parser.add_argument("--output", help="run file to write")
+
+
+def run_list(args: Arguments) -> int:
+    from megalith.recipes.plans import FILES, facts_of
+
+    _check_task(args.task)
+    rows = []
+    for file in sorted(FILES.glob("*.yaml")):
+        facts = {"name": file.stem} | facts_of(file.read_text(encoding="utf-8"))
+        if args.task not in (None, facts["task"]) or (args.model or "") not in facts["model"]:
+            continue
+        if args.gpus is None or facts["gpus"] <= args.gpus:
+            rows.append(facts)
+    rows.sort(key=lambda facts: (facts["task"], facts["gpus"]))
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    if not rows:
+        raise ConfigError(
+            "no recipe is for that task, model and number of GPUs; `megalith recipes list` has them all"
+        )
+    cells = [COLUMNS, *(_cells(facts) for facts in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for name, *others in cells:
+        print(
+            name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:])), sep="  "
+        )
+    print(
+        "planned for H100 of 80 GB; `megalith recipes copy NAME` writes a run file, `megalith init` plans your own"
+    )
+    return 0
+
+
+def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
+    return facts["name"], str(facts["gpus"]), f"{facts['gb']:.1f}", f"{facts['tokens_per_second_per_gpu']:,}"
+
+
+def run_show(args: Arguments) -> int:
+    print(_text(args.name), end="")
+    return 0
+
+
+def run_copy(args: Arguments) -> int:
+    text, file = _text(args.name), Path(args.file or f"{args.name}.yaml")
+    _write(file, text.replace(f" {args.name}.yaml", f" {file}"))
+    return 0
+
+
+def _text(name: str) -> str:
+    from megalith.recipes.plans import FILES
+
+    names = [file.stem for file in FILES.glob("*.yaml")]
+    if name not in names:
+        raise ConfigError(
+            f"there is no recipe {name!r}{did_you_mean(name, names)}; `megalith recipes list` lists them"
+        )
+    return (FILES / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _write(file: Path, text: str) -> None:
+    from megalith.io import write_file
+
+    if file.exists():
+        raise ConfigError(f"{file} exists; give another file, or remove it")
+    try:
+        write_file(file, text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; give another file") from None
+    print(f"wrote {file}")
+
+
+def run_init(args: Arguments) -> int:
+    from megalith.config.presets import PRESETS
+    from megalith.recipes.catalogue import MODELS, TASKS, Recipe
+    from megalith.recipes.plans import dump, heading, planned_tree
+
+    local_gpus, device = _gpus_here()
+    task = _check_task(args.task or _ask("task", "sft", list(TASKS)))
+    preset = args.model or _ask("model", "qwen3-0.6b")
+    if preset not in PRESETS:
+        raise ConfigError(
+            f"--model is {preset!r}, which is no preset{did_you_mean(preset, PRESETS)}; `megalith config presets` "
+            "lists them"
+        )
+    weights = args.weights or MODELS.get(preset)
+    if weights is None:
+        raise ConfigError(
+            f"--weights: megalith knows no hub name of {preset}; give the folder or hub name with its tokenizer"
+            + ("" if task == "pretrain" else " and weights")
+        )
+    gpus = args.gpus if args.gpus is not None else _number(_ask("gpus", str(local_gpus or 1)))
+    if gpus < 1:
+        raise ConfigError(f"--gpus is {gpus}; give 1 or more")
+    device = args.device or device or "H100"
+    recipe = Recipe(task, preset, gpus, reserve_gb=20.0 if task in ("grpo", "distill") else 5.0)
+    tree = recipe.tree(weights)
+    section, name = ("rl", "prompts") if task == "grpo" else ("data", "data_path")
+    usual = tree[section][name]
+    data = args.data or _ask("data", usual if isinstance(usual, str) else usual[0])
+    settings = {section: {name: [data] if isinstance(usual, list) else data}}
+    file = Path(args.output or _ask("output", f"{recipe.name}.yaml"))
+    tree, best = planned_tree(Recipe(task, preset, gpus, settings, recipe.reserve_gb), device, weights)
+    _write(file, heading(recipe, best, str(file), device) + dump(tree))
+    return 0
+
+
+def _gpus_here() -> tuple[int, str | None]:
+    """Return the number and name of this machine's GPUs."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return count, torch.cuda.get_device_name(0) if count else None
+
+
+def _check_task(task: str | None) -> str | None:
+    from megalith.recipes.catalogue import TASKS
+
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"--task is {task!r}{did_you_mean(task, TASKS)}; it is one of {', '.join(TASKS)}")
+    return task
+
+
+def _ask(name: str, default: str, choices: Sequence[str] = ()) -> str:
+    """Ask a question in the terminal, and return the answer or the default."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"--{name} is missing, and there is no terminal to ask; give it as an option")
+    listed = f" ({', '.join(choices)})" if choices else ""
+    return input(f"{QUESTIONS[name]}{listed}? [{default}] ").strip() or default
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--gpus is {text!r}; give a whole number") from None
