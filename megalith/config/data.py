@@ -50,6 +50,12 @@ class DataConfig(Section):
     """Maximum number of epochs over each training source. The weight of a source that would exceed it is lowered, and
     the others take over. `max_epochs` of an entry of data_path takes precedence."""
 
+    packing: Annotated[
+        Literal["concat", "best_fit"], RequiresSetting("model.model_type", "gpt", strict=True)
+    ] = "concat"
+    """Filling of samples: `concat` cuts them from concatenated documents; `best_fit` packs documents into samples, cuts
+    those alone that are longer than a sample, and pads the rest."""
+
     fim_data: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
     """Rearrange documents for fill-in-the-middle: prefix, suffix, middle (PSM) or suffix, prefix, middle (SPM)."""
 

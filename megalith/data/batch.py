@@ -13,6 +13,9 @@ from torch import Tensor
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
 
+PADDING = -1
+"""Value in samples after the last token of a sample that is not full."""
+
 
 @dataclass(frozen=True)
 class BoundaryRules:
@@ -76,7 +79,7 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
     """Return a Batch.
 
     Args:
-        samples: int64 [batch, seq + 1].
+        samples: int64 [batch, seq + 1]; PADDING after the last token. It has no loss, and no token attends to it.
         sample_numbers: int64 [batch], positions in the sample stream.
         rules: treatment of document boundaries.
     """
@@ -94,6 +97,10 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
             position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0), axis=1)
         if rules.reset_attention_mask:
             document_end_positions = document_ends(starts)
+    if samples.min() == PADDING:
+        loss_mask[samples[:, 1:] == PADDING] = 0.0
+        samples = np.where(samples == PADDING, 0 if rules.eod is None else rules.eod, samples)
+        input_ids = samples[:, :-1]
     return Batch(
         input_ids=torch.from_numpy(np.ascontiguousarray(input_ids)),
         labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:])),

@@ -27,6 +27,7 @@ from megalith.data.mixture import (
     scheduled,
     tempered,
 )
+from megalith.data.packed_dataset import PackedDataset
 from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
 
@@ -50,6 +51,11 @@ class BlendedDataset:
 
     def __len__(self) -> int:
         return len(self._choices)
+
+    @property
+    def pads(self) -> bool:
+        """True if samples may end with PADDING."""
+        return any(getattr(dataset, "pads", False) for dataset in self.datasets)
 
     def __getitem__(self, i: int) -> np.ndarray:
         dataset, sample = self.locate(i)
@@ -91,7 +97,7 @@ def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
     if isinstance(dataset, BlendedDataset):
         for part in dataset.datasets:
             yield from indexed_datasets(part)
-    elif isinstance(dataset, GPTDataset | MaskedLMDataset):
+    elif isinstance(dataset, GPTDataset | MaskedLMDataset | PackedDataset):
         yield dataset.indexed
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from megalith.data.batch import Batch, BoundaryRules, make_batch
+from megalith.data.batch import PADDING, Batch, BoundaryRules, make_batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.order import SampleOrder, SingleOrder
 from megalith.errors import ConfigError, DataError, MegalithError
@@ -174,9 +174,10 @@ class _MicroBatchMaker:
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:
-        if samples.min() >= 0 and samples.max() < self.vocab_size:
+        lowest = PADDING if getattr(self.dataset, "pads", False) else 0
+        if samples.min() >= lowest and samples.max() < self.vocab_size:
             return
-        row, at = np.argwhere((samples < 0) | (samples >= self.vocab_size))[0]
+        row, at = np.argwhere((samples < lowest) | (samples >= self.vocab_size))[0]
         raise DataError(
             f"{self.dataset.describe(indices[row])} has token id {samples[row, at]} at position {at}, but the "
             f"vocabulary has {self.vocab_size}; preprocess the data with this run's tokenizer, or raise vocab_size"

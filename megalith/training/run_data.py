@@ -19,6 +19,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.length_statistics import cut_fraction, length_statistics
 from megalith.data.masked_lm import SentenceSamples
 from megalith.data.own_dataset import StreamDataset
+from megalith.data.packed_dataset import PackedDataset
 from megalith.data.source_plan import source_plan
 from megalith.data.text_data import source_name
 from megalith.errors import ConfigError
@@ -100,7 +101,7 @@ class RunData:
 
     def plan(self) -> dict[str, Any]:
         """Return samples, tokens and epochs of each training source over the run, and `steps`."""
-        if not isinstance(self.data.train, BlendedDataset | GPTDataset | SentenceSamples):
+        if not isinstance(self.data.train, BlendedDataset | GPTDataset | PackedDataset | SentenceSamples):
             raise ConfigError(
                 "data plan needs pre-training data in data.data_path or data.train_data_path; for other data use "
                 "megalith data stats --config"
@@ -152,11 +153,16 @@ def _statistics(dataset: SampleDataset, samples: int) -> dict[str, Any]:
         [indexed] = list(indexed_datasets(part)) or [None]
         if indexed is None:
             continue
-        seq_length = part.seq_length if isinstance(part, GPTDataset) else None
+        seq_length = part.seq_length if isinstance(part, GPTDataset | PackedDataset) else None
         source = {"samples": round(share * samples), "epochs": part.epochs().get(indexed.prefix, 1)}
         if seq_length is not None:
             source["tokens"] = source["samples"] * seq_length
-        sources[source_name(indexed.prefix)] = {**source, **indexed_statistics(indexed, seq_length)}
+        statistics = indexed_statistics(indexed, seq_length)
+        if isinstance(part, PackedDataset):
+            statistics["cut_documents"] = part.cut_documents / part.num_documents
+            statistics["longer_documents"] = part.cut_documents
+            statistics["rows"], statistics["packing"] = part.samples_per_epoch, part.fill
+        sources[source_name(indexed.prefix)] = {**source, **statistics}
     return {"samples": samples, "sources": sources}
 
 

@@ -38,6 +38,10 @@ def _source_lines(split: str, values: dict[str, Any]) -> list[str]:
                 text += f", {source['tokens']:,} tokens of the run ({100 * source['tokens'] / total:.1f} %)"
             lines.append(text)
         lines += _indented(render_lengths(source["documents"], "documents"))
+        if "packing" in source:
+            lines.append(
+                f"  packed into {source['rows']:,} samples per epoch, {100 * source['packing']:.1f} % full"
+            )
         if "cut_documents" in source:
             lines.append(
                 f"  samples cut about {100 * source['cut_documents']:.1f} % of the documents; "

@@ -28,7 +28,7 @@ from megalith.bridge.load import load_initial_weights
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.data.batch import Batch, document_ends
-from megalith.data.chat.chat_dataset import best_fit_decreasing
+from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError

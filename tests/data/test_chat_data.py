@@ -14,8 +14,9 @@ from bos_tokenizer import bos_tokenizer
 
 from megalith.config.data import DataConfig
 from megalith.config.rl import DpoConfig, SftConfig
+from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat import samples as sample_files
-from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch, open_chat_data
+from megalith.data.chat.chat_dataset import ChatDataset, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples

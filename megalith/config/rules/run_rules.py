@@ -177,7 +177,7 @@ def _check_data(data: DataConfig, rl: RlConfig) -> None:
 def _check_indexed_data(config: RunConfig) -> None:
     """Raise ConfigError for settings of indexed pre-training data in a run that reads other data."""
     data = config.data
-    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source", "fim_data")
+    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source", "packing", "fim_data")
     settings = [
         f"data.{name}" for name in names if getattr(data, name) != type(data).model_fields[name].default
     ]
@@ -196,6 +196,11 @@ def _check_indexed_data(config: RunConfig) -> None:
 
 
 def _check_fill_in_middle(data: DataConfig) -> None:
+    if data.fim_data and data.packing != "concat":
+        raise ConfigError(
+            f"data.fim_data changes the lengths of documents, so data.packing {data.packing} would not fit; leave one "
+            "of the two out"
+        )
     if data.fim_data and data.fim_split_sample and data.fim_fragment_rate is None:
         raise ConfigError(
             f"data.fim_split_sample is {data.fim_split_sample!r}, but data.fim_fragment_rate is not set; set it to the "

@@ -9,7 +9,6 @@ Batch sizes, epochs and positions in the data count rows.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left, insort
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,42 +18,12 @@ import torch
 from megalith.config.data import DataConfig
 from megalith.config.rl import ChatConfig
 from megalith.data.batch import Batch, document_ends
+from megalith.data.best_fit import best_fit_decreasing
 from megalith.data.chat.chat_files import chat_files
 from megalith.data.chat.samples import Samples, cached_samples
 from megalith.data.dataset import SPLITS, parse_split, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
-
-
-def best_fit_decreasing(lengths: np.ndarray, room: int, seed: int) -> list[list[int]]:
-    """Return the samples of each row of `room` tokens; rows and their samples are in sample order.
-
-    Samples of equal length are placed in an order that depends on the seed.
-    """
-    order = np.random.default_rng([seed, len(lengths)]).permutation(len(lengths))
-    order = order[np.argsort(-lengths[order], kind="stable")]
-    rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by number of free tokens
-    rooms: list[int] = []  # sorted keys of with_room
-    for sample in order.tolist():
-        length = int(lengths[sample])
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            row, free = len(rows), room
-            rows.append([])
-        else:
-            free = rooms[at]
-            row = with_room[free].pop()
-            if not with_room[free]:
-                del with_room[free], rooms[at]
-        rows[row].append(sample)
-        left = free - length
-        if left:
-            if left not in with_room:
-                with_room[left] = []
-                insort(rooms, left)
-            with_room[left].append(row)
-    return sorted(sorted(row) for row in rows)
 
 
 class ChatDataset:

@@ -8,17 +8,20 @@ from megalith.data.dataset_kinds import DatasetKind
 from megalith.data.fill_in_middle import FillInMiddle, FimDataset
 from megalith.data.indexed import IndexedDataset
 from megalith.data.mock_datasets import MockDataset
+from megalith.data.packed_dataset import PackedDataset
 from megalith.progress import Progress
 
 
 class GPTKind(DatasetKind):
-    """GPTDataset, FimDataset or MockDataset."""
+    """GPTDataset, FimDataset, PackedDataset or MockDataset."""
 
     def mock(self, num_samples: int, seed: int) -> SampleDataset:
         eod = self.tokenizer and self.tokenizer.eod
         return MockDataset(self.model.vocab_size, self.data.seq_length, num_samples, seed, eod)
 
     def factory(self) -> DatasetFactory | None:
+        if self.data.packing == "best_fit":
+            return self._packed
         if not self.data.fim_data:
             return None
         fill_in_middle = FillInMiddle(self.data, self.tokenizer)
@@ -32,3 +35,9 @@ class GPTKind(DatasetKind):
             )
 
         return make
+
+    def _packed(
+        self, indexed: IndexedDataset, split: str, number: int, samples: int, progress: Progress
+    ) -> PackedDataset:
+        documents = split_ranges(split, len(indexed))[number]
+        return PackedDataset(indexed, *documents, self.data.seq_length, samples, self.seed, progress)
