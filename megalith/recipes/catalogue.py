@@ -60,7 +60,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Task:
+class RecipeTask:
     """A kind of run.
 
     Attributes:
@@ -172,22 +172,22 @@ CORPUS = (
 )
 CHAT = "data/chat.jsonl: a JSON object with the field messages per line."
 TASKS = {
-    "pretrain": Task("Pre-trains {model} from random weights", "train", CORPUS, _pretraining),
-    "sft": Task("Fine-tunes all weights of {model} on conversations", "sft", CHAT, _fine_tuning),
-    "lora": Task("Fine-tunes LoRA adapters of {model} on conversations", "sft", CHAT, _lora),
-    "dpo": Task(
+    "pretrain": RecipeTask("Pre-trains {model} from random weights", "train", CORPUS, _pretraining),
+    "sft": RecipeTask("Fine-tunes all weights of {model} on conversations", "sft", CHAT, _fine_tuning),
+    "lora": RecipeTask("Fine-tunes LoRA adapters of {model} on conversations", "sft", CHAT, _lora),
+    "dpo": RecipeTask(
         "Trains {model} on preference pairs",
         "dpo",
         "data/preferences.jsonl: a JSON object with the fields prompt, chosen and rejected per line.",
         _preferences,
     ),
-    "grpo": Task(
+    "grpo": RecipeTask(
         "Trains {model} with a reward on the problems of GSM8K",
         "grpo",
         "data/gsm8k: the data set openai/gsm8k. Write your own reward as path.py:function in rl.reward_funcs.",
         _rewards,
     ),
-    "distill": Task("Distills Llama-3.1-8B-Instruct into {model}", "distill", CORPUS, _distillation),
+    "distill": RecipeTask("Distills Llama-3.1-8B-Instruct into {model}", "distill", CORPUS, _distillation),
 }
 
 
