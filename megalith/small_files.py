@@ -58,8 +58,11 @@ def read_bounded(path: Path, largest: int = LARGEST, name: Path | None = None) -
     """
     name = name or path
     with _open_regular(path, name) as file:
-        _check_size(name, os.fstat(file.fileno()).st_size, largest)
-        content = file.read(largest + 1)
+        size = os.fstat(file.fileno()).st_size
+        _check_size(name, size, largest)
+        content = file.read(size + 1)  # reserves no more memory than the file needs
+        if len(content) > size:  # it has grown
+            content += file.read(largest - size)
     _check_size(name, len(content), largest)
     return content
 

@@ -26,8 +26,9 @@ from megalith.data.tokenizers.huggingface import SIDE_FILES
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import DataError, MegalithError
 from megalith.report.metrics import read_records
+from megalith.report.page import write_report
 from megalith.rl.rollouts import decompress_zstd
-from megalith.small_files import LARGEST, read_small_file
+from megalith.small_files import LARGEST, read_bounded, read_small_file
 
 SECRET = "PRIVATE KEY of the user"
 KINDS = ("link", "pipe", "device", "sparse", "folder", "circle")
@@ -148,6 +149,38 @@ def test_the_metrics_of_a_run_are_bounded_and_no_link_out_of_its_folder(tmp_path
         run.mkdir()
         spoil(file, kind)
         assert read_records(file) == []
+
+
+def test_a_metrics_file_reserves_no_more_memory_than_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n')
+    with little_memory():
+        assert read_records(file) == [{"step": 1}]
+    assert b"Name" in read_bounded(Path("/proc/self/status"))  # which has the size 0
+
+
+def test_no_file_of_a_run_hangs_its_report_or_shows_the_user_s_own_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    write_report([str(run)], tmp_path / "report.html")
+    secrets = {name: json.dumps({"step": 1, **dict.fromkeys(("event", "text", "time", "prompt"), SECRET)})
+               for name in ("events.jsonl", "starts.jsonl", "completions.jsonl")} | {
+        "config.yaml": f"train: {{secret: {SECRET}}}",
+        "experts.jsonl": json.dumps({"step": 1, "tokens": {SECRET[:20]: [1, 2]}}),
+        "measured_step.json": json.dumps({"ranks": [{"peak": 1.0}]}),
+        "pipeline.json": json.dumps({"ranks": [[["F", 0, 0, 0.0, 1.0]]]}),
+    }  # fmt: skip
+    for name, secret in secrets.items():
+        for kind in KINDS:
+            spoil(run / name, kind)
+            if kind == "link":
+                (run / name).resolve().write_text(f"{secret}\n")
+            with little_memory():
+                page = write_report([str(run)], tmp_path / "report.html").read_text()
+            assert SECRET[:20] not in page, (name, kind)
+            assert "peak of each rank" not in page and "a measured step, " not in page, (name, kind)
+            (run / name).rmdir() if kind == "folder" else (run / name).unlink()
 
 
 def test_what_zstd_unpacks_to_is_bounded() -> None:

@@ -29,6 +29,7 @@ from megalith.report.metrics import (
     metrics_size,
     read_records,
 )
+from megalith.small_files import RefusedFile, read_small_file, resolve_regular
 
 MAX_VALUE = 1e150  # larger values are ignored: their sums and differences could overflow
 NUMBERS = {float, int, type(None)}  # NumPy converts them as `to_float` does; bool is another type
@@ -226,7 +227,11 @@ def run_settings(folder: Path | StorePath) -> dict[str, str]:
 
 
 def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
-    """Return the JSON objects in the last `length` bytes of a file. Raises OSError."""
+    """Return the JSON objects in the last `length` bytes of a file; none if it is a link out of its folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if not path.is_file():
         return []
     size = size_of(path)
@@ -234,7 +239,11 @@ def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
     if isinstance(path, StorePath):
         content = path.read_range(start, size)
     else:
-        with path.open("rb") as file:
+        try:
+            real = resolve_regular(path, path.parent)
+        except RefusedFile:
+            return []
+        with real.open("rb") as file:
             file.seek(start)
             content = file.read(length)
     lines = content.decode(errors="replace").split("\n")[1 if start else 0 :]
@@ -243,9 +252,13 @@ def tail(path: Path | StorePath, length: int = TAIL_BYTES) -> list[Record]:
 
 
 def _text(path: Path | StorePath) -> str:
-    if not path.is_file() or size_of(path) > TAIL_BYTES:
+    """Return a file's text; "" if it is missing, larger than TAIL_BYTES or a link out of its folder."""
+    if not path.is_file():
         return ""
-    return path.read_bytes().decode(errors="replace")
+    try:
+        return read_small_file(path, path.parent, TAIL_BYTES).decode(errors="replace")
+    except RefusedFile:
+        return ""
 
 
 def _json(path: Path | StorePath) -> Any:

@@ -13,6 +13,7 @@ from megalith.errors import DataError
 from megalith.io import replace_file
 from megalith.parallel.pipeline.schedules import Action, Kind
 from megalith.remote import StorePath, open_location
+from megalith.small_files import read_small_file
 
 TIMELINE_FILE = "pipeline.json"
 
@@ -64,9 +65,10 @@ def write_timeline(run: str | Path, timeline: Timeline) -> Path:
 
 def read_timeline(run: str | Path | StorePath) -> Timeline:
     """Return the timeline in a run's output folder. Raises DataError if it is missing or incomplete."""
-    path = open_location(run) / TIMELINE_FILE
+    folder = open_location(run)
+    path = folder / TIMELINE_FILE
     try:
-        ranks = json.loads(path.read_bytes())["ranks"]
+        ranks = json.loads(read_small_file(path, folder))["ranks"]
         timeline = timeline_of(ranks)
     except FileNotFoundError:
         raise DataError(
