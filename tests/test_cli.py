@@ -260,7 +260,9 @@ def test_a_word_that_is_nearly_right_is_told_the_right_one(call, corpus, tmp_pat
                                    ["--nproc-max", "2", "--model.num_layers=3"]])  # fmt: skip
 def test_parity_takes_settings_as_train_does(call, corpus, tmp_path, monkeypatch, given):
     taken = []
-    monkeypatch.setattr("megalith.parity.sizes.shrink", lambda config, *rest: taken.append(config) or 1 / 0)
+    monkeypatch.setattr(
+        "megalith.cli.parity_command.shrink", lambda config, *rest: taken.append(config) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         call("parity", run_file(tmp_path, corpus), *given)
     assert taken[0].model.num_layers == 3

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from megalith.errors import CheckpointError, ConfigError, printable
 from megalith.progress import Progress
+from megalith.remote import StorePath, modified, open_location
 
 if TYPE_CHECKING:
     from megalith.checkpoint.read import Checkpoint
-    from megalith.remote import StorePath
 
 PARTS = ("model", "optimizer")
 PATH_HELP = "run folder, its checkpoints folder, or one step folder; a path or URL"
@@ -69,7 +69,6 @@ def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None
 
 def run_list(args: argparse.Namespace) -> int:
     from megalith.checkpoint.manifest import MANIFEST, read_manifest
-    from megalith.remote import modified
 
     rows = [("step", "samples", "saved", "size", "files", "parts")]
     for folder in _steps(args.path):
@@ -141,7 +140,6 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_reshard(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import reshard
-    from megalith.remote import open_location
 
     if args.files < 1:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
@@ -202,7 +200,6 @@ def _steps(path: str) -> list[Path | StorePath]:
     """Return the step folders under a path in order. Raises CheckpointError if there are none."""
     from megalith.checkpoint.manifest import fetch_error
     from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps
-    from megalith.remote import open_location
 
     folder = open_location(path)
     try:

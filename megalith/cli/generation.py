@@ -1,9 +1,10 @@
-"""`megalith generate`: generate text with a trained model, in one or several processes."""
+"""`megalith generate`: generate text with a trained model in one or several processes. Options of `rollout`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalith.cli.parser import Arguments
@@ -45,6 +46,34 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
     add("--tokenizer-model", help="file or folder of that tokenizer")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
+    parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
+    parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
+                        help="as in rl.reward_funcs; repeat it to add rewards up")  # fmt: skip
+    parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions per prompt")
+    parser.add_argument(
+        "--max-completion-length", type=int, default=256, metavar="N", help="maximum number of tokens"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens up to this total probability",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
+    parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="minimum reward to pass")
+    parser.add_argument("--prompt-column", default="prompt", help="as in rl.prompt_column")
+    parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
+    parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
+    parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
+    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
 def run_generate(args: Arguments) -> int:
@@ -110,8 +139,6 @@ def run_generate(args: Arguments) -> int:
 
 
 def _prompts(args: Arguments) -> list[str]:
-    from pathlib import Path
-
     prompts = list(args.prompt or [])
     if args.prompt_file:
         try:

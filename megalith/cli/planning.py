@@ -6,9 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 from megalith.cli.parser import Arguments, Parser
 from megalith.errors import ConfigError, DataError
+from megalith.io import write_file
 
 
 def run_calibrate(args: Arguments) -> int:
@@ -18,10 +21,7 @@ def run_calibrate(args: Arguments) -> int:
 
         command = ["-m", "megalith", "plan", "calibrate", "--seconds", str(args.seconds)]
         return launch(args.nproc, [*command, *(["--output", args.output] if args.output else [])])
-    from pathlib import Path
-
     from megalith.hardware import pick_device
-    from megalith.io import write_file
     from megalith.launch.launcher import end_distributed, init_distributed, this_process
     from megalith.planner.calibrate import calibrate
 
@@ -209,8 +209,6 @@ def _goodput_options(parser: Parser) -> None:
 
 
 def run_goodput(args: Arguments) -> int:
-    from dataclasses import asdict
-
     from megalith.planner.goodput import SIZES, Costs, goodput
     from megalith.planner.plan_text import goodput_table
 
@@ -256,8 +254,6 @@ def _job(args: Arguments):
 
 
 def _config(args: Arguments, gpus: int):
-    from pathlib import Path
-
     from megalith.config import RunConfig
     from megalith.config.presets import PRESETS
     from megalith.config.rules.model_rules import check_model
@@ -308,13 +304,10 @@ def _draw(answer, path: str) -> None:
 
 def _write(answer, args: Arguments) -> None:
     """Write the job's run file with the settings of the command line and the best layout."""
-    from pathlib import Path
-
     import yaml
 
     from megalith.config import ParallelConfig, RunConfig
     from megalith.config.run import parse_overrides, read_yaml
-    from megalith.io import write_file
     from megalith.planner.candidates import OFFLOADED, SEARCHED_DEFAULTS
     from megalith.planner.plan_result import changed
 

@@ -2,68 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from functools import partial
+from math import comb
+from types import SimpleNamespace
+
+import numpy as np
+import torch
 
 from megalith.cli.parser import Arguments
+from megalith.config import RunConfig
+from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megalith.config import RunConfig
-    from megalith.planner.layout import Layout
-    from megalith.rl.prompts import Prompt
-
-
-def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
-    parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
-    parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
-                        help="as in rl.reward_funcs; repeat it to add rewards up")  # fmt: skip
-    parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions per prompt")
-    parser.add_argument(
-        "--max-completion-length", type=int, default=256, metavar="N", help="maximum number of tokens"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens up to this total probability",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed")
-    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-    parser.add_argument("--pass-at", type=float, default=1.0, metavar="R", help="minimum reward to pass")
-    parser.add_argument("--prompt-column", default="prompt", help="as in rl.prompt_column")
-    parser.add_argument("--chat-prompts", action="store_true", help="as in rl.chat_prompts")
-    parser.add_argument("--rows", type=int, default=256, help="completions generated at a time")
-    parser.add_argument("--output", metavar="FILE", help="write a rollout file for rl.rollouts")
-    parser.add_argument("--json", action="store_true", help="also print the results as a JSON object")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
+from megalith.generation.static_cache import empty_cache
+from megalith.generation.sync import engine_for
+from megalith.hardware import local_device_info, pick_device
+from megalith.planner.layout import Layout, build_layout
+from megalith.planner.layout_text import layout_text
+from megalith.progress import Progress
+from megalith.report.summary import print_summary
+from megalith.rl.engines.rollout_engine import engine_sizes
+from megalith.rl.prompts import Prompt, held_out_prompts, open_prompts, run_prompts
+from megalith.rl.rewards import Rewards
+from megalith.rl.rollout_data import absent_message, absent_rewards
+from megalith.rl.rollouts import Rollouts, save_rollouts
+from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
+from megalith.tables import format_bytes
+from megalith.training.build import COMPUTE_DTYPES, prepare
+from megalith.training.loading import load_with_tokenizer
 
 
 def run_rollout(args: Arguments) -> int:
-    import json
-    from functools import partial
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    from megalith.config.rl import RlConfig
-    from megalith.generation.engine import Engine
-    from megalith.generation.requests import Sampling
-    from megalith.generation.sync import engine_for
-    from megalith.hardware import pick_device
-    from megalith.progress import Progress
-    from megalith.rl.prompts import open_prompts
-    from megalith.rl.rewards import Rewards
-    from megalith.rl.rollout_data import absent_message, absent_rewards
-    from megalith.rl.rollouts import Rollouts, save_rollouts
-    from megalith.rl.sampling.scored_groups import GroupRecord, sample_groups
-    from megalith.training.loading import load_with_tokenizer
-
     for option in ("limit", "num_generations", "rows"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ConfigError(
@@ -143,8 +115,6 @@ def run_rollout(args: Arguments) -> int:
 
 def _pass_at(k: int, of: int, passed: int) -> float:
     """Return the unbiased pass@k estimate from `of` completions (Chen et al. 2021)."""
-    from math import comb
-
     return 1 - comb(of - passed, k) / comb(of, k)
 
 
@@ -154,13 +124,6 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
         return f"vLLM in the trainer's processes, {config.rl.vllm_gpu_memory_utilization:.0%} of each device"
     if config.rl.engine != "own":
         return f"{config.rl.engine} at {', '.join(config.rl.engine_urls)}, weights by {config.rl.weight_sync_method}"
-    import torch
-
-    from megalith.generation.static_cache import empty_cache
-    from megalith.rl.engines.rollout_engine import engine_sizes
-    from megalith.tables import format_bytes
-    from megalith.training.build import COMPUTE_DTYPES
-
     tp, dtype = layout.size.tp, COMPUTE_DTYPES[config.train.precision]
     rows, tokens = engine_sizes(config, prompts, layout.world_size // tp)
     groups = -(-config.model.query_groups // tp)
@@ -174,14 +137,6 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
 
 def dry_run(config: RunConfig, processes: int) -> int:
     """Read the prompts, call the rewards once, and print layout and memory. Train and write nothing."""
-    from megalith.hardware import local_device_info, pick_device
-    from megalith.planner.layout import build_layout
-    from megalith.planner.layout_text import layout_text
-    from megalith.report.summary import print_summary
-    from megalith.rl.prompts import held_out_prompts, run_prompts
-    from megalith.rl.rewards import Rewards
-    from megalith.training.build import prepare
-
     config, tokenizer, notes = prepare(config, processes)
     layout = build_layout(config, processes)
     print_summary(layout, local_device_info(pick_device(config.runtime.device)))

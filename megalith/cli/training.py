@@ -1,4 +1,4 @@
-"""`megalith train`, `sft`, `dpo`, `distill`, `grpo`, `evaluate` and `parity`, in one or several processes.
+"""`megalith train`, `sft`, `dpo`, `distill` and `grpo` in one or several processes; options of `evaluate` and `parity`.
 
 Importing this file is cheap.
 """
@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megalith
-from megalith.cli.parser import Arguments, Parser
-from megalith.errors import ConfigError, TrainingError
+from megalith.cli.parser import Parser
+from megalith.errors import ConfigError
 from megalith.launch.scheduler_env import read_launch_settings
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
-    from megalith.parity.check import Result
 
 
 TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key …]
@@ -210,138 +205,6 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_settings=True)
 
 
-def run_evaluate(args: Arguments) -> int:
-    if args.tasks:
-        return run_tasks(args)
-    options = [f"--{name.replace('_', '-')}" for name in TASK_OPTIONS if getattr(args, name) is not None]
-    if options := [*options, *["--apply-chat-template"] * args.apply_chat_template]:
-        raise ConfigError(f"{', '.join(options)} requires --tasks")
-    from megalith.bridge.load import config_of
-    from megalith.checkpoint.open import open_existing
-    from megalith.config import RunConfig
-    from megalith.config.run import parse_overrides
-    from megalith.launch.launcher import this_process
-
-    checkpoint = open_existing(args.checkpoint, None, show_progress=this_process().is_first)
-    tree = config_of(checkpoint).to_tree() | {"parallel": {}}
-    stored_dataset = tree["data"].pop("dataset", None)  # code: a checkpoint must not choose what runs here
-    overrides = parse_overrides(args.settings)
-    named = {key for section, key, _ in overrides if section == "data"}
-    if stored_dataset and not named & {"dataset", "data_path", "valid_data_path", "test_data_path", "mock"}:
-        raise ConfigError(
-            f"{args.checkpoint} was trained on data.dataset {stored_dataset[:200]!r}, which is code, and a checkpoint "
-            "does not choose the code that runs here; if you trust this file, name it with --data.dataset"
-        )
-    for section, key, value in overrides:
-        tree.setdefault(section, {})[key] = value
-    tree["train"] |= {"skip_train": True, "rampup_batch_size": None, "step_batch_size_schedule": None}
-    tree["checkpoint"] = {"load": args.checkpoint, "load_optim": False}
-    config = RunConfig.from_tree(tree)
-    if args.nproc is not None:
-        from megalith.launch.launcher import launch
-        from megalith.training.precheck import check_job
-
-        json_too = ["--json"] if args.json else []
-        return launch(
-            args.nproc,
-            ["-m", "megalith", "evaluate", args.checkpoint, *json_too, *args.settings],
-            check=lambda world_sizes: check_job(config, world_sizes, args.nproc, True),
-        )
-    from megalith.launch.stops import exit_code
-    from megalith.report.metrics import finite, perplexity
-    from megalith.training.trainer import train
-
-    if config.dpo.enabled:
-        from megalith.rl.dpo import train_dpo as train
-    result = train(config)
-    if args.json and os.environ.get("RANK", "0") == "0":
-        losses = {"validation": result.validation_loss, "test": result.test_loss}
-        losses = {name: loss for name, loss in losses.items() if loss is not None}
-        figures = {f"{name}_loss": finite(loss) for name, loss in losses.items()}
-        figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in losses.items()}
-        print(json.dumps({"step": result.step, **figures}))
-    return exit_code(result.ended)
-
-
-TASK_OPTIONS = ("tasks", "include_path", "num_fewshot", "limit", "output")
-LONGEST_REQUEST = 4096  # tokens: upper bound of the default data.seq_length
-
-
-def run_tasks(args: Arguments) -> int:
-    for name, minimum in (("limit", 1), ("num_fewshot", 0)):
-        if (value := getattr(args, name)) is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
-    from megalith.bridge.folder import is_model_folder
-    from megalith.bridge.load import config_of, model_of
-    from megalith.bridge.origin import saved_tokenizer, tokenizer_of
-    from megalith.checkpoint.open import open_existing
-    from megalith.config import RunConfig
-    from megalith.config.run import parse_overrides
-    from megalith.errors import install_line
-    from megalith.io import atomic_file
-    from megalith.launch.launcher import launch, this_process
-
-    if args.nproc is not None:
-        values = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in TASK_OPTIONS]
-        options = [f"{option}={value}" for option, value in values if value is not None]
-        flags = [
-            f"--{name}" for name in ("json", "apply-chat-template") if getattr(args, name.replace("-", "_"))
-        ]
-        return launch(
-            args.nproc, ["-m", "megalith", "evaluate", args.checkpoint, *options, *flags, *args.settings]
-        )
-    process = this_process()
-    if is_model_folder(args.checkpoint):
-        tokenizer, precision = tokenizer_of(Path(args.checkpoint)), "fp32"
-    else:
-        checkpoint = open_existing(args.checkpoint, None, show_progress=process.is_first)
-        tokenizer, precision = (
-            saved_tokenizer(checkpoint.tokenizer_folder),
-            config_of(checkpoint).train.precision,
-        )
-    if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer, which --tasks needs")
-    tree = {
-        "model": {"init_from": args.checkpoint},
-        "data": {
-            "mock": True,
-            "seq_length": min(model_of(args.checkpoint).max_position_embeddings, LONGEST_REQUEST),
-        },
-        "optim": {"lr": 1.0},
-        "train": {"train_iters": 1, "precision": precision, "micro_batch_size": 1},
-    }
-    for section, key, value in parse_overrides(args.settings):
-        tree.setdefault(section, {})[key] = value
-    size = RunConfig.from_tree(tree).train.micro_batch_size
-    tree["train"]["global_batch_size"] = size * process.world_size
-    try:
-        from megalith.training.task_harness import TaskRequest, run_harness_tasks
-    except ImportError as error:
-        raise ConfigError(
-            f"--tasks needs lm-evaluation-harness, which is not installed ({error}); run: {install_line('evaluate')}"
-        ) from error
-    request = TaskRequest(
-        args.tasks.split(","), args.num_fewshot, args.limit, args.include_path, args.apply_chat_template
-    )
-    result = run_harness_tasks(RunConfig.from_tree(tree), tokenizer, request)
-    if process.is_first:
-        from lm_eval.utils import make_table
-
-        print(make_table(result))
-        kept = {
-            name: result[name] for name in ("results", "versions", "n-shot", "n-samples") if name in result
-        }
-        if args.output:
-            with atomic_file(Path(args.output)) as file:
-                file.write(json.dumps(kept, indent=1, default=str).encode())
-        if args.json:
-            print(json.dumps(kept["results"], default=str))
-    return 0
-
-
-PLAIN_WIDTH = 120
-
-
 def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a small model with the features of CONFIG in many layouts, in fp32, and compare each with one process: "
@@ -365,98 +228,3 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         help="cuda: one GPU per process, without attention dropout",
     )
     parser.set_defaults(takes_settings=True)
-
-
-def run_parity(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megalith.bridge.load import with_init_from
-    from megalith.config import RunConfig
-    from megalith.config.rules.model_rules import check_model
-    from megalith.parity.check import check, choose
-    from megalith.parity.sizes import VOCAB_SIZE, shrink
-    from megalith.progress import Progress
-
-    if args.nproc_max < 2 or args.steps < 2:
-        raise ConfigError(
-            f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
-        )
-    full_config = with_init_from(RunConfig.load(args.config, args.settings))
-    vocab_size = full_config.model.vocab_size or VOCAB_SIZE
-    check_model(full_config.model.model_copy(update={"vocab_size": vocab_size}))
-    config = shrink(full_config, args.steps, args.device)
-    layouts, refused = choose(config, args.layouts, _most_processes(args))
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-    results: list[Result] = []
-    with Progress("parity", len(layouts), "layouts") as progress:
-        for result in check(config, layouts, args.device):
-            results.append(result)
-            progress.add()
-            if not sys.stdout.isatty():
-                print(
-                    f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True
-                )
-    console.print(table(results))
-    for name, reason in refused.items():
-        print(f"not run: {name}: {reason}")
-    return _conclude(results)
-
-
-def _most_processes(args: argparse.Namespace) -> int:
-    if args.device == "cpu":
-        return args.nproc_max
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise ConfigError(f"--device cuda needs at least 2 GPUs, but there are {gpus}; use --device cpu")
-    return min(args.nproc_max, gpus)
-
-
-def table(results: Sequence[Result]):
-    """Return the table of errors, with a row per layout."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    drawn.add_column("layout", overflow="fold")
-    for heading in ("ranks", "1st loss", "gradients", "norms", "losses", "eval", "s"):
-        drawn.add_column(heading, justify="right", no_wrap=True, min_width=max(len(heading), 4))
-    drawn.add_column("", no_wrap=True, min_width=len("differs"))
-    for result in results:
-        errors, figures = result.errors, ["–"] * 5
-        if errors is not None:
-            values = (errors.loss, errors.gradient, errors.norm, errors.losses, errors.evaluation)
-            figures = [f"{value:.1e}" for value in values]
-        verdict = Text(_verdict(result), "green" if result.equal else "bold red")
-        drawn.add_row(result.name, str(result.layout.processes), *figures, f"{result.seconds:.1f}", verdict)
-    return drawn
-
-
-def _verdict(result: Result) -> str:
-    if result.equal:
-        return "equal"
-    return "failed" if result.errors is None else "differs"
-
-
-def _explain(result: Result) -> str:
-    if result.errors is None:
-        return result.failure
-    return "; ".join([f"worst gradient {result.errors.worst_gradient}", *result.errors.different])
-
-
-def _conclude(results: Sequence[Result]) -> int:
-    from megalith.parity.differences import BOUND
-
-    unequal = [result for result in results if not result.equal]
-    for result in unequal:
-        print(f"{result.name} {_verdict(result)}: {_explain(result)}")
-    if unequal:
-        raise TrainingError(
-            f"{len(unequal)} of {len(results)} layouts differ from one process by more than {BOUND:g}: "
-            f"{', '.join(result.name for result in unequal)}; train in another layout, and report this with the "
-            "configuration"
-        )
-    print(f"{len(results)} layouts equal one process to {BOUND:g}")
-    return 0
