@@ -18,6 +18,8 @@ LOSSES: dict[str, str] = {  # rl.loss_type
     "vespo": "megalith.rl.losses.vespo:Vespo",
     "gmpo": "megalith.rl.losses.gmpo:Gmpo",
     "gpg": "megalith.rl.losses.gpg:Gpg",
+    "kl_cov": "megalith.rl.losses.kl_cov:KlCov",
+    "clip_cov": "megalith.rl.losses.clip_cov:ClipCov",
     "token_sum": "megalith.rl.losses.token_sum:TokenSum",
 }
 ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator

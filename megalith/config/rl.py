@@ -338,11 +338,12 @@ class RlConfig(Section):
     """DAPO: the penalty at max_completion_length."""
 
     loss_type: str = "dapo"
-    """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), or a
-    constant divisor (dr_grpo), or the sum over tokens (token_sum). Instead of PPO's clip, cispo weights
-    log-probabilities by a capped ratio, vespo by a smooth function of the sequence's ratio, and gpg not at all
-    (means over tokens); sapo has a sigmoid, gmpo the geometric mean of a sequence's clipped ratios (means of
-    sequences). Or path.py:object, your own loss."""
+    """Aggregation: mean over tokens (dapo, cispo), mean of the sequences' means (grpo) or sums (luspo), a
+    constant divisor (dr_grpo), or the sum over tokens (token_sum). In place of PPO's clip, cispo weights
+    log-probabilities by a capped ratio, vespo by a smooth function of the sequence's ratio, and gpg not at all;
+    kl_cov and clip_cov treat tokens with a high covariance differently (all means over tokens). sapo has a
+    sigmoid, and gmpo the geometric mean of a sequence's clipped ratios (means of sequences). Or
+    path.py:object, your own loss."""
 
     count_masked_sequences: bool | None = None
     """Count sequences without a token in the loss in the divisor of grpo, luspo and dr_grpo, as TRL and verl
@@ -380,6 +381,27 @@ class RlConfig(Section):
 
     vespo_lambda_neg: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "vespo")] = 2.0
     """λ in vespo's weight for negative advantages."""
+
+    kl_cov_ratio: Annotated[float, Field(gt=0, le=1), RequiresSetting("loss_type", "kl_cov")] = 0.0002
+    """Fraction of the step's tokens, those with the largest covariance of advantage and log-probability, that
+    kl_cov penalizes."""
+
+    ppo_kl_coef: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "kl_cov")] = 0.1
+    """Weight of |log ratio| for the tokens that kl_cov penalizes."""
+
+    clip_cov_ratio: Annotated[float, Field(gt=0, le=1), RequiresSetting("loss_type", "clip_cov")] = 0.0002
+    """Fraction of the step's tokens that clip_cov excludes from the loss, at random among those with a covariance
+    between clip_cov_lb and clip_cov_ub."""
+
+    clip_cov_lb: Annotated[float, RequiresSetting("loss_type", "clip_cov")] = 1.0
+    """Lower bound of the covariance of tokens that clip_cov may exclude."""
+
+    clip_cov_ub: Annotated[float, RequiresSetting("loss_type", "clip_cov")] = 5.0
+    """Upper bound of the covariance of tokens that clip_cov may exclude."""
+
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Compute the policy loss and the entropy bonus only on this fraction of the step's tokens, those with the
+    highest entropy. 1: all."""
 
     off_policy_mask_threshold: NonNegativeFloat | None = None
     """Exclude sequences with a negative advantage from the policy loss if the mean over their tokens of

@@ -168,17 +168,31 @@ class ParallelModel:
         """
         collector = _CollectLogprobs(temperature, vocab_size)
         self._run_passes(self._train(False)._prepare(micro_batches, collector), None)
+        return self._from_last_stage(collector.logprobs, micro_batches)
+
+    @torch.no_grad()
+    def all_logprobs_and_entropies(
+        self, micro_batches: Sequence[Batch], temperature: float = 1.0, vocab_size: int | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return `all_logprobs` and the entropies of the tokens' distributions, float32 [batch, seq] each."""
+        collector = _CollectLogprobs(temperature, vocab_size, needs_entropy=True)
+        self._run_passes(self._train(False)._prepare(micro_batches, collector), None)
+        outputs = (collector.logprobs, collector.entropies)
+        logprobs, entropies = (self._from_last_stage(each, micro_batches) for each in outputs)
+        return logprobs, entropies
+
+    def _from_last_stage(self, outputs: Sequence[Tensor], micro_batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the last pipeline stage's `outputs`, float32 [batch, seq] per micro-batch, on every stage."""
         pp = self.mesh.pp
         if pp.size == 1:
-            return collector.logprobs
+            return list(outputs)
         last = dist.get_process_group_ranks(pp.group)[-1]
         sizes = [batch.labels.shape for batch in micro_batches]
         flat = torch.empty(sum(size.numel() for size in sizes), device=self.device)
-        if collector.logprobs:
-            torch.cat([logprobs.flatten() for logprobs in collector.logprobs], out=flat)
+        if outputs:
+            torch.cat([each.flatten() for each in outputs], out=flat)
         dist.broadcast(flat, last, group=pp.group)
-        logprobs = flat.split([size.numel() for size in sizes])
-        return [each.view(size) for each, size in zip(logprobs, sizes)]
+        return [each.view(size) for each, size in zip(flat.split([size.numel() for size in sizes]), sizes)]
 
     def eval(self) -> ParallelModel:
         """Turn dropout off, for `__call__`. `backward` and `evaluate` set the mode themselves."""
@@ -357,12 +371,15 @@ def _scalar(loss: Loss, value: Tensor | float) -> float:
 
 
 class _CollectLogprobs(Loss):
-    """A loss of zero that keeps the log-probabilities of each micro-batch, in order."""
+    """A loss of zero that keeps the log-probabilities of each micro-batch, and with `needs_entropy` the entropies."""
 
-    def __init__(self, temperature: float, vocab_size: int | None):
-        self.temperature, self.vocab_size = temperature, vocab_size
+    def __init__(self, temperature: float, vocab_size: int | None, needs_entropy: bool = False):
+        self.temperature, self.vocab_size, self.needs_entropy = temperature, vocab_size, needs_entropy
         self.logprobs: list[Tensor] = []
+        self.entropies: list[Tensor] = []
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         self.logprobs.append(logprobs)
+        if entropy is not None:
+            self.entropies.append(entropy)
         return logprobs.new_zeros(())

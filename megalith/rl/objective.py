@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
+from megalith.errors import ConfigError
 from megalith.rl.losses.grpo_loss import load_loss
+from megalith.rl.losses.selective_loss import SelectiveLoss
 from megalith.rl.losses.sequence_loss import SequenceLoss
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
@@ -42,6 +44,9 @@ class RolloutBatch(Batch):
     proximal_weight: Tensor | None = None
     # float32 [batch, seq], see entropy_weight; None: computed from this micro-batch
     entropy_weights: Tensor | None = None
+    # bool [batch, seq], from token_selection.py: tokens of high entropy, and those that a SelectiveLoss selects
+    high_entropy: Tensor | None = None
+    selected: Tensor | None = None
 
 
 def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:
@@ -179,16 +184,22 @@ class PolicyLoss(SummedLoss):
             losses = self._loss.sequence_losses(rl, log_ratios, logprobs, advantages, mismatch, sequences)
         else:
             losses = self._loss.token_losses(rl, ratio, logprobs, advantages)
+            if "selected" in tokens:
+                selected_losses = self._loss.selected_losses(rl, ratio, logprobs, advantages)
+                losses = torch.where(tokens["selected"], selected_losses, losses)
             losses = losses if mismatch is None else losses * mismatch
         if rl.off_policy_mask_threshold is not None:
             losses = losses * off_policy_mask(
                 rl, logprobs, tokens.get("sampling", old), advantages, sequences
             )
+        if "high_entropy" in tokens:
+            losses = losses * tokens["high_entropy"]
         if rl.beta:
             losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
         losses = losses * tokens["weights"]
         if rl.entropy_coef:
-            losses = losses - rl.entropy_coef * entropy * tokens["entropy_weights"]
+            bonus = rl.entropy_coef * entropy * tokens["entropy_weights"]
+            losses = losses - (bonus * tokens["high_entropy"] if "high_entropy" in tokens else bonus)
         return torch.where(tokens["mask"], losses, 0.0)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> Tensor:
@@ -212,9 +223,25 @@ class PolicyLoss(SummedLoss):
         terms["sampling"] = rollout if rl.off_policy_mask_threshold is not None else None
         terms = {name: sequences.masked(x) for name, x in terms.items() if x is not None}
         weights = self._loss.token_weights(rl, sequences, batch.advantages.dtype)
+        self._check_selection(batch)
+        for name in ("high_entropy", "selected"):
+            if (tokens := getattr(batch, name)) is not None:
+                terms[name] = tokens & sequences.mask
         if rl.entropy_coef:
             terms["entropy_weights"] = self._entropy_weights(batch, weights)
         return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **terms}
+
+    def _check_selection(self, batch: RolloutBatch) -> None:
+        """Raise ConfigError if the batch lacks tokens that are selected over the step."""
+        needs = {
+            "high_entropy": self.rl.top_entropy_quantile < 1,
+            "selected": isinstance(self._loss, SelectiveLoss),
+        }
+        for name in (name for name, is_needed in needs.items() if is_needed and getattr(batch, name) is None):
+            raise ConfigError(
+                f"the batch has no {name}, which rl.loss_type {self.rl.loss_type} and rl.top_entropy_quantile "
+                f"{self.rl.top_entropy_quantile} need; call megalith.rl.token_selection.select_tokens before the step"
+            )
 
     def _entropy_weights(self, batch: RolloutBatch, weights: Tensor) -> Tensor:
         """Return each token's weight in the entropy bonus, float [batch, seq].

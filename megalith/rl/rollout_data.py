@@ -43,6 +43,7 @@ from megalith.rl.row_logprobs import (
     encode_row_logprobs,
     restore_row_logprobs,
 )
+from megalith.rl.token_selection import select_tokens, selects_tokens
 from megalith.training.run_state import Run
 
 OLD_LOGPROBS = "old_logprobs.json.zst"  # file name within a checkpoint
@@ -240,7 +241,8 @@ class RolloutData:
                     has_next = (batch + 1) * rl.steps_per_batch < self._run.total_steps
                     prefetch = self.source.can_prefetch and has_next
                     next_batch = reader.submit(self._local_mini_batches, batch + 1) if prefetch else None
-                yield from self._with_proximal(step, self._ready[within % rl.mini_batches])
+                batches = self._with_proximal(step, self._ready[within % rl.mini_batches])
+                yield from self._with_selection(step, batches)
                 step += 1
 
     def _local_mini_batches(self, batch: int) -> list[list[RolloutBatch]]:
@@ -300,6 +302,17 @@ class RolloutData:
             replace(batch, proximal_weight=proximal_weights(chunk, first, step, batch.labels))
             for chunk, batch in zip(rows, batches, strict=True)
         ]
+
+    def _with_selection(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """Add the tokens that the loss treats differently, if it does. Every rank calls it."""
+        if not selects_tokens(self._rl):
+            return batches
+        run, rl = self._run, self._rl
+        entries = policy_vocab_size(run.config, run.tokenizer)
+        with self.source.timed("token_selection"):
+            logprobs, entropies = run.model.all_logprobs_and_entropies(batches, rl.temperature, entries)
+            seed = run.config.train.seed + step
+            return select_tokens(rl, batches, logprobs, entropies, seed, run.mesh.dp)
 
     # Checkpoints inside a rollout batch
 

@@ -168,6 +168,10 @@ READ_WITH = {
         ("rl.vllm_importance_sampling_clip_max=2", "rl.vllm_importance_sampling_correction=true rl.rollouts=a"),
     "rl.loss_type sapo":
         ("rl.sapo_temperature_pos=2", "rl.loss_type=sapo"),
+    "rl.loss_type kl_cov":
+        ("rl.kl_cov_ratio=0.1", "rl.loss_type=kl_cov"),
+    "rl.loss_type clip_cov":
+        ("rl.clip_cov_ratio=0.1", "rl.loss_type=clip_cov"),
     "rl.loss_type vespo":
         ("rl.vespo_k_neg=2", "rl.loss_type=vespo"),
     "rl.use_decoupled_loss true":

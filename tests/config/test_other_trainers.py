@@ -89,6 +89,8 @@ rl.policy_loss                           sapo                   rl.loss_type    
 rl.loss_mode                             gpg                    rl.loss_type                           gpg
 rl.loss_mode                             geo_mean               rl.loss_type                           gmpo
 rl.loss_mode                             geo_mean               rl.clip_ratio_c                        null
+rl.policy_loss                           {"loss_mode":"kl_cov","ppo_kl_coef":1.0}  rl.ppo_kl_coef         1.0
+rl.policy_loss                           {"loss_mode":"clip_cov","clip_cov_ub":2.0} rl.clip_cov_ub        2.0
 rl.tau_pos                               2.0                    rl.sapo_temperature_pos                2.0
 rl.tau_neg                               2.0                    rl.sapo_temperature_neg                2.0
 rl.loss_agg_mode                         token-sum              rl.loss_type                           token_sum
@@ -184,7 +186,7 @@ REFUSED = [
     ("adv_estimator", 3, "rl.adv_estimator is 3: one of grpo, "),
     ("loss_mode", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
     ("policy_loss", "dro", "'dro': one of vanilla, gspo, cispo, sapo, .* is needed"),
-    ("policy_loss", {"loss_mode": "gspo", "clip_cov_lb": 2.0}, "rl.policy_loss.clip_cov_lb is 2.0, which only"),
+    ("policy_loss", {"loss_mode": "gspo", "dro_beta": 2.0}, "rl.policy_loss.dro_beta is 2.0, which only"),
     ("use_kl_in_reward", True, "rl.use_kl_in_reward is True, which is not supported: the KL is a part of the loss"),
     ("disable_ppo_ratio", True, "there is no loss without the ratio"),
     ("use_on_policy_kl_approximation", True, "the KL is not weighed"),

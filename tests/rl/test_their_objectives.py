@@ -4,6 +4,8 @@ Each transcription takes a padded batch [sequences, tokens], as its system does;
 one row. The batch reaches every clip and clamp, and its last sequence is wholly masked.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -172,6 +174,15 @@ def nemo(batch: Padded, *, low=0.2, high=0.2, c=None, kl=0.0, kl_type="k3", in_c
 
 def ours(batch: Padded, settings: dict, denominator: float | None = None) -> Tensor:
     """By a run file with these settings of the section rl."""
+    loss, rows, packed = packed_batch(batch, settings)
+    divisor = loss.denominator(rows) if denominator is None else denominator
+    return loss(packed(batch.logprobs), packed(batch.entropy), rows) / divisor
+
+
+def packed_batch(
+    batch: Padded, settings: dict
+) -> tuple[PolicyLoss, RolloutBatch, Callable[[Tensor], Tensor]]:
+    """The loss with these settings, the batch in one row, and the function that packs a tensor."""
     rl = RunConfig.from_tree({"rl": {"rollouts": "x", "max_completion_length": 7} | settings}).rl
 
     def packed(x: Tensor) -> Tensor:
@@ -182,9 +193,7 @@ def ours(batch: Padded, settings: dict, denominator: float | None = None) -> Ten
     rows = RolloutBatch(ids, ids, packed(batch.mask), ids, None, ids[:, 0], packed(batch.advantages), numbers,
                         batch.mask.sum(-1), packed(batch.rollout), packed(batch.old), packed(batch.reference),
                         )  # fmt: skip
-    loss = PolicyLoss(rl)
-    divisor = loss.denominator(rows) if denominator is None else denominator
-    return loss(packed(batch.logprobs), packed(batch.entropy), rows) / divisor
+    return PolicyLoss(rl), rows, packed
 
 
 PLAIN = {"vllm_importance_sampling_correction": False}

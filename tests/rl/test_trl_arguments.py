@@ -110,6 +110,7 @@ TRANSLATIONS = [
     (dict(fp16=True), {"train.precision": "fp16"}),
     (dict(loss_type="sapo", sapo_temperature_neg=2.0), {"rl.loss_type": "sapo", "rl.sapo_temperature_neg": 2.0}),
     (dict(loss_type="vespo", vespo_k_pos=1.5), {"rl.loss_type": "vespo", "rl.vespo_k_pos": 1.5}),
+    (dict(top_entropy_quantile=0.2), {"rl.top_entropy_quantile": 0.2}),
     (dict(off_policy_mask_threshold=0.5), {"rl.off_policy_mask_threshold": 0.5}),
     (dict(multi_objective_aggregation="normalize_then_sum"), {"rl.advantage_estimator": "gdpo"}),
     (dict(gradient_accumulation_steps=2, steps_per_generation=4),
@@ -220,9 +221,9 @@ def test_a_dict_takes_the_same_names():
     with pytest.raises(ConfigError, match=r"data_seed is 3, which GRPOTrainer does not support; the order"):
         settings_of({"data_seed": 3}, 16, 1)
     with pytest.raises(
-        ConfigError, match=r"args\.top_entropy_quantile is 0.2, which GRPOTrainer does not support"
+        ConfigError, match=r"args\.sync_ref_model is True, which GRPOTrainer does not support"
     ):
-        settings_of(SimpleNamespace(top_entropy_quantile=0.2), 16, 1)
+        settings_of(SimpleNamespace(sync_ref_model=True), 16, 1)
 
 
 def test_the_trainer_notes_what_has_no_effect_and_refuses_at_once():

@@ -53,8 +53,10 @@ LOSS_MODES = {  # verl's name → rl.loss_type
     "sapo": "sapo",
     "gpg": "gpg",
     "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
 }
-TOKEN_MEANS, SEQUENCE_MEANS = ("cispo", "gpg"), ("sapo",)  # values of rl.loss_type
+TOKEN_MEANS, SEQUENCE_MEANS = ("cispo", "gpg", "kl_cov", "clip_cov"), ("sapo",)  # values of rl.loss_type
 AGGREGATIONS = {
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
@@ -77,20 +79,16 @@ TRUNCATIONS = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "geometric_m
 MIN_WEIGHTS = {"icepop": 0.5, "seq-mask-tis": 0.999}
 NO_EFFECT = {  # keys of verl's policy_loss that other losses read, with its defaults
     "_target_": "verl.workers.config.PolicyLossConfig",
-    "clip_cov_ratio": 0.0002,
-    "clip_cov_lb": 1.0,
-    "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 0.0002,
-    "ppo_kl_coef": 0.1,
     "dro_beta": None,
 }
+COVARIANCE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
 
 
 def _is_cispo(rl: Rl) -> bool:
     return rl.get("loss_type") == "cispo"
 
 
-WITHOUT_CLIP = ("cispo", "sapo", "vespo", "gpg", "gmpo")  # values of rl.loss_type
+WITHOUT_CLIP = ("cispo", "sapo", "vespo", "gpg", "gmpo", "kl_cov", "clip_cov")  # values of rl.loss_type
 
 
 def _is_per_sequence(rl: Rl) -> bool:
@@ -105,10 +103,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
-    mode = value
+    mode, settings = value, {}
     if isinstance(value, dict):
+        settings = {key: value[key] for key in COVARIANCE if value.get(key) is not None}
         for key, other in value.items():
-            if key != "loss_mode" and (key not in NO_EFFECT or other != NO_EFFECT[key]):
+            if key not in ("loss_mode", *COVARIANCE) and (key not in NO_EFFECT or other != NO_EFFECT[key]):
                 raise ConfigError(
                     f"rl.policy_loss.{key} is {other!r}, which only unsupported losses read (supported: "
                     f"{', '.join(LOSS_MODES)}); leave it out"
@@ -116,7 +115,7 @@ def _policy_loss(value: Any, rl: Rl) -> dict[str, Any]:
         mode = value.get("loss_mode", "vanilla")
     if mode not in LOSS_MODES:
         raise ConfigError(f"rl.policy_loss is {mode!r}: one of {', '.join(LOSS_MODES)} is needed")
-    return _loss_mode(mode, rl)
+    return settings | _loss_mode(mode, rl)
 
 
 def _loss_mode(mode: str, rl: Rl) -> dict[str, Any]:
@@ -372,7 +371,7 @@ def _force_on_policy(value: bool, rl: Rl) -> dict[str, Any]:
 OBJECTIVES: dict[str, ObjectiveSpelling] = {
     # verl
     "rl.policy_loss":                             ObjectiveSpelling("rl.loss_type", None, _policy_loss, _loss_defaults, note="as rl.loss_mode, or a mapping with loss_mode"),
-    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", tuple(LOSS_MODES), _loss_mode, _loss_defaults, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides; geo_mean: rl.loss_type gmpo; sapo, gpg: rl.loss_type of the same name"),
+    "rl.loss_mode":                               ObjectiveSpelling("rl.importance_sampling_level", tuple(LOSS_MODES), _loss_mode, _loss_defaults, note="vanilla: PPO's clip with rl.clip_ratio_c 3; gspo: with rl.loss_type grpo; cispo: rl.loss_type cispo, clipped on both sides; geo_mean: rl.loss_type gmpo; sapo, gpg, kl_cov, clip_cov: rl.loss_type of the same name"),
     "rl.tau_pos":                                 ObjectiveSpelling("rl.sapo_temperature_pos", None, lambda value, rl: {"sapo_temperature_pos": value}),
     "rl.tau_neg":                                 ObjectiveSpelling("rl.sapo_temperature_neg", None, lambda value, rl: {"sapo_temperature_neg": value}),
     # NeMo-RL

@@ -323,10 +323,12 @@ def check_rollouts(config: RunConfig) -> None:
             f"train.global_batch_size {train.global_batch_size} × rl.mini_batches {rl.mini_batches} = {completions} "
             f"completions are not whole groups of rl.num_generations {rl.num_generations}; choose a multiple of it"
         )
-    if train.fp8_format is not None and (rl.beta or rl.needs_old_logprobs_pass):
+    selects = rl.top_entropy_quantile < 1 or rl.loss_type in ("kl_cov", "clip_cov")
+    if train.fp8_format is not None and (rl.beta or rl.needs_old_logprobs_pass or selects):
         raise ConfigError(
             f"train.fp8_format is {train.fp8_format}, but log-probabilities are computed before a backward pass has "
-            "set the FP8 scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
+            "set the FP8 scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout, and leave out "
+            "rl.top_entropy_quantile, kl_cov and clip_cov"
         )
     _check_clips(config)
 
@@ -409,6 +411,8 @@ OTHER_RATIOS: dict[str, str | None] = {
     "cispo": "caps each token's ratio",
     "sapo": None,
     "gpg": "has no ratio",
+    "kl_cov": "selects tokens",
+    "clip_cov": "selects tokens",
     "gmpo": "clips each token's ratio before its mean over the sequence",
     "vespo": "multiplies the ratios of a sequence",
 }
@@ -436,6 +440,16 @@ def _check_clips(config: RunConfig) -> None:
             )
     if rl.loss_type == "cispo":
         _check_cispo_bounds(rl)
+    if rl.clip_cov_lb >= rl.clip_cov_ub:
+        raise ConfigError(
+            f"rl.clip_cov_lb {rl.clip_cov_lb} is not below rl.clip_cov_ub {rl.clip_cov_ub}, so no token would be "
+            "excluded; lower it, or raise the other"
+        )
+    if rl.loss_type == "gmpo" and rl.top_entropy_quantile < 1:
+        raise ConfigError(
+            f"rl.top_entropy_quantile is {rl.top_entropy_quantile}, but gmpo has one ratio per sequence, not per "
+            "token; leave it out"
+        )
     if rl.loss_type == "vespo" and (mode := rl.mismatch_mode) and not mode.startswith("token"):
         raise ConfigError(
             f"rl.vllm_importance_sampling_mode is {mode}, but vespo multiplies the weights of a sequence's tokens; "

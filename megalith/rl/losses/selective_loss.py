@@ -1,0 +1,45 @@
+"""The interface of losses that treat a few tokens of a step differently, chosen over all of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalith.config.rl import RlConfig
+from megalith.rl.losses.grpo_loss import GrpoLoss
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of a step that are in the loss, in the same order in every layout: float64 [tokens] each."""
+
+    logprobs: Tensor  # of the policy before the step
+    old_logprobs: Tensor
+    advantages: Tensor
+    entropies: Tensor
+    seed: int
+    """Seed of random choices in this step."""
+
+    @property
+    def covariances(self) -> Tensor:
+        """Return each token's (A − mean of A) · (log π − mean of log π), the means over the step."""
+        return (self.advantages - self.advantages.mean()) * (self.logprobs - self.logprobs.mean())
+
+
+class SelectiveLoss(GrpoLoss):
+    """A loss with other terms for selected tokens. Before each step a forward pass computes the log-probabilities that
+    `select` needs."""
+
+    def select(self, rl: RlConfig, tokens: StepTokens) -> Tensor:
+        """Return the indices of the selected tokens, int64 [selected]."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement select")
+
+    def selected_losses(self, rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """Return the policy term of a selected token, with the arguments of `token_losses`."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement selected_losses")
+
+
+def selected_count(fraction: float, tokens: Tensor) -> int:
+    """Return the number of tokens that `fraction` of them is, rounded down, at least 1."""
+    return min(max(1, int(fraction * len(tokens))), len(tokens))
