@@ -1,15 +1,18 @@
 """Tokens selected over a step: TRL's high-entropy tokens, and verl's KL-Cov and Clip-Cov."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_their_objectives import PLAIN, Padded, by_sequences, by_tokens, packed_batch
 from torch import Tensor
 
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
+from megalith.rl import token_selection
 from megalith.rl.objective import entropy_weight
 from megalith.rl.token_selection import select_tokens
 
@@ -99,6 +102,43 @@ def test_clip_cov_chooses_a_fraction_by_the_seed_and_micro_batches_do_not_matter
     split = select_tokens(loss.rl, parts, *([part(x, n) for n in (0, 1)] for x in values), seed=3)
     together = torch.cat([each.selected for each in split], dim=1)[:, : rows.labels.shape[1]]
     assert torch.equal(together, chosen[3])
+
+
+def test_two_data_parallel_ranks_choose_as_one_rank(monkeypatch):
+    """Each rank has every other micro-batch; the gather is replaced by the concatenation of both ranks' tables."""
+    settings = dict(loss_type="kl_cov", kl_cov_ratio=0.3, top_entropy_quantile=0.4)
+    loss, _, _ = packed_batch(Padded(), PLAIN | settings)
+    generator = torch.Generator().manual_seed(5)
+    batches, logprobs, entropies = [], [], []
+    for _ in range(4):
+        _, rows, _ = packed_batch(Padded(), PLAIN | settings)
+        size = rows.labels.shape
+        batches.append(replace(rows, advantages=torch.randn(size, generator=generator)))
+        logprobs.append(-torch.rand(size, generator=generator))
+        entropies.append(torch.rand(size, generator=generator))
+    one = select_tokens(loss.rl, batches, logprobs, entropies, seed=1)
+    tables: list[Tensor] = []
+
+    def record(table: Tensor, dp: Axis, dim: int) -> Tensor:
+        tables.append(table)
+        return table.repeat_interleave(2, dim)
+
+    for gather in (record, lambda table, dp, dim: torch.cat(tables, dim)):
+        monkeypatch.setattr(token_selection, "all_gather_replicated", gather)
+        ranks = [
+            select_tokens(
+                loss.rl,
+                *(x[rank::2] for x in (batches, logprobs, entropies)),
+                1,
+                SimpleNamespace(rank=rank, size=2),
+            )
+            for rank in (0, 1)
+        ]
+    for number, whole in enumerate(one):
+        part = ranks[number % 2][number // 2]
+        assert torch.equal(part.selected, whole.selected) and torch.equal(
+            part.high_entropy, whole.high_entropy
+        )
 
 
 def test_a_batch_without_its_selection_is_refused():
