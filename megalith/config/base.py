@@ -66,7 +66,8 @@ class RequiresSetting:
 
         Args:
             path: the other setting, a field of the same section or `section.field`.
-            values: it must have one of these values; without any argument it must be set.
+            values: it must have one of these values, or contain one if it is a list; without any argument it must
+                be set.
             greater_than: it must be greater.
             unless: it must differ from this value, or from each of a tuple.
             strict: raise an error if the requirement is not met.
@@ -89,7 +90,8 @@ class RequiresSetting:
         if self._unless is not None:
             excluded = self._unless if isinstance(self._unless, tuple) else (self._unless,)
             return value not in excluded
-        return value in self._values if self._values else value is not None
+        values = value if isinstance(value, list) else [value]
+        return any(each in self._values for each in values) if self._values else value is not None
 
     def __str__(self) -> str:
         conditions = [_yaml_word(value) for value in self._values]

@@ -1,4 +1,4 @@
-"""Extension points of GRPO: built-in losses, advantage estimators and rewards.
+"""Extension points of GRPO and DPO: built-in losses, advantage estimators and rewards.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
 `path.py:object`. `megalith.config.load_extension` loads both.
@@ -31,6 +31,20 @@ ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "gpg": "megalith.rl.advantage_estimators.gpg_advantage:gpg",
     "grpo_passk": "megalith.rl.advantage_estimators.grpo_passk:grpo_passk",
     "gdpo": "megalith.rl.advantage_estimators.gdpo:gdpo",
+}
+PREFERENCE_LOSSES: dict[str, str] = {  # dpo.loss_type
+    **{
+        name: f"megalith.rl.preference_losses.margin_losses:{name}"
+        for name in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "exo_pair", "discopop")
+    },
+    **{
+        name: f"megalith.rl.preference_losses.answer_losses:{name}"
+        for name in ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+    },
+    **{
+        name: f"megalith.rl.preference_losses.reference_free:{name}"
+        for name in ("cpo", "simpo", "orpo", "sft")
+    },
 }
 REWARDS: dict[str, str] = {  # rl.reward_funcs
     "gsm8k": "megalith.rl.reward_functions.gsm8k:gsm8k",

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
-from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, is_extension
+from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, PREFERENCE_LOSSES, is_extension
 from megalith.errors import nearest_of
 
 
@@ -65,6 +65,10 @@ class SftConfig(ChatConfig):
     """Pack several whole samples into a row, with separate attention. Off: one padded sample per row."""
 
 
+REFERENCE_FREE = {"cpo", "simpo", "orpo", "sft"}
+"""Values of dpo.loss_type that read no reference model."""
+
+
 class DpoConfig(ChatConfig):
     """Direct preference optimization (`megalith dpo`; docs/preference.md has the formulas). Names are TRL's."""
 
@@ -74,18 +78,63 @@ class DpoConfig(ChatConfig):
     """Pack the chosen answers of several pairs into a row, and their rejected answers into another. Off: one
     padded answer per row."""
 
-    loss_type: Annotated[Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"], Decides.UPDATES] = (
-        "sigmoid"
-    )
-    """Loss of a pair. ipo and sigmoid_norm use the mean over an answer's tokens, the others the sum."""
+    loss_type: Annotated[str | list[str], Decides.UPDATES] = "sigmoid"
+    """Loss of a pair, or several that are added: sigmoid, hinge, ipo, robust, sigmoid_norm, exo_pair, discopop,
+    nca_pair, bco_pair, sppo_hard, apo_zero, apo_down; without a reference model cpo, simpo, orpo, sft. Or
+    path.py:function."""
+
+    loss_weights: Annotated[list[float] | None, Decides.UPDATES] = None
+    """Weight of each loss in loss_type. Default: 1 each."""
 
     beta: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
     """Strength of the pull towards the reference: larger stays closer to it."""
 
     label_smoothing: Annotated[
-        NonNegativeFloat, Field(lt=0.5), RequiresSetting("loss_type", "sigmoid", "robust"), Decides.UPDATES
+        NonNegativeFloat,
+        Field(lt=0.5),
+        RequiresSetting("loss_type", "sigmoid", "robust", "exo_pair"),
+        Decides.UPDATES,
     ] = 0.0
     """Assumed probability that a preference label is wrong."""
+
+    simpo_gamma: Annotated[float, RequiresSetting("loss_type", "simpo"), Decides.UPDATES] = 0.5
+    """Margin that simpo asks of beta times the difference of the mean log-probabilities."""
+
+    cpo_alpha: Annotated[NonNegativeFloat, RequiresSetting("loss_type", "cpo"), Decides.UPDATES] = 1.0
+    """Weight of the chosen answers' negative log-likelihood in cpo."""
+
+    discopop_tau: Annotated[PositiveFloat, RequiresSetting("loss_type", "discopop"), Decides.UPDATES] = 0.05
+    """Temperature of the mixture in discopop."""
+
+    @field_validator("loss_type")
+    @classmethod
+    def _check_losses(cls, value: str | list[str]) -> str | list[str]:
+        for name in value if isinstance(value, list) else [value]:
+            if name in ("aot", "aot_unpaired"):
+                text = f"{name} sorts each micro-batch's pairs, so the run would depend on the layout; choose sigmoid"
+                raise PydanticCustomError("aot", text)
+            if not is_extension(name, PREFERENCE_LOSSES):
+                text = f"{name!r}: write a built-in name or path.py:function{nearest_of(name, PREFERENCE_LOSSES)}"
+                raise PydanticCustomError("extension", text.replace("{", "{{").replace("}", "}}"))
+        if not value:
+            raise PydanticCustomError("empty", "name at least one loss")
+        return value
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Weight of each loss, by its name."""
+        names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+        return dict(zip(names, self.loss_weights or [1.0] * len(names)))
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a loss reads the reference's log-probabilities."""
+        return not self.losses.keys() <= REFERENCE_FREE
+
+    @property
+    def uses_mean_rewards(self) -> bool:
+        """True if rewards are β times the mean log-probability over an answer's tokens, as in SimPO and ORPO."""
+        return not self.needs_reference and not self.losses.keys().isdisjoint({"simpo", "orpo"})
 
 
 class DistillConfig(Section):

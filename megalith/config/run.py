@@ -81,8 +81,8 @@ class RunConfig(Section):
     @property
     def has_reference_model(self) -> bool:
         """True if a reference model is used; with adapters it is the model without them."""
-        has_reference = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
-        return has_reference and self.lora.rank is None
+        has_kl = self.rl.prompts_or_rollouts is not None and self.rl.beta > 0
+        return ((self.dpo.enabled and self.dpo.needs_reference) or has_kl) and self.lora.rank is None
 
     @property
     def run_folder(self) -> str:

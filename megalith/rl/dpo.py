@@ -13,15 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig, require_run_config
 from megalith.data.batch import Batch
 from megalith.data.chat.chat_dataset import make_chat_batch
 from megalith.errors import ConfigError
-from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
+from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss, chosen_counts
 from megalith.rl.reference import StepData, reference_logprobs
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
+
+LIKELIHOOD = ("cpo", "orpo", "sft")
+"""Losses with the likelihood of the chosen answers, averaged over the tokens of the step."""
 
 
 def train_dpo(config: RunConfig) -> TrainingResult:
@@ -93,14 +98,27 @@ class PreferenceData(StepData):
 
     def __init__(self, run: Run):
         super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
-        self._reference = reference_logprobs(run)
+        self._reference = reference_logprobs(run) if run.config.dpo.needs_reference else None
+        self._needs_nll, self._device = not run.config.dpo.losses.keys().isdisjoint(LIKELIHOOD), run.device
         model = run.config.model
-        if dropout := {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}:
+        dropout = {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}
+        if dropout and self._reference is not None:
             self.notes.append(
                 f"model.{' and model.'.join(sorted(dropout))} adds noise to the policy's log-probabilities but not "
                 "to the reference's; TRL turns dropout off for preference training"
             )
 
     def augment(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
+        if self._needs_nll:
+            ratio = self._pairs_per_token(batches)
+            batches = [replace(batch, pairs_per_token=ratio) for batch in batches]
+        if self._reference is None:
+            return list(batches)
         logprobs = self._reference(batches)
         return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, logprobs, strict=True)]
+
+    def _pairs_per_token(self, batches: Sequence[PreferenceBatch]) -> Tensor:
+        """Return the pairs of a step over the tokens of its chosen answers, a float32 scalar."""
+        counts = torch.stack([chosen_counts(batch) for batch in batches]).sum(0)
+        pairs, tokens = all_reduce_no_grad(counts.to(self._device), self._dp)
+        return (pairs / tokens.clamp(min=1)).float()

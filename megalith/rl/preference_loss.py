@@ -1,21 +1,23 @@
-"""Losses of direct preference optimization (DPO, Rafailov et al. 2023).
+"""The loss of a step of preference training: the mean over its pairs of the losses that `dpo.loss_type` names.
 
-    ℓ = −(1 − λ) · log σ(β · h) − λ · log σ(−β · h)       h = Σ_chosen (log π − log π_ref) − Σ_rejected (the same)
-
-λ is the label smoothing: the fraction of pairs whose preference is assumed to be wrong. The loss of a step is the mean
-over its pairs. The other losses apply another function to h, or use means over tokens (docs/preference.md).
+The losses of a pair are in preference_losses/, and their formulas in docs/preference.md.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from megalith.config.extensions import PREFERENCE_LOSSES
+from megalith.config.load_extension import load_extension
 from megalith.config.rl import DpoConfig
 from megalith.data.batch import Batch
+from megalith.rl.preference_losses.answer_pairs import AnswerPairs
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
@@ -28,6 +30,8 @@ class PreferenceBatch(Batch):
     sequence_ids: Tensor  # int64 [batch, seq], the token's sequence within the micro-batch
     sequence_tokens: Tensor  # float32 [sequences], tokens of the answer; 0 for padding
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+    # float32 scalar, pairs of the step / tokens of its chosen answers; None: those of this micro-batch
+    pairs_per_token: Tensor | None = None
 
 
 class PreferenceLoss(SummedLoss):
@@ -51,40 +55,40 @@ class PreferenceLoss(SummedLoss):
         return (batch.sequence_tokens[::2] > 0).sum().double()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
-        sequences = Sequences.from_batch(batch)
+        sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
         logps = sequences.sums(logprobs)  # [sequences]
-        log_ratios = sequences.sums(logprobs - batch.reference_logprobs)
+        log_ratios = logps if reference is None else sequences.sums(logprobs - reference)
+        counts, ratio = sequences.tokens.clamp(min=1), batch.pairs_per_token
+        if ratio is None:
+            pairs, tokens = chosen_counts(batch)
+            ratio = pairs / tokens.clamp(min=1)
+        by_answer = (x.unflatten(0, (-1, 2)).T for x in (logps, log_ratios, counts))  # [2, pairs] each
+        pairs = AnswerPairs(*itertools.chain(*by_answer), ratio.to(logps))
         present = batch.sequence_tokens[::2] > 0  # [pairs]
-        rewards = (self.dpo.beta * log_ratios.detach()).unflatten(0, (-1, 2)).T  # [2, pairs]
-        margins = rewards[0] - rewards[1]
-        self.add_metrics([present, *rewards, margins > 0, margins, *logps.detach().unflatten(0, (-1, 2)).T])
-        return torch.where(present, preference_losses(self.dpo, log_ratios, sequences.tokens), 0.0).sum()
+        rewards = [
+            self.dpo.beta * pairs.chosen_ratios.detach(),
+            self.dpo.beta * pairs.rejected_ratios.detach(),
+        ]
+        if self.dpo.uses_mean_rewards:
+            rewards = [rewards[0] / pairs.chosen_tokens, rewards[1] / pairs.rejected_tokens]
+        margins, answers = rewards[0] - rewards[1], (pairs.chosen_logps, pairs.rejected_logps)
+        self.add_metrics([present, *rewards, margins > 0, margins, *(x.detach() for x in answers)])
+        return torch.where(present, preference_losses(self.dpo, pairs), 0.0).sum()
 
 
-def preference_losses(dpo: DpoConfig, log_ratios: Tensor, tokens: Tensor) -> Tensor:
-    """Return the loss of each pair, float32 [pairs].
+def chosen_counts(batch: PreferenceBatch) -> Tensor:
+    """Return the number of pairs and of tokens in their chosen answers, float64 [2]."""
+    chosen = batch.sequence_tokens[::2]
+    return torch.stack([(chosen > 0).sum(), chosen.sum()]).double()
 
-    Args:
-        dpo: section `dpo` of the configuration.
-        log_ratios: Σ (log π − log π_ref) of each sequence, float32 [sequences].
-        tokens: number of answer tokens of each sequence, float32 [sequences].
-    """
-    if dpo.loss_type in ("ipo", "sigmoid_norm"):
-        log_ratios = log_ratios / tokens.clamp(min=1)
-    margin = log_ratios[::2] - log_ratios[1::2]
-    chosen, rejected, smoothing = (
-        logsigmoid(dpo.beta * margin),
-        logsigmoid(-dpo.beta * margin),
-        dpo.label_smoothing,
-    )
-    match dpo.loss_type:
-        case "hinge":
-            return torch.relu(1 - dpo.beta * margin)
-        case "ipo":
-            return (margin - 1 / (2 * dpo.beta)).square()
-        case "robust":
-            return (smoothing * rejected - (1 - smoothing) * chosen) / (1 - 2 * smoothing)
-        case "sigmoid_norm":
-            return -chosen
-        case _:
-            return -(1 - smoothing) * chosen - smoothing * rejected
+
+@functools.cache
+def load_preference_loss(name: str) -> Callable[[DpoConfig, AnswerPairs], Tensor]:
+    """Return the function of a value of `dpo.loss_type`. Raise ConfigError if it does not exist."""
+    return load_extension(name, PREFERENCE_LOSSES, "dpo.loss_type")
+
+
+def preference_losses(dpo: DpoConfig, pairs: AnswerPairs) -> Tensor:
+    """Return the weighted sum of the losses of each pair, float32 [pairs]."""
+    losses = [weight * load_preference_loss(name)(dpo, pairs) for name, weight in dpo.losses.items()]
+    return torch.stack(losses).sum(0)

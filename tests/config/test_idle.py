@@ -138,7 +138,13 @@ READ_WITH = {
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
     "dpo.enabled true":
         ("dpo.beta=0.2", "dpo.enabled=true"),
-    "dpo.loss_type sigmoid or robust":
+    "dpo.loss_type simpo":
+        ("dpo.simpo_gamma=1", "dpo.loss_type=simpo dpo.enabled=true"),
+    "dpo.loss_type cpo":
+        ("dpo.cpo_alpha=2", "dpo.loss_type=cpo dpo.enabled=true"),
+    "dpo.loss_type discopop":
+        ("dpo.discopop_tau=1", "dpo.loss_type=discopop dpo.enabled=true"),
+    "dpo.loss_type sigmoid or robust or exo_pair":
         ("dpo.label_smoothing=0.1", "dpo.loss_type=robust"),
     "runtime.loss_spike_threshold":
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),

@@ -92,6 +92,15 @@ def test_every_layout_equals_one_process(pool, tree: dict, plain: tuple[str, ...
         assert one.losses[0] == pytest.approx(0.6931472, rel=1e-6) and abs(one.losses[-1] - 0.6931472) > 2e-6
 
 
+def test_losses_without_a_reference_train_and_average_the_likelihood_over_the_step(tree: dict):
+    """TRL averages it over each micro-batch. The step's loss and gradients do not depend on micro_batch_size."""
+    dpo = {"loss_type": ["orpo", "cpo"], "loss_weights": [1.0, 0.5], "label_smoothing": 0.0}
+    several, one = (job(config_of(tree, dpo=dpo, train={"micro_batch_size": size})) for size in (1, 4))
+    errors = compare([several], one)
+    assert errors.within(), errors
+    assert one.losses[0] > 1  # likelihood of random weights
+
+
 def whole_step(config: RunConfig):
     """The loss and gradients of all rows in one step, by another reference than the policy; and the figures."""
     run = start(config, PreferenceTask())

@@ -14,7 +14,7 @@ from megalith.config.data import SPECIAL_COUNT, DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
-from megalith.config.rl import RlConfig
+from megalith.config.rl import DpoConfig, RlConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -230,6 +230,8 @@ def _check_fine_tuning(config: RunConfig) -> None:
         )
     if chat.num_train_epochs is not None:
         check_epochs(config)
+    if config.dpo.enabled:
+        check_preference_losses(config.dpo)
     fp8 = config.train.fp8_format
     if config.dpo.enabled and fp8 is not None:
         raise ConfigError(
@@ -270,6 +272,25 @@ def _check_distillation(config: RunConfig) -> None:
     if config.dpo.enabled or config.rl.prompts_or_rollouts:
         raise ConfigError(
             f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
+        )
+
+
+def check_preference_losses(dpo: DpoConfig) -> None:
+    """Raise ConfigError unless every loss of a pair has its weight and its settings."""
+    names = dpo.loss_type if isinstance(dpo.loss_type, list) else [dpo.loss_type]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"dpo.loss_type names {repeated[0]} {names.count(repeated[0])} times; name it once, "
+            "and set dpo.loss_weights"
+        )
+    if dpo.loss_weights is not None and len(dpo.loss_weights) != len(names):
+        raise ConfigError(
+            f"dpo.loss_weights has {len(dpo.loss_weights)} weights for {len(names)} losses; give one for each"
+        )
+    if "exo_pair" in names and not dpo.label_smoothing:
+        raise ConfigError(
+            "dpo.loss_type exo_pair needs dpo.label_smoothing above 0, because it compares the policy with "
+            "probabilities of 1 − label_smoothing and label_smoothing; set it, such as to 0.001"
         )
 
 

@@ -1,0 +1,39 @@
+"""The inputs of preference losses: sums over the answers of pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AnswerPairs:
+    """The pairs of a micro-batch, float32 [pairs] per field, with gradients of the log-probabilities."""
+
+    chosen_logps: Tensor
+    """Σ log π over the tokens of the chosen answer."""
+    rejected_logps: Tensor
+    chosen_ratios: Tensor
+    """Σ (log π − log π_ref) over the tokens of the chosen answer; Σ log π without a reference."""
+    rejected_ratios: Tensor
+    chosen_tokens: Tensor
+    """Number of tokens of the chosen answer, at least 1."""
+    rejected_tokens: Tensor
+    pairs_per_token: Tensor
+    """Pairs of the step / tokens of its chosen answers, a scalar."""
+
+    @property
+    def margin(self) -> Tensor:
+        """h: the difference of the log ratios."""
+        return self.chosen_ratios - self.rejected_ratios
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """The difference of the log ratios' means over tokens."""
+        return self.chosen_ratios / self.chosen_tokens - self.rejected_ratios / self.rejected_tokens
+
+    @property
+    def nll(self) -> Tensor:
+        """Negative log-likelihood of the chosen answers: averaged over the pairs it is the mean over their tokens."""
+        return -self.chosen_logps * self.pairs_per_token
