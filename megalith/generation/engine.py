@@ -233,6 +233,7 @@ class Engine:
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
         on_token: OnToken | None = None,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Generate `num_generations` completions per prompt.
 
@@ -242,6 +243,7 @@ class Engine:
             keys: number of each prompt, 0 to 2^47 - 1, that its samples depend on. Default: its index.
             num_generations: completions per prompt.
             on_token: called with (prompt, generation, id) soon after each token is sampled.
+            max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.
 
         Returns:
             Completions ordered by prompt, then generation.
@@ -251,7 +253,9 @@ class Engine:
                 or a
                 setting out of range.
         """
-        sequences = make_sequences(prompts, sampling, num_generations, self.config, self.max_tokens)
+        sequences = make_sequences(
+            prompts, sampling, num_generations, self.config, self.max_tokens, max_new_tokens
+        )
         keys = range(len(prompts)) if keys is None else keys
         check_keys(keys, len(prompts), num_generations)
         stream_keys = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]

@@ -98,8 +98,12 @@ def make_sequences(
     num_generations: int,
     config: ModelConfig,
     max_tokens: int,
+    max_new_tokens: Sequence[int] | None = None,
 ) -> list[RowSequence]:
-    """Return the requested completions by prompt, then generation, for rows of `max_tokens` tokens."""
+    """Return the requested completions by prompt, then generation, for rows of `max_tokens` tokens.
+
+    `max_new_tokens` are the prompts' own limits. Default: sampling.max_new_tokens.
+    """
     sampling.check()
     count, forced = len(prompts) * num_generations, sampling.forced_lengths
     if forced is not None and len(forced) != count:
@@ -112,7 +116,8 @@ def make_sequences(
     sequences = []
     for index, prompt in enumerate(prompts):
         for generation in range(num_generations):
-            limit = sampling.max_new_tokens if forced is None else forced[len(sequences)]
+            most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens[index]
+            limit = most if forced is None else forced[len(sequences)]
             if generation == 0 or forced is not None:
                 _check_prompt(index, prompt, limit, config, max_tokens)
             sequences.append(RowSequence(len(sequences), prompt, index, generation, limit, stop))

@@ -30,7 +30,7 @@ from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport
-from megalith.rl.engines.rollout_engine import Answer, engine_sizes, request_seed
+from megalith.rl.engines.rollout_engine import Answer, engine_sizes, request_samplings, request_seed
 from megalith.rl.engines.weight_stream import WeightStream
 from megalith.rl.prompts import Prompt
 from megalith.training.run_state import Run
@@ -101,18 +101,20 @@ class ColocatedVllm:
         *,
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return completions; see RolloutEngine.generate. Raise TrainingError for vLLM's errors and invalid
         completions."""
         if not prompts:
             return []
         keys = range(len(prompts)) if keys is None else keys
-        params = [self._params(sampling, num_generations, key) for key in keys]
+        samplings = request_samplings(sampling, len(prompts), max_new_tokens)
+        params = [self._params(one, num_generations, key) for one, key in zip(samplings, keys)]
         ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._vllm_errors("sampling"):
             outputs = self._llm.generate(ids, params, use_tqdm=False)
         return [
-            self._completion(number, generation, one, sampling)
+            self._completion(number, generation, one, samplings[number])
             for number, output in enumerate(outputs)
             for generation, one in enumerate(output.outputs)
         ]

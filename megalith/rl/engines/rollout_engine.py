@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,16 +41,17 @@ class RolloutEngine(Protocol):
         *,
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return `num_generations` completions per prompt, ordered by prompt, then generation.
 
         Args:
-                prompts: token ids of each prompt. Ranks along tensor parallelism pass the same prompts; a shared
-                engine samples
-                on the first of them and returns nothing on the others.
+            prompts: token ids of each prompt. Ranks along tensor parallelism pass the same prompts; a shared engine
+                samples on the first of them and returns nothing on the others.
             sampling: sampling parameters.
             keys: seeds of the sampling noise, one per prompt.
             num_generations: completions per prompt.
+            max_new_tokens: maximum tokens of the completions of each prompt. Default: sampling.max_new_tokens.
         """
 
     def update(self, version: int) -> SyncReport:
@@ -127,12 +128,23 @@ def request_seed(seed: int, key: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def request_samplings(
+    sampling: Sampling, prompts: int, max_new_tokens: Sequence[int] | None
+) -> list[Sampling]:
+    """Return the sampling parameters of each prompt's request, with its own limit if there are any."""
+    if max_new_tokens is None:
+        return [sampling] * prompts
+    return [replace(sampling, max_new_tokens=limit) for limit in max_new_tokens]
+
+
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
     """Return the rows of a replica's engine and the tokens per row, a multiple of 16."""
     rl = config.rl
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations
     tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
+    if rl.environment:  # which may extend the prompts
+        tokens = max_sequence_tokens(config)
     return min(rl.generation_rows, rows), min(max_sequence_tokens(config), -(-tokens // 16) * 16)
 
 

@@ -36,7 +36,7 @@ from megalith.generation.sync import SyncReport
 from megalith.launch.network import address_towards, is_loopback
 from megalith.rl.engines.deadline import Deadline, InThread
 from megalith.rl.engines.json_http import JsonServer, RequestRefused, ServerLost
-from megalith.rl.engines.rollout_engine import Answer, request_seed
+from megalith.rl.engines.rollout_engine import Answer, request_samplings, request_seed
 from megalith.rl.engines.transfer_group import Background, BroadcastGroup, memory_handles
 from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
 from megalith.training.run_state import Run
@@ -150,6 +150,7 @@ class ServerEngine:
         *,
         keys: Sequence[int] | None = None,
         num_generations: int = 1,
+        max_new_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Return completions; see RolloutEngine.generate.
 
@@ -162,18 +163,21 @@ class ServerEngine:
         deadline = Deadline(self._rl.generation_timeout, GENERATION)
         keys = range(len(prompts)) if keys is None else keys
         replica = self._world.rank // self._run.mesh.tp.size
+        samplings = request_samplings(sampling, len(prompts), max_new_tokens)
 
         def request(number: int) -> list[Completion]:
             server = self.servers[(replica + number) % len(self.servers)]
             seed = request_seed(sampling.seed, keys[number])
             with _detect_loss(server):
-                answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
+                answers = server.complete(prompts[number], samplings[number], num_generations, seed, deadline)
             if len(answers) != num_generations:
                 raise TrainingError(
                     f"{server.http} returned {len(answers)} completions of prompt {number}, but {num_generations} "
                     "were requested (rl.num_generations); look at its log"
                 )
-            return [self._completion(server, number, g, one, sampling) for g, one in enumerate(answers)]
+            return [
+                self._completion(server, number, g, one, samplings[number]) for g, one in enumerate(answers)
+            ]
 
         max_concurrent = max(1, min(len(prompts), MAX_REQUESTS, self._rl.generation_rows // num_generations))
         self._require_versions(deadline)
