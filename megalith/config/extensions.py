@@ -1,4 +1,4 @@
-"""Extension points of GRPO and DPO: built-in losses, advantage estimators and rewards.
+"""Extension points of GRPO and DPO: built-in losses, advantage estimators, rewards, environments, formats of tool calls.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
 `path.py:object`. `megalith.config.load_extension` loads both.
@@ -55,6 +55,14 @@ REWARDS: dict[str, str] = {  # rl.reward_funcs
     "format": "megalith.rl.reward_functions.tags:tagged",
     "length": "megalith.rl.reward_functions.length:length",
     "math_verify": "megalith.rl.reward_functions.math_verify:math_verify",
+}
+CALL_FORMATS: dict[str, str] = {  # rl.tool_call_format
+    "hermes": "megalith.rl.agents.call_formats:hermes",
+    "llama3_json": "megalith.rl.agents.call_formats:llama3_json",
+    "response_template": "megalith.rl.agents.call_formats:response_template",
+}
+ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID
+    "skyrl_gym": "megalith.rl.agents.skyrl_gym:make_environment",
 }
 
 

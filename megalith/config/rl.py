@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, PREFERENCE_LOSSES, is_extension
+from megalith.config.rl_tools import ToolSettings
 from megalith.errors import nearest_of
 
 
@@ -188,7 +189,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class RlConfig(Section):
+class RlConfig(ToolSettings):
     """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the
     formulas)."""
 

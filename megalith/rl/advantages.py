@@ -62,6 +62,8 @@ def weighted_sum(rl: RlConfig, rewards: np.ndarray) -> np.ndarray:
     """
     kinds = rewards.shape[-1]
     weights = [1.0] * kinds if rl.reward_weights is None else rl.reward_weights
+    if rl.environment and len(weights) == kinds - 1:  # as in TRL, the environment's own reward has weight 1
+        weights = [*weights, 1.0]
     if len(weights) != kinds:
         raise ConfigError(
             f"rl.reward_weights has {len(weights)} weights, but the rollouts have {kinds} rewards each; give one for "

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig, require_run_config
+from megalith.config.rl_tools import FACTORY
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
+from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
@@ -39,6 +41,8 @@ def train_grpo(
     reward_funcs: str | RewardFunc | Sequence[str | RewardFunc] | None = None,
     train_dataset: Iterable[Mapping[str, Any]] | None = None,
     eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Callable[..., Any] | None = None,
 ) -> TrainingResult:
     """Train a policy with GRPO. Exported as `megalith.grpo`.
 
@@ -47,6 +51,8 @@ def train_grpo(
         reward_funcs: reward names or functions (rewards.py) that replace `rl.reward_funcs`.
         train_dataset: records with prompts that replace `rl.prompts`.
         eval_dataset: records with prompts that replace `rl.eval_prompts`.
+        tools: functions that replace `rl.tools` (docs/agents.md).
+        environment_factory: class or function that makes environments, which replaces `rl.environment`.
 
     Returns:
         The result, as for `megalith.train`.
@@ -65,8 +71,12 @@ def train_grpo(
         config = config.with_settings({"rl.prompts": "train_dataset"})
     if eval_dataset is not None:
         config = config.with_settings({"rl.eval_prompts": "eval_dataset"})
+    if tools:
+        config = config.with_settings({"rl.tools": [getattr(one, "__name__", "tool") for one in tools]})
+    if environment_factory is not None:
+        config = config.with_settings({"rl.environment": FACTORY})
     require_source(config)
-    task = PolicyTask(reward_funcs, train_dataset, eval_dataset)
+    task = PolicyTask(reward_funcs, train_dataset, eval_dataset, tools or None, environment_factory)
     try:
         return train(config, task)
     finally:
@@ -85,12 +95,24 @@ def require_source(config: RunConfig) -> None:
 def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Open the run's prompts and rewards, or its rollouts, and raise the errors that a run would raise."""
     if config.rl.prompts:
-        run_prompts(config, tokenizer, show_progress=True)
-        held_out_prompts(config, tokenizer, show_progress=True)
+        agent = open_agent(config, tokenizer)
+        schemas = [] if agent is None else agent.schemas
+        run_prompts(config, tokenizer, show_progress=True, tools=schemas)
+        held_out_prompts(config, tokenizer, show_progress=True, tools=schemas)
         for name in config.rl.rewards:
             reward_function(name)
     else:
         open_rollouts(config, tokenizer)
+
+
+def open_agent(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    tools: Sequence[Callable] | None = None,
+    environment: Callable[..., Any] | None = None,
+) -> PolicyAgent | None:
+    """Return the run's tools and environment, or None without them. Raise ConfigError if they are unusable."""
+    return PolicyAgent(config.rl, tokenizer, tools, environment) if config.rl.uses_turns else None
 
 
 def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = Axis()) -> RolloutFiles:  # noqa: B008 (immutable)
@@ -116,8 +138,12 @@ class PolicyTask(Task):
         reward_funcs: Sequence[str | RewardFunc] | None = None,
         records: Iterable[Mapping[str, Any]] | None = None,
         held_out: Iterable[Mapping[str, Any]] | None = None,
+        tools: Sequence[Callable] | None = None,
+        environment: Callable[..., Any] | None = None,
     ):
-        """Take replacements for `rl.reward_funcs`, `rl.prompts` and `rl.eval_prompts`."""
+        """Take replacements for `rl.reward_funcs`, `rl.prompts`, `rl.eval_prompts`, `rl.tools` and
+        `rl.environment`."""
+        self._tools, self._environment = tools, environment
         self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
         self._metric_names = {one.name for one in fields(ExpertStepMetrics)}  # the run's, not the rewards'
@@ -134,16 +160,21 @@ class PolicyTask(Task):
                 run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
             )
         is_first, rl = run.mesh.world.rank == 0, config.rl
-        prompts = run_prompts(config, run.tokenizer, self._records, is_first)
-        held_out = held_out_prompts(config, run.tokenizer, self._held_out, is_first)
+        agent = open_agent(config, run.tokenizer, self._tools, self._environment)
+        schemas = [] if agent is None else agent.schemas
+        prompts = run_prompts(config, run.tokenizer, self._records, is_first, schemas)
+        held_out = held_out_prompts(config, run.tokenizer, self._held_out, is_first, schemas)
+        if agent is not None:
+            agent.open([*prompts.prompts, *held_out])
         rewards = Rewards(
             self._reward_funcs or rl.rewards,
             [*prompts.prompts, *held_out],
             max_tokens=rl.max_completion_length,
             workers=rl.reward_workers if run.mesh.tp.rank == 0 else 0,
             timeout=rl.reward_timeout,
+            environment=None if agent is None else agent.reward_name,
         )
-        self._live = LiveRollouts(run, prompts, rewards, held_out)
+        self._live = LiveRollouts(run, prompts, rewards, held_out, agent)
         self._step_start = time.perf_counter()
         return RolloutData(run, self._live, reference)
 

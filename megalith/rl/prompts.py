@@ -98,6 +98,7 @@ def run_prompts(
     tokenizer: Tokenizer | None,
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompts:
     """Return the run's prompts, which leave room for their completions.
 
@@ -106,6 +107,7 @@ def run_prompts(
         tokenizer: the model's tokenizer.
         records: records that replace the files of `rl.prompts`.
         show_progress: show a progress bar.
+        tools: JSON schemas of the policy's tools, for the chat template.
 
     Raises:
         DataError: if a prompt is unusable or none is left.
@@ -121,6 +123,7 @@ def run_prompts(
         seed=seed,
         records=records,
         show_progress=show_progress,
+        tools=tools,
     )
 
 
@@ -129,13 +132,14 @@ def held_out_prompts(
     tokenizer: Tokenizer | None,
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Prompt]:
     """Return the prompts of `rl.eval_prompts`, or of `records`, for evaluation; empty without evaluation."""
     rl = config.rl
     if not rl.eval_prompts or not config.train.eval_iters:
         return []
     eval_config = config.with_settings({"rl.prompts": rl.eval_prompts})
-    return run_prompts(eval_config, tokenizer, records, show_progress).prompts[: rl.max_eval_prompts]
+    return run_prompts(eval_config, tokenizer, records, show_progress, tools).prompts[: rl.max_eval_prompts]
 
 
 def open_prompts(
@@ -147,6 +151,7 @@ def open_prompts(
     seed: int,
     records: Iterable[Mapping[str, Any]] | None = None,
     show_progress: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Prompts:
     """Read and tokenize the prompts of `rl.prompts`, or of `records`.
 
@@ -156,7 +161,7 @@ def open_prompts(
         DataError: if a prompt is unusable or too long, or none is left.
         ConfigError: if a file does not exist.
     """
-    reader = _PromptReader(rl, tokenizer, vocab_size)
+    reader = _PromptReader(rl, tokenizer, vocab_size, tools)
     made: list[Prompt] = []
     dropped = 0
     for number, (where, record) in enumerate(_counted(_records(rl.prompt_files, records), show_progress)):
@@ -206,8 +211,15 @@ def _counted(
 
 
 class _PromptReader:
-    def __init__(self, rl: RlConfig, tokenizer: Tokenizer | None, vocab_size: int):
-        self.column, self.chat = rl.prompt_column, rl.chat_prompts
+    def __init__(
+        self,
+        rl: RlConfig,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        self.column, self.chat = rl.prompt_column, rl.chat_prompts or rl.uses_turns
+        self.tools = [dict(one) for one in tools]
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.template: ChatTemplate | None = template_of(tokenizer) if tokenizer is not None else None
 
@@ -239,7 +251,12 @@ class _PromptReader:
                 f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja in its folder, or "
                 "chat_template in its tokenizer_config.json); add one, or give prompts as text"
             )
-        text = self.template.render(messages, add_generation_prompt=True, **template_arguments(columns))
+        arguments = template_arguments(columns)
+        if self.tools and arguments.get("tools"):
+            raise ValueError("it has tools of its own, but the run has rl.tools or rl.environment")
+        if self.tools:
+            arguments["tools"] = self.tools
+        text = self.template.render(messages, add_generation_prompt=True, **arguments)
         ids = self.tokenizer.encode_marked([text], [[(0, len(text))]])[0]
         if isinstance(ids, str):
             raise ValueError(ids)

@@ -1,4 +1,4 @@
-"""Worker processes for reward functions.
+"""Worker processes for reward functions, tools and environments.
 
 A worker is forked, so that closures and their data need no pickling. It is not a daemon, because reward functions may
 start processes of their own; it leads a process group that is killed as a whole.
@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 Job = Sequence[Any]
@@ -57,6 +59,46 @@ class RewardWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
         self.pipe.close()
+
+
+def run_jobs(
+    workers: Sequence[RewardWorker], jobs: Sequence[Job], timeout: float, is_pinned: bool = False
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Distribute jobs over workers and yield each job's number and result, in the order in which they end.
+
+    A job that takes longer than `timeout` seconds has the result None, and its worker is restarted. Closing the
+    iterator restarts the workers that are busy.
+
+    Args:
+        workers: the processes.
+        jobs: the jobs.
+        timeout: seconds per job.
+        is_pinned: give each job to the worker with its number, instead of to any.
+    """
+    waiting, idle = deque(range(len(jobs))), list(workers)
+    busy: dict[Connection, tuple[RewardWorker, int, float]] = {}
+    try:
+        while waiting or busy:
+            while waiting and idle:
+                number = waiting.popleft()
+                worker = idle.pop(0) if is_pinned else idle.pop()
+                worker.send(jobs[number])
+                busy[worker.pipe] = (worker, number, time.monotonic() + timeout)
+            next_deadline = min(deadline for *_, deadline in busy.values())
+            for pipe in wait(list(busy), max(0.0, next_deadline - time.monotonic())):
+                worker, number, _ = busy.pop(pipe)
+                result = worker.receive()
+                idle += [] if is_pinned else [worker]
+                yield number, result
+            for pipe, (worker, number, deadline) in list(busy.items()):
+                if time.monotonic() >= deadline:
+                    del busy[pipe]
+                    worker.restart()
+                    idle += [] if is_pinned else [worker]
+                    yield number, None
+    finally:
+        for worker, *_ in busy.values():
+            worker.restart()
 
 
 def _serve(pipe: Connection, work: Callable[[Job], dict[str, Any]]) -> None:

@@ -8,6 +8,9 @@ layout. It has one of two signatures, distinguished by the parameter names:
 
 User functions run in worker processes with a time limit per call (reward_workers.py). An exception, a time-out or an
 invalid result is an error that names the completion. None and NaN are absent rewards.
+
+Of a completion with several turns, a built-in reward reads the last turn and counts sampled tokens. TRL's signature
+gets all messages and all tokens, and verl's the text of all tokens, as in TRL and verl.
 """
 
 from __future__ import annotations
@@ -18,11 +21,9 @@ import inspect
 import math
 import numbers
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,10 @@ from megalith.config.load_extension import load_extension
 from megalith.errors import DataError
 from megalith.rl.prompts import Prompt
 from megalith.rl.reward_functions.answers import ground_truth
-from megalith.rl.reward_workers import RewardWorker
+from megalith.rl.reward_workers import RewardWorker, run_jobs
+
+Turns = dict[str, Any]
+"""A completion of several turns as JSON values: messages, text of all tokens, and sampled_ids."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,16 @@ class CompletionGroup:
     """The completions of one prompt."""
 
     prompt: Prompt
-    texts: list[str]
+    texts: list[str]  # of completions with several turns, the last one
     ids: list[list[int]]
+    turns: list[Turns] | None = None  # one per completion; None: each completion is one turn
+
+    def part(self, number: int) -> CompletionGroup:
+        """Return the group with only this completion."""
+        cut = slice(number, number + 1)
+        return CompletionGroup(
+            self.prompt, self.texts[cut], self.ids[cut], None if self.turns is None else self.turns[cut]
+        )
 
 
 @dataclass
@@ -72,16 +84,20 @@ class RewardFunction:
         return "solution_str" in inspect.signature(self.function).parameters
 
     def __call__(self, group: CompletionGroup, step: int, max_tokens: int, log: RewardResults) -> list[Any]:
-        prompt = group.prompt
+        prompt, turns = group.prompt, group.turns
         if self.is_builtin:
-            return [self.function(text, prompt, ids, max_tokens) for text, ids in zip(group.texts, group.ids)]
+            counted = group.ids if turns is None else [one["sampled_ids"] for one in turns]
+            return [self.function(text, prompt, ids, max_tokens) for text, ids in zip(group.texts, counted)]
         if self.is_verl:
-            return [self._score(prompt, text, log) for text in group.texts]
+            texts = group.texts if turns is None else [one["text"] for one in turns]
+            return [self._score(prompt, text, log) for text in texts]
         count, chat = len(group.texts), prompt.messages is not None
         arguments: dict[str, Any] = {name: [value] * count for name, value in prompt.columns.items()}
         arguments |= dict(
             prompts=[prompt.messages if chat else prompt.text] * count,
-            completions=[[{"role": "assistant", "content": t}] if chat else t for t in group.texts],
+            completions=[[{"role": "assistant", "content": t}] if chat else t for t in group.texts]
+            if turns is None
+            else [one["messages"] for one in turns],
             completion_ids=group.ids,
             trainer_state=SimpleNamespace(global_step=step),
             log_metric=lambda name, value: log.metrics.setdefault(name, []).append(float(value)),
@@ -165,9 +181,7 @@ def _score_group(
         if is_single or isinstance(error, _InvalidResult):
             return {"error": message, "at": 0 if is_single else None}
     for number in range(count):
-        single = CompletionGroup(
-            group.prompt, group.texts[number : number + 1], group.ids[number : number + 1]
-        )
+        single = group.part(number)
         outcome = _score_group(function, single, step, max_tokens, is_single=True)
         if "error" in outcome:
             return {"error": outcome["error"], "at": number}
@@ -185,6 +199,7 @@ class Rewards:
         max_tokens: int,
         workers: int = 4,
         timeout: float = 60.0,
+        environment: str | None = None,
     ):
         """Load the functions and start worker processes.
 
@@ -194,12 +209,14 @@ class Rewards:
             max_tokens: maximum tokens of a completion.
             workers: number of processes; 0: compute in this process, without a time limit.
             timeout: seconds per call with a group.
+            environment: name of the environment that rewards its own completions, as one more reward.
 
         Raises:
             ConfigError: if a function does not exist.
         """
         self.functions = [reward_function(one) for one in functions]
-        names = [one.name for one in self.functions]
+        names = [one.name for one in self.functions] + ([] if environment is None else [environment])
+        self._environment = environment
         self.names = [f"{n}_{k}" if names.count(n) > 1 else n for k, n in enumerate(names)]
         self.prompts, self._longest, self._timeout = list(prompts), max_tokens, timeout
         needs_workers = any(
@@ -210,16 +227,26 @@ class Rewards:
         atexit.register(self.close)  # before multiprocessing waits for processes that are no daemons
 
     def __call__(
-        self, groups: Sequence[tuple[int, list[str], list[list[int]]]], step: int = 0
+        self,
+        groups: Sequence[tuple[int, list[str], list[list[int]]]],
+        step: int = 0,
+        turns: Sequence[list[Turns]] | None = None,
     ) -> RewardResults:
-        """Score groups, given as (prompt index, texts, token ids).
+        """Score groups.
+
+        Args:
+            groups: prompt index, texts and token ids of each group.
+            step: training step, passed to the functions.
+            turns: for completions of several turns, what they consist of, per group and completion. With an environment
+                they have its `environment_reward`, None if it is absent.
 
         Raises:
             DataError: if a function fails; it names the function and the completion.
         """
+        all_turns = [None] * len(groups) if turns is None else turns
         jobs = [
-            (kind, index, texts, ids, step)
-            for index, texts, ids in groups
+            (kind, index, texts, ids, step, turns_of_group)
+            for (index, texts, ids), turns_of_group in zip(groups, all_turns, strict=True)
             for kind in range(len(self.functions))
         ]
         outcomes = self._run_jobs(jobs) if self._workers else [self.work(job) for job in jobs]
@@ -230,13 +257,15 @@ class Rewards:
             for name, values in outcome["metrics"].items():
                 results.metrics.setdefault(name, []).extend(values)
         kinds = len(self.functions)
-        for at in range(0, len(outcomes), kinds):
-            group_outcomes = outcomes[at : at + kinds]
-            results.rewards.append(np.array([outcome["values"] for outcome in group_outcomes], dtype=float).T)
+        for number, (_, texts, _) in enumerate(groups):
+            group_outcomes, count = outcomes[number * kinds : (number + 1) * kinds], len(texts)
+            columns = [outcome["values"] for outcome in group_outcomes]
+            if self._environment is not None:
+                columns.append([one["environment_reward"] for one in all_turns[number]])
+            results.rewards.append(np.array(columns, dtype=float).T)
             logged = {
                 name: values for outcome in group_outcomes for name, values in outcome["extras"].items()
             }
-            count = len(results.rewards[-1])
             rows = [
                 {name: values[n] for name, values in logged.items() if n < len(values)} for n in range(count)
             ]
@@ -244,12 +273,11 @@ class Rewards:
         return results
 
     def work(self, job: Sequence[Any]) -> dict[str, Any]:
-        """Run a job (reward index, prompt index, texts, ids, step) in this process and return `_score_group`'s
+        """Run a job (reward index, prompt index, texts, ids, step, turns) in this process and return `_score_group`'s
         outcome."""
-        kind, index, texts, ids, step = job
-        return _score_group(
-            self.functions[kind], CompletionGroup(self.prompts[index], texts, ids), step, self._longest
-        )
+        kind, index, texts, ids, step, turns = job
+        group = CompletionGroup(self.prompts[index], texts, ids, turns)
+        return _score_group(self.functions[kind], group, step, self._longest)
 
     def _error(self, job: Sequence[Any], outcome: dict[str, Any]) -> DataError:
         kind, index, texts, *_ = job
@@ -266,39 +294,22 @@ class Rewards:
     def _run_jobs(self, jobs: Sequence[Any]) -> list[dict[str, Any]]:
         """Distribute jobs over the workers and return the outcomes in order. Stops at the first error."""
         outcomes: list[Any] = [None] * len(jobs)
-        waiting, busy = deque(range(len(jobs))), {}
-        idle = list(self._workers)
-        while waiting or busy:
-            while waiting and idle:
-                worker, number = idle.pop(), waiting.popleft()
-                worker.send(jobs[number])
-                busy[worker.pipe] = (worker, number, time.monotonic() + self._timeout)
-            next_deadline = min(deadline for *_, deadline in busy.values())
-            for pipe in wait(list(busy), max(0.0, next_deadline - time.monotonic())):
-                worker, number, _ = busy.pop(pipe)
-                outcomes[number] = worker.receive()
-                idle.append(worker)
-                if "error" in outcomes[number]:
-                    self._restart(busy)
-                    raise self._error(jobs[number], outcomes[number])
-            for _, number, deadline in list(busy.values()):
-                if time.monotonic() >= deadline:
-                    self._restart(busy)
-                    raise self._error(jobs[number], self._find_timeout(jobs[number]))
-        return outcomes
-
-    def _restart(self, busy: dict) -> None:
-        """Replace the workers that are busy."""
-        for worker, *_ in busy.values():
-            worker.restart()
-        busy.clear()
+        with closing(run_jobs(self._workers, jobs, self._timeout)) as results:
+            for number, outcome in results:
+                if outcome is None or "error" in outcome:
+                    break
+                outcomes[number] = outcome
+            else:
+                return outcomes
+        raise self._error(jobs[number], outcome or self._find_timeout(jobs[number]))
 
     def _find_timeout(self, job: Sequence[Any]) -> dict[str, Any]:
         """Find the completion that exceeded the time limit by running each one alone."""
-        kind, index, texts, ids, step = job
+        kind, index, texts, ids, step, turns = job
         worker = self._workers[0]
         for at in range(len(texts)):
-            worker.send((kind, index, texts[at : at + 1], ids[at : at + 1], step))
+            cut = slice(at, at + 1)
+            worker.send((kind, index, texts[cut], ids[cut], step, None if turns is None else turns[cut]))
             if not worker.pipe.poll(self._timeout):
                 worker.restart()
                 return {

@@ -207,8 +207,13 @@ class RolloutData:
                 in_loss = is_used and not (rl.mask_truncated_completions and one.truncated)
                 if in_loss and (stale := stale_tokens(rl, one, first_step)).any():
                     in_loss = ~stale
-                name = group.where if group.id is None else f"prompt {group.id}"
-                samples.append(Sample(group.prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
+                if one.segments is not None:
+                    in_loss = in_loss & one.sampled
+                name, prompt_ids = (
+                    group.where if group.id is None else f"prompt {group.id}",
+                    group.prompt_of(one),
+                )
+                samples.append(Sample(prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         row_length = self._run.config.data.seq_length if rl.packing else 0
         cuts = range(0, len(samples), self._size)
         packed = [pack_rows(samples[cut : cut + self._size], row_length) for cut in cuts]
@@ -500,7 +505,7 @@ def _reward_metrics(groups: Sequence[PromptGroup], advantages: Advantages) -> di
     completions = [completion for group in groups for completion in group.completions]
     rewards, lengths = (
         advantages.rewards[~np.isnan(advantages.rewards)],
-        [len(one.ids) for one in completions],
+        [one.sampled_tokens for one in completions],
     )
     return {
         "rewards_mean": float(rewards.mean()) if len(rewards) else float("nan"),

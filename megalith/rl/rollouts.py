@@ -9,8 +9,11 @@ with its completions.
 
 `logprobs` (optional) are the engine's, at its temperature, one per token; null for a token without one. A missing
 reward is null. `version` (optional) is the step of the weights that sampled the completion: one number, or one per
-token. A group may have a `prompt_id`, a string or a number. Files have token ids and no text, which could be
+token. A group may have a `prompt_id`, a string or a number. Training reads token ids and no text, which could be
 tokenized differently.
+
+A sample of several turns also has `segments` (segments.py), `messages`, its transcript for readers, and `prompt_ids` if
+its prompt differs from the group's. Log-probabilities of tokens that the model did not sample are null.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from megalith.data.inputs.jsonl import read_blocks
 from megalith.errors import DataError
 from megalith.io import atomic_file
 from megalith.remote import open_location
+from megalith.rl.segments import Segments, check_segments, sampled_mask
 
 FORMAT, VERSION = "megalith-rollouts", 1
 COMPRESS = {".zst": zstandard.compress, ".gz": gzip.compress}
@@ -49,6 +53,19 @@ class RatedCompletion:
     version: np.ndarray | None = None  # int64 [1] or [tokens]: the step of the weights that sampled it
     truncated: bool = False  # reached the maximum length
     extra: dict[str, str] = field(default_factory=dict)  # logged by reward functions; not saved
+    segments: Segments | None = None  # None: the model sampled every token
+    prompt_ids: np.ndarray | None = None  # int64 [tokens]; None: the group's
+    messages: list[dict[str, Any]] | None = None  # transcript of several turns, for readers
+
+    @property
+    def sampled(self) -> np.ndarray | bool:
+        """Mask of the tokens that the model sampled, bool [tokens], or True for all of them."""
+        return True if self.segments is None else sampled_mask(self.segments)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled."""
+        return len(self.ids) if self.segments is None else sum(self.segments[::2])
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,10 @@ class PromptGroup:
     completions: list[RatedCompletion]
     where: str = ""  # file and line, for errors
     id: str | int | None = None  # the prompt's id
+
+    def prompt_of(self, completion: RatedCompletion) -> np.ndarray:
+        """Return the prompt of a completion of this group, int64 [tokens]."""
+        return self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
 
 
 @dataclass(frozen=True)
@@ -127,6 +148,12 @@ def _group_record(group: PromptGroup) -> dict[str, Any]:
         if completion.version is not None:
             version = completion.version.tolist()
             sample["version"] = version[0] if len(version) == 1 else version
+        if completion.segments is not None:
+            sample["segments"] = list(completion.segments)
+        if completion.prompt_ids is not None:
+            sample["prompt_ids"] = completion.prompt_ids.tolist()
+        if completion.messages is not None:
+            sample["messages"] = completion.messages
         samples.append(sample)
     identity = {} if group.id is None else {"prompt_id": group.id}
     return {**identity, "prompt_ids": group.prompt_ids.tolist(), "samples": samples}
@@ -196,10 +223,7 @@ class RolloutFiles:
         self._reader = _Reader(vocab_size, max_tokens, num_generations, version)
         try:
             for file, line, group in self._reader.groups(paths, tokenizer, header, world):
-                samples = [
-                    [len(one.ids), one.rewards.tolist(), one.truncated, one.logprobs is not None]
-                    for one in group.completions
-                ]
+                samples = [_sample_entry(one) for one in group.completions]
                 local.append([file, line, len(group.prompt_ids), group.id, samples])
         except DataError as raised:
             error = raised
@@ -209,7 +233,8 @@ class RolloutFiles:
                 raise error or DataError(reason)
         self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
         """Entries of the groups, in order: file index, line number, prompt tokens, prompt id, and per completion the
-        number of tokens, rewards, whether it is truncated, and whether it has log-probabilities.
+        number of tokens, rewards, whether it is truncated, whether it has log-probabilities, its segments, and the
+        tokens of its own prompt.
         """
         _require_groups(self.entries, paths)
         self.rewards: list[str] = header["rewards"]
@@ -238,8 +263,10 @@ class RolloutFiles:
                 np.array(rewards),
                 lazy(tokens, k, "logprobs") if has_logprobs else None,
                 truncated=truncated,
+                segments=segments and tuple(segments),
+                prompt_ids=None if own_prompt is None else lazy(own_prompt, k, "prompt_ids"),
             )
-            for k, (tokens, rewards, truncated, has_logprobs) in enumerate(samples)
+            for k, (tokens, rewards, truncated, has_logprobs, segments, own_prompt) in enumerate(samples)
         ]
         return PromptGroup(LazyArray(prompt, lambda: parse().prompt_ids), completions, where, prompt_id)
 
@@ -259,6 +286,18 @@ class RolloutFiles:
         raise DataError(
             f"{self._paths[file]} has no line {number} any more; do not change the file while a run reads it"
         )
+
+
+def _sample_entry(one: RatedCompletion) -> list[Any]:
+    own_prompt = None if one.prompt_ids is None else len(one.prompt_ids)
+    return [
+        len(one.ids),
+        one.rewards.tolist(),
+        one.truncated,
+        one.logprobs is not None,
+        one.segments,
+        own_prompt,
+    ]
 
 
 class LazyArray:
@@ -353,6 +392,10 @@ class _Reader:
 
     def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> RatedCompletion:
         ids = self._ids(at, "completion_ids", sample.get("completion_ids"))
+        own_prompt = sample.get("prompt_ids")
+        if own_prompt is not None:
+            own_prompt = self._ids(at, "prompt_ids", own_prompt)
+            prompt_tokens = len(own_prompt)
         if self.max_tokens is not None and prompt_tokens + len(ids) > self.max_tokens:
             raise DataError(
                 f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at most "
@@ -379,7 +422,19 @@ class _Reader:
                 f"{at} is {origin}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
                 "or omit rl.rollout_version to train on rollouts of any version"
             )
-        return RatedCompletion(ids, rewards, logprobs, version, truncated)
+        segments, messages = check_segments(at, sample.get("segments"), len(ids)), sample.get("messages")
+        if messages is not None and not _is_list(messages, dict):
+            raise DataError(f"{at} has messages {_short(messages)}; a list of objects is needed, or none")
+        return RatedCompletion(
+            ids,
+            rewards,
+            logprobs,
+            version,
+            truncated,
+            segments=segments,
+            prompt_ids=own_prompt,
+            messages=messages,
+        )
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:

@@ -162,6 +162,8 @@ READ_WITH = {
         ("rl.vllm_sleep_level=1", "rl.engine=vllm rl.prompts=a"),
     "rl.engine vllm or sglang":
         ("rl.weight_sync_timeout=9", "rl.engine=vllm rl.prompts=a"),
+    "rl.tools_or_environment":
+        ("rl.max_turns=2", "rl.tools=a.py:f rl.prompts=a"),
     "rl.prompts_or_rollouts":
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":

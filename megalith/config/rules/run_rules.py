@@ -376,9 +376,15 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}; either sample or read: leave out one"
         )
-    if not rl.rewards:
+    if not rl.rewards and not rl.environment:
         raise ConfigError("rl.prompts is set but rl.reward_funcs is not; say how completions are judged")
-    if rl.reward_weights is not None and len(rl.reward_weights) != len(rl.rewards):
+    if rl.uses_turns and rl.max_staleness:
+        raise ConfigError(
+            f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment) are "
+            "sampled on policy; leave it at 0"
+        )
+    weights = None if rl.reward_weights is None else len(rl.reward_weights) - len(rl.rewards)
+    if weights not in (None, 0) and not (rl.environment and weights == 1):
         raise ConfigError(
             f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs; give one each"
         )

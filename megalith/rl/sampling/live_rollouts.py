@@ -17,6 +17,7 @@ from typing import Any
 
 from megalith.report.line_writer import LineWriter
 from megalith.report.metrics import finite, truncate_after_step
+from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.prompts import Prompt, Prompts, policy_vocab_size
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollouts import PromptGroup, Rollouts, encode_rollouts, load_rollouts, save_rollouts
@@ -35,13 +36,22 @@ class LiveRollouts:
 
     can_prefetch = False
 
-    def __init__(self, run: Run, prompts: Prompts, rewards: Rewards, held_out: Sequence[Prompt] = ()):
-        """Prepare to sample. `held_out` are the prompts of evaluations; in `rewards` they follow the others."""
+    def __init__(
+        self,
+        run: Run,
+        prompts: Prompts,
+        rewards: Rewards,
+        held_out: Sequence[Prompt] = (),
+        agent: PolicyAgent | None = None,
+    ):
+        """Prepare to sample. `held_out` are the prompts of evaluations; in `rewards` they follow the others. `agent`
+        samples completions of several turns."""
+        self._agent = agent
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._timer = PhaseTimer(run.device)
         canary_prompts = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
         self._weights = WeightSync(run, [*prompts.prompts, *held_out], canary_prompts, self._timer)
-        self._sampler = RolloutSampler(run, prompts, held_out, rewards, self._weights, self._timer)
+        self._sampler = RolloutSampler(run, prompts, held_out, rewards, self._weights, self._timer, agent)
         self._queue = RolloutQueue(run, prompts, self._sampler, self._weights, self._timer)
         self._metrics: dict[str, Any] = {}  # of the rollout batch in progress
         self._current: tuple[int, list[PromptGroup]] | None = None  # number and groups of that batch
@@ -50,7 +60,7 @@ class LiveRollouts:
         self._completions: LineWriter | None = None
         self.rewards = rewards.names
         self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]
-        self.notes += prompts.notes()
+        self.notes += prompts.notes() + ([] if agent is None else agent.notes())
         if held_out:
             self.notes.append(f"{len(held_out):,} held-out prompts")
             trained = {tuple(prompt.ids) for prompt in prompts.prompts}
@@ -174,11 +184,13 @@ class LiveRollouts:
                 line = {
                     "step": run.step + 1,
                     "prompt_id": group.id,
-                    "prompt": decode(group.prompt_ids.tolist()),
+                    "prompt": decode(group.prompt_of(one).tolist()),
                     "completion": decode(one.ids.tolist()),
                     "rewards": dict(zip(self._rewards.names, rewards)),
                     "truncated": one.truncated,
                 }
+                if one.messages is not None:
+                    line |= {"messages": one.messages, "segments": list(one.segments or ())}
                 line |= {prefixed(name, line): value for name, value in one.extra.items()}
                 self._completions.write(json.dumps(line))
                 if to_print > 0:
@@ -189,4 +201,6 @@ class LiveRollouts:
 
     def close(self) -> None:
         self._rewards.close()
+        if self._agent is not None:
+            self._agent.close()
         self._weights.close()

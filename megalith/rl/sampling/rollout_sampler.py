@@ -8,7 +8,6 @@ samples the same completions again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
@@ -16,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from megalith.comm.collectives import gather_json
 from megalith.generation.requests import Sampling
 from megalith.rl.advantages import ZERO_STD
+from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.engines.rollout_engine import run_sampling
-from megalith.rl.prompts import Prompt, Prompts
+from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import batch_advantages
 from megalith.rl.rollouts import PromptGroup
@@ -49,8 +50,10 @@ class RolloutSampler:
         rewards: Rewards,
         weights: WeightSync,
         timed: PhaseTimer,
+        agent: PolicyAgent | None = None,
     ):
-        """Prepare to sample. In `rewards`, the held-out prompts follow the others."""
+        """Prepare to sample. In `rewards`, the held-out prompts follow the others. `agent` samples several turns."""
+        self._agent = agent
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._weights, self._timed = weights, timed
         self._all_prompts = [*prompts.prompts, *held_out]
@@ -97,11 +100,11 @@ class RolloutSampler:
 
     def finish(self, batch: QueuedBatch) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Return the groups of a scored batch, and its metrics."""
-        logprobs = (one.logprobs for record in batch.records for one in record.samples)
+        samples = [one for record in batch.records for one in record.samples]
         metrics = {
             LOGGED: {name: float(np.mean(values)) for name, values in batch.logged.items()},
             "memory_engine_gb": self._weights.engine.memory() / 1e9,
-            "logprobs_absent": sum(math.isnan(value) for values in logprobs for value in values),
+            "logprobs_absent": sum(one.absent_logprobs for one in samples),
         }
         return [record.group(self._prompts.prompts) for record in batch.records], metrics
 
@@ -116,12 +119,20 @@ class RolloutSampler:
         """Sample the next tokens of this rank's share of `records`; return pieces and logged values as JSON values."""
         run, world, rl = self._run, self._run.mesh.world, self._rl
         local = records[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
-        rewards = self._rewards if run.mesh.tp.rank == 0 else None
+        rewards, engine = self._rewards if run.mesh.tp.rank == 0 else None, self._weights.engine
+        if self._agent is not None and engine.shared and rewards is None:
+            return [[], {}]
         pieces, logged = sample_groups(
-            self._weights.engine, self._all_prompts, rewards, run.tokenizer, local, sampling,
-            num_generations or rl.num_generations, step, timed, rl.max_completion_length,
+            engine, self._all_prompts, rewards, run.tokenizer, local, sampling,
+            num_generations or rl.num_generations, step, timed, rl.max_completion_length, self._agent, self._share,
+            max_sequence_tokens(run.config) - rl.max_completion_length,
         )  # fmt: skip
         return [[astuple(piece) for piece in pieces], logged]
+
+    def _share(self, value: Any) -> Any:
+        """Return the value of the first of the ranks that generate together; a shared engine has only that one."""
+        tp = self._run.mesh.tp
+        return value if tp.size == 1 or self._weights.engine.shared else gather_json(value, tp)[0]
 
     def evaluate(
         self, before: Callable[[int, int], None], stops: Callable[[], str | None]

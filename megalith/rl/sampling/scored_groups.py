@@ -8,9 +8,12 @@ computes every log-probability with a single version from the first prompt token
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +23,12 @@ from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.generation.requests import Completion, Sampling
 from megalith.rl.advantages import total_rewards
+from megalith.rl.agents.policy_agent import PolicyAgent, Share
+from megalith.rl.agents.trajectory import Trajectory
 from megalith.rl.prompts import Prompt
-from megalith.rl.rewards import Rewards
+from megalith.rl.rewards import Rewards, Turns
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, decompress_zstd
+from megalith.rl.segments import sampled_mask
 
 # Sampling keys, all different: positions of a run < held-out prompts < continued completions < canary (drift.py).
 HELD_OUT_KEY = 2**44
@@ -42,15 +48,62 @@ class Sampled:
     rewards: list[float] = field(default_factory=list)
     """Empty until the group is scored."""
     extra: dict[str, str] = field(default_factory=dict)  # logged by reward functions
+    segments: list[int] | None = None
+    """Lengths of sampled and added tokens in turn (segments.py). None: all are sampled."""
+    prompt_ids: list[int] | None = None
+    """Its own prompt. None: the group's."""
+    messages: list[dict[str, Any]] | None = None
+    """Transcript of several turns, without the prompt."""
+    environment_reward: float | None = None
 
     def extended(self, more: Sampled) -> Sampled:
         ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
-        return Sampled(ids, logprobs, self.versions + more.versions, more.truncated, more.rewards, more.extra)
+        return replace(more, ids=ids, logprobs=logprobs, versions=self.versions + more.versions)
+
+    @classmethod
+    def from_trajectory(cls, one: Trajectory) -> Sampled:
+        return cls(
+            one.ids,
+            one.logprobs,
+            one.versions,
+            one.is_truncated,
+            segments=one.segments,
+            prompt_ids=one.prompt_ids if one.has_own_prompt else None,
+            messages=one.transcript,
+            environment_reward=one.reward,
+        )
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Token ids that the model sampled."""
+        return self.ids if self.segments is None else np.array(self.ids)[sampled_mask(self.segments)].tolist()
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Token ids of the last turn."""
+        if self.segments is None:
+            return self.ids
+        end = sum(self.segments) if len(self.segments) % 2 else sum(self.segments[:-1])
+        return self.ids[end - self.segments[::2][-1] : end]
+
+    @property
+    def absent_logprobs(self) -> int:
+        """Number of sampled tokens without a log-probability."""
+        added = 0 if self.segments is None else sum(self.segments[1::2])
+        return sum(map(math.isnan, self.logprobs)) - added
 
     def rated(self) -> RatedCompletion:
         versions = self.versions[:1] if len(set(self.versions)) == 1 else self.versions
         arrays = np.array(self.ids), np.array(self.rewards, dtype=float), np.array(self.logprobs, np.float32)
-        return RatedCompletion(*arrays, np.array(versions), bool(self.truncated), self.extra)
+        return RatedCompletion(
+            *arrays,
+            np.array(versions),
+            bool(self.truncated),
+            self.extra,
+            None if self.segments is None else tuple(self.segments),
+            None if self.prompt_ids is None else np.array(self.prompt_ids),
+            self.messages,
+        )
 
 
 @dataclass
@@ -124,7 +177,7 @@ def held_out_metrics(rl: RlConfig, names: Sequence[str], batch: QueuedBatch) -> 
     """
     samples = [record.samples for record in batch.records]
     rewards = np.array([[one.rewards for one in group] for group in samples], float)  # [prompts, G, kinds]
-    lengths = np.array([[len(one.ids) for one in group] for group in samples])  # [prompts, G]
+    lengths = np.array([[len(one.sampled_ids) for one in group] for group in samples])  # [prompts, G]
     total, solved = total_rewards(rl, rewards, lengths), rewards[..., 0] >= 1
     present = total[~np.isnan(total)]
     values_or_nan = present if present.size else np.array([np.nan])
@@ -191,6 +244,9 @@ def sample_groups(
     step: int = 0,
     timed: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     max_tokens: int | None = None,
+    agent: PolicyAgent | None = None,
+    share: Share = lambda value: value,
+    max_prompt_tokens: int = 0,
 ) -> tuple[list[GroupRecord], LoggedMetrics]:
     """Sample the next tokens of `records` and score the groups that are complete.
 
@@ -205,6 +261,9 @@ def sample_groups(
         step: training step, passed to the rewards.
         timed: context manager that times a phase.
         max_tokens: maximum tokens of a completion over all calls; None: this call samples all of them.
+        agent: samples completions of several turns, all of their tokens in this call.
+        share: sends a value of the first rank of a replica to its other ranks, for the agent.
+        max_prompt_tokens: maximum tokens of a prompt that the agent's environment extends.
 
     Returns:
         The new pieces, and the metrics that rewards logged.
@@ -212,6 +271,18 @@ def sample_groups(
     Raises:
         DataError: if a reward fails.
     """
+    if agent is not None:
+        trajectories, logged = agent.sample(
+            engine, [(one.position, one.prompt) for one in records], sampling, num_generations, max_prompt_tokens,
+            is_first=rewards is not None, share=share, timed=timed,
+            request_key=partial(request_key, num_generations, sampling.max_new_tokens),
+        )  # fmt: skip
+        if rewards is None:
+            return [], {}
+        samples = map(Sampled.from_trajectory, trajectories)
+        pieces = [replace(one, samples=list(islice(samples, num_generations))) for one in records]
+        with timed("rewards"):
+            return pieces, logged | _score(records, pieces, rewards, tokenizer, sampling.stop, step)
     is_continuation, generations = bool(records and records[0].samples), num_generations
     with timed("generation"):
         if is_continuation:
@@ -252,9 +323,16 @@ def _continued(
         for number, sample in enumerate(record.samples):
             if sample.truncated is None:
                 requests.append([*prompts[record.prompt].ids, *sample.ids])
-                offset = (record.position * num_generations + number) * max_tokens + len(sample.ids)
-                keys.append(FIRST_KEY + offset % (LAST_KEY - FIRST_KEY))
+                keys.append(
+                    request_key(num_generations, max_tokens, record.position, number, len(sample.ids))
+                )
     return engine.generate(requests, sampling, keys=keys)
+
+
+def request_key(num_generations: int, max_tokens: int, position: int, generation: int, tokens: int) -> int:
+    """Return the sampling key of a request that continues a completion of `tokens` tokens."""
+    offset = (position * num_generations + generation) * max_tokens + tokens
+    return FIRST_KEY + offset % (LAST_KEY - FIRST_KEY)
 
 
 def _sampled_tokens(records: Sequence[GroupRecord]) -> int:
@@ -287,12 +365,23 @@ def _score(
     complete = [(group, piece) for group, piece in extended_groups if group.is_complete]
     if not complete:
         return {}
-    jobs = []
+    jobs, turns = [], []
     for group, _ in complete:
-        texts = [tokenizer.decode([t for t in one.ids if t not in stop]) for one in group.samples]
+        texts = [tokenizer.decode([t for t in one.last_turn if t not in stop]) for one in group.samples]
         jobs.append((group.prompt, texts, [one.ids for one in group.samples]))
-    results = rewards(jobs, step)
+        turns.append([_turns(one, tokenizer) for one in group.samples if one.messages is not None])
+    results = rewards(jobs, step, turns if turns[0] else None)
     for (_, piece), rewards_of_group, extras in zip(complete, results.rewards, results.extras):
         for one, row, extra in zip(piece.samples, rewards_of_group, extras):
             one.rewards, one.extra = row.tolist(), extra
     return results.metrics
+
+
+def _turns(one: Sampled, tokenizer: Tokenizer) -> Turns:
+    """Return what the rewards get of a completion of several turns."""
+    return {
+        "messages": one.messages,
+        "text": tokenizer.decode(one.ids),
+        "sampled_ids": one.sampled_ids,
+        "environment_reward": one.environment_reward,
+    }

@@ -1,0 +1,76 @@
+"""Settings of rollouts with tools, environments and several turns (docs/agents.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from megalith.config.base import Decides, RequiresSetting, Section
+from megalith.config.extensions import CALL_FORMATS, ENVIRONMENTS, is_extension
+from megalith.errors import nearest_of
+
+
+class ToolSettings(Section):
+    """Tools that the policy calls while it answers, and environments that it acts in. Part of section `rl`."""
+
+    decides: ClassVar[Decides] = Decides.UPDATES
+
+    tools: Annotated[str | list[str] | None, RequiresSetting("prompts", strict=True), Decides.SAMPLES] = None
+    """Functions that the policy may call (docs/agents.md): path.py:function, with type hints and a docstring."""
+
+    environment: Annotated[str | None, RequiresSetting("prompts", strict=True), Decides.SAMPLES] = None
+    """Environment that the policy acts in: path.py:Class with reset and tools as methods (TRL) or with init and step
+    (SkyRL), or skyrl_gym:ID. Each completion has its own instance."""
+
+    max_turns: Annotated[PositiveInt | None, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = None
+    """Maximum number of times that the policy samples in a completion. Default: no limit other than
+    max_completion_length, which counts the tokens of all turns and answers."""
+
+    max_tool_calls: Annotated[
+        NonNegativeInt | None, RequiresSetting("tools_or_environment"), Decides.SAMPLES
+    ] = None
+    """Maximum number of tool calls in a completion. Later calls are answered with an error. Default: no limit."""
+
+    tool_timeout: Annotated[PositiveFloat, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = 60.0
+    """Time limit of a tool call or an environment's step, in seconds."""
+
+    tool_workers: Annotated[NonNegativeInt, RequiresSetting("tools_or_environment"), Decides.NOTHING] = 4
+    """Processes per rank for tools. Each instance of an environment has its own process. 0: call them in the
+    trainer's process, without a time limit."""
+
+    tool_call_format: Annotated[str, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = "auto"
+    """Format of the policy's tool calls: hermes (Hermes, Qwen), llama3_json, response_template (the tokenizer's, by
+    transformers), or path.py:function. auto: by the tokenizer and its chat template."""
+
+    @field_validator("environment", "tool_call_format")
+    @classmethod
+    def _check_tool_extension(cls, value: Any, info: ValidationInfo) -> Any:
+        built_in = {"tool_call_format": [*CALL_FORMATS, "auto"], "environment": [FACTORY]}[info.field_name]
+        library, _, identity = (value or "").partition(":")
+        is_in_library = info.field_name == "environment" and library in ENVIRONMENTS and identity
+        if value is not None and not is_in_library and not is_extension(value, dict.fromkeys(built_in)):
+            text = f"write a built-in name or path.py:object{nearest_of(value, built_in)}"
+            text = text.replace("{", "{{").replace("}", "}}")
+            raise PydanticCustomError("extension", text)
+        return value
+
+    @property
+    def tool_paths(self) -> list[str]:
+        """The tools."""
+        return [self.tools] if isinstance(self.tools, str) else list(self.tools or ())
+
+    @property
+    def tools_or_environment(self) -> str | list[str] | None:
+        """rl.tools if set, otherwise rl.environment."""
+        return self.tools or self.environment
+
+    @property
+    def uses_turns(self) -> bool:
+        """True if a completion can have several turns."""
+        return bool(self.tools or self.environment)
+
+
+FACTORY = "environment_factory"
+"""Value of `rl.environment` in a run whose environment is an argument of GRPOTrainer."""

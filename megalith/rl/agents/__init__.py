@@ -1,0 +1,1 @@
+"""Rollouts with tools, environments and several turns (docs/agents.md)."""

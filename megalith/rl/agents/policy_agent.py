@@ -1,0 +1,442 @@
+"""The policy as an agent: rollouts of several turns, with tools and environments.
+
+    start environments ─▶ sample one turn of every open trajectory ─▶ parse its calls ─▶ run them in other processes
+                                        ▲                                                          │
+                                        └────────── append the tokens that the template adds ◀─────┘
+
+A turn depends only on the weights and on (seed, position of the prompt, number in the group, tokens so far), and
+answers are appended in the order of the calls. Neither the batch nor the order in which tools answer changes a
+trajectory.
+Ranks that generate together sample alike; the first one runs the tools and sends the added tokens to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megalith.config.rl import RlConfig
+from megalith.data.chat.chat_template import template_of
+from megalith.data.chat.conversations import template_arguments
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.generation.requests import Completion, Sampling
+from megalith.rl.agents.call_formats import (
+    ParseContext,
+    ParsedTurn,
+    ToolCall,
+    call_format,
+    tokenizer_response_template,
+)
+from megalith.rl.agents.environments import EnvironmentHost, EnvironmentKind, Factory
+from megalith.rl.agents.tool_functions import Schema, load_tools, tool_schema
+from megalith.rl.agents.tool_pool import Answer, ToolPool
+from megalith.rl.agents.trajectory import Message, Trajectory
+from megalith.rl.agents.turn_template import TurnTemplate
+from megalith.rl.prompts import Prompt
+
+LoggedMetrics = dict[str, list[float]]
+Share = Callable[[Any], Any]
+"""Returns the first rank's JSON value on every rank of a replica."""
+RequestKey = Callable[[int, int, int], int]
+"""Sampling key of a request from (position, generation, tokens so far)."""
+
+
+class PolicyAgent:
+    """Tools, environment and template of a run."""
+
+    def __init__(
+        self,
+        rl: RlConfig,
+        tokenizer: Tokenizer | None,
+        tools: Sequence[str | Callable] | None = None,
+        environment: Factory | None = None,
+    ):
+        """Load tools and environment.
+
+        Args:
+            rl: section `rl` of the configuration.
+            tokenizer: the model's tokenizer, with a chat template.
+            tools: functions that replace `rl.tools`.
+            environment: factory that replaces `rl.environment`.
+
+        Raises:
+            ConfigError: if a tool or the template is unusable.
+        """
+        self._rl = rl
+        self.functions = load_tools(rl.tool_paths if tools is None else tools)
+        kind = environment or rl.environment
+        self.environment = None if kind is None else EnvironmentKind(kind)
+        methods = {} if self.environment is None else self.environment.methods
+        if repeated := sorted(self.functions.keys() & methods.keys()):
+            raise ConfigError(f"rl.tools and rl.environment both have {repeated[0]}; rename one")
+        self.schemas: list[Schema] = [tool_schema(function) for function in self.functions.values()]
+        self.schemas += [] if self.environment is None else self.environment.schemas()
+        template = None if tokenizer is None else template_of(tokenizer)
+        if template is None:
+            raise ConfigError(
+                "rl.tools and rl.environment need a chat template, which the tokenizer does not have; add "
+                "chat_template.jinja to its folder"
+            )
+        self._tokenizer, self._template = tokenizer, TurnTemplate(tokenizer, template)
+        self._response_template = tokenizer_response_template(tokenizer)
+        self._parse = (
+            call_format(rl.tool_call_format, template.source, self._response_template)
+            if self.schemas
+            else None
+        )
+        self._check_rewards()
+        self._prompts: Sequence[Prompt] = ()
+        self._pool: ToolPool | None = None
+
+    def _check_rewards(self) -> None:
+        if not self._rl.rewards and not (self.environment and self.environment.has_reward):
+            raise ConfigError(
+                "rl.reward_funcs is not set, and the environment has no get_reward; add one of them"
+            )
+
+    @property
+    def reward_name(self) -> str | None:
+        """Name of the environment's own reward; None without one."""
+        has_reward = self.environment is not None and self.environment.has_reward
+        return self.environment.name if has_reward else None
+
+    def notes(self) -> list[str]:
+        """Return notes for the run's log."""
+        names = [schema["function"]["name"] for schema in self.schemas]
+        notes = [f"tools: {', '.join(names)}"] if names else []
+        if self.environment is not None:
+            notes.append(f"environment: {self.environment.name}")
+        return notes
+
+    def open(self, prompts: Sequence[Prompt]) -> None:
+        """Take all prompts of the run, by index."""
+        self._prompts = prompts
+
+        def make_host() -> EnvironmentHost:
+            return EnvironmentHost(self.environment, prompts, self._rl.prompt_column)
+
+        self._pool = ToolPool(
+            self.functions,
+            make_host if self.environment else None,
+            workers=self._rl.tool_workers,
+            timeout=self._rl.tool_timeout,
+        )
+
+    def close(self) -> None:
+        """End the processes of tools and environments."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def sample(
+        self,
+        engine: Any,
+        requests: Sequence[tuple[int, int]],
+        sampling: Sampling,
+        num_generations: int,
+        max_prompt_tokens: int,
+        *,
+        is_first: bool,
+        share: Share,
+        request_key: RequestKey,
+        timed: Callable[[str], AbstractContextManager],
+    ) -> tuple[list[Trajectory], LoggedMetrics]:
+        """Sample complete trajectories.
+
+        Args:
+            engine: the sampler.
+            requests: position and prompt index of each group.
+            sampling: sampling parameters. `max_new_tokens` is the limit of all turns and answers together.
+            num_generations: trajectories per prompt.
+            max_prompt_tokens: maximum tokens of a prompt that an environment has extended.
+            is_first: run tools on this rank; the other ranks of its replica only sample.
+            share: sends the first rank's values to the others.
+            request_key: sampling keys.
+            timed: context manager that times a phase.
+
+        Returns:
+            Trajectories by group, then generation, and the metrics. Other ranks return none.
+
+        Raises:
+            DataError: if an environment makes a prompt too long.
+            ConfigError: if the template cannot continue a conversation.
+        """
+        trajectories = [
+            Trajectory(n * num_generations + g, position, g, index, list(self._prompts[index].ids))
+            for n, (position, index) in enumerate(requests)
+            for g in range(num_generations)
+        ]
+        logged: LoggedMetrics = {}
+        with timed("tools"):
+            self._start(trajectories, is_first, share, max_prompt_tokens)
+        while waiting := [one for one in trajectories if not one.has_ended]:
+            with timed("generation"):
+                completions = self._generate(
+                    engine, trajectories, waiting, sampling, num_generations, request_key
+                )
+                for one, completion in zip(waiting, completions, strict=True):
+                    one.sample(completion)
+            with timed("tools"):
+                self._advance(waiting, sampling, is_first, share, logged)
+        if not is_first:
+            return [], {}
+        with timed("tools"):
+            self._read_rewards(trajectories)
+        self._log(trajectories, logged)
+        return trajectories, logged
+
+    def _generate(
+        self,
+        engine: Any,
+        trajectories: Sequence[Trajectory],
+        waiting: Sequence[Trajectory],
+        sampling: Sampling,
+        num_generations: int,
+        request_key: RequestKey,
+    ) -> list[Completion]:
+        """Sample one turn. Without an environment, the first turns of a group share a request, as without tools."""
+        if self.environment is None and not waiting[0].turns:
+            firsts = trajectories[::num_generations]
+            return engine.generate(
+                [one.prompt_ids for one in firsts],
+                sampling,
+                keys=[one.position for one in firsts],
+                num_generations=num_generations,
+            )
+        return engine.generate(
+            [one.request for one in waiting],
+            sampling,
+            keys=[request_key(one.position, one.generation, len(one.ids)) for one in waiting],
+            max_new_tokens=[sampling.max_new_tokens - len(one.ids) for one in waiting],
+        )
+
+    # Environments at the start and at the end
+
+    def _start(
+        self, trajectories: Sequence[Trajectory], is_first: bool, share: Share, max_prompt_tokens: int
+    ) -> None:
+        """Start an environment per trajectory and set the prompts."""
+        for one in trajectories:
+            one.messages = list(self._prompts[one.prompt_index].messages or ())
+            one.prompt_messages = len(one.messages)
+        if self.environment is None:
+            return
+
+        def act() -> list[Any]:
+            results = self._pool.run_environments(
+                {one.slot: ["start", one.prompt_index] for one in trajectories}
+            )
+            prompts = [self._prompt(one, results[one.slot]) for one in trajectories]
+            if trajectories and all(one.is_lost for one in trajectories):
+                raise self._start_error(trajectories[0], results[trajectories[0].slot])
+            return prompts
+
+        for one, prompt_ids in zip(trajectories, self._on_first(act, is_first, share), strict=True):
+            prompt = self._prompts[one.prompt_index]
+            if len(prompt_ids) > max_prompt_tokens:
+                raise DataError(
+                    f"the environment extends prompt {prompt.id} ({prompt.where}) to {len(prompt_ids):,} tokens, but "
+                    f"at most {max_prompt_tokens:,} fit (data.seq_length + 1 less rl.max_completion_length); raise "
+                    "data.seq_length, or shorten what reset returns"
+                )
+            one.has_own_prompt = prompt_ids != one.prompt_ids
+            one.prompt_ids = prompt_ids
+
+    def _prompt(self, one: Trajectory, result: dict[str, Any]) -> list[int]:
+        """Return the prompt's tokens after the environment's start."""
+        one.is_lost = "messages" not in result
+        if one.is_lost or result["messages"] == one.messages:
+            return one.prompt_ids
+        one.messages, one.prompt_messages = result["messages"], len(result["messages"])
+        return self._template.prompt_ids(one.messages, self._arguments(one))
+
+    def _start_error(self, one: Trajectory, result: dict[str, Any]) -> DataError:
+        prompt = self._prompts[one.prompt_index]
+        return DataError(
+            f"no environment {self.environment.name} can be started; for prompt {prompt.id} ({prompt.where}), "
+            f"{result.get('failed') or result['text']}; correct it"
+        )
+
+    def _arguments(self, one: Trajectory) -> dict[str, Any]:
+        arguments = template_arguments(self._prompts[one.prompt_index].columns)
+        return arguments | ({"tools": self.schemas} if self.schemas else {})
+
+    def _read_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Ask the environments that are still there for their rewards."""
+        if self.environment is None or self.environment.steps or not self.environment.has_reward:
+            return
+        results = self._pool.run_environments(
+            {one.slot: ["reward"] for one in trajectories if not one.is_lost}
+        )
+        for slot, result in results.items():
+            one = trajectories[slot]
+            one.reward, one.is_lost = result.get("reward"), "reward" not in result
+
+    # Between two turns
+
+    def _on_first(self, act: Callable[[], Any], is_first: bool, share: Share) -> Any:
+        """Call `act` on the first rank and return its result on every rank, or raise its error on every rank."""
+        value: Any = None
+        if is_first:
+            try:
+                value = {"result": act()}
+            except MegalithError as error:
+                value = {"error": str(error), "is_setting": isinstance(error, ConfigError)}
+        value = share(value)
+        if "error" in value:
+            raise (ConfigError if value["is_setting"] else DataError)(value["error"])
+        return value["result"]
+
+    def _advance(
+        self,
+        waiting: Sequence[Trajectory],
+        sampling: Sampling,
+        is_first: bool,
+        share: Share,
+        logged: LoggedMetrics,
+    ) -> None:
+        """Run the calls of the sampled turns and append what follows them, or end the trajectories."""
+
+        def act() -> list[Any]:
+            turns = [self._parsed(one) for one in waiting]
+            uses_steps = self.environment is not None and self.environment.steps
+            added = self._step(waiting) if uses_steps else self._answer(waiting, turns, logged)
+            return [self._added_ids(one, added[one.slot], sampling.max_new_tokens) for one in waiting]
+
+        for one, ids in zip(waiting, self._on_first(act, is_first, share), strict=True):
+            if one.has_ended:
+                continue
+            if isinstance(ids, bool):
+                one.end(is_truncated=ids)
+            else:
+                one.add(ids)
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """Return the text of a sampled turn, without its end of sequence."""
+        eod = self._tokenizer.eod
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] == eod else ids)
+
+    def _parsed(self, one: Trajectory) -> ParsedTurn:
+        """Parse the turn that was just sampled and append its message."""
+        text = self.turn_text(one.last_turn)
+        turn = ParsedTurn({"role": "assistant", "content": text})
+        if self._parse is not None and not one.has_ended:
+            prefix = (
+                self._tokenizer.decode(one.request[: -len(one.last_turn)]) if self._response_template else ""
+            )
+            context = ParseContext(prefix, self.schemas, self._template.eos, self._response_template)
+            turn = self._parse(text, context)
+        one.messages.append(turn.message)
+        return turn
+
+    def _is_last_turn(self, one: Trajectory) -> bool:
+        return one.has_ended or one.is_lost or one.turns == self._rl.max_turns
+
+    def _step(self, waiting: Sequence[Trajectory]) -> dict[int, list[Message] | None]:
+        """Take a step of each environment. Return the observations by slot, None where the trajectory ends."""
+        present = [one for one in waiting if not one.is_lost]
+        jobs = {one.slot: ["step", self.turn_text(one.last_turn)] for one in present}
+        results, added = self._pool.run_environments(jobs), {}
+        for one in waiting:
+            result = results.get(one.slot, {})
+            one.is_lost = "done" not in result
+            if one.is_lost:
+                one.reward, added[one.slot] = None, None
+                continue
+            one.reward = (one.reward or 0.0) + result["reward"]
+            is_done = result["done"] or self._is_last_turn(one)
+            added[one.slot] = None if is_done else result["messages"]
+        return added
+
+    def _answer(
+        self, waiting: Sequence[Trajectory], turns: Sequence[ParsedTurn], logged: LoggedMetrics
+    ) -> dict[int, list[Message] | None]:
+        """Run the calls of each turn. Return the answers by slot, None where the trajectory ends."""
+        calls = {one.slot: [] if self._is_last_turn(one) else turn.calls for one, turn in zip(waiting, turns)}
+        trajectories = {one.slot: one for one in waiting}
+        answers: dict[tuple[int, int], Answer] = {}
+        runnable: list[tuple[int, int]] = []
+        for slot, calls_of_turn in calls.items():
+            for number, call in enumerate(calls_of_turn):
+                if (refusal := self._refusal(trajectories[slot], call)) is not None:
+                    answers[slot, number] = {"text": refusal, "is_error": True, "seconds": 0.0}
+                else:
+                    trajectories[slot].calls += 1
+                    runnable.append((slot, number))
+        methods = {} if self.environment is None else self.environment.methods
+        tools = [(slot, n) for slot, n in runnable if calls[slot][n].name not in methods]
+        answers |= zip(tools, self._pool.call_tools([calls[slot][n] for slot, n in tools]))
+        self._call_environments(trajectories, calls, [key for key in runnable if key not in tools], answers)
+        for (slot, number), answer in answers.items():
+            self._log_call(logged, calls[slot][number].name, answer)
+        added: dict[int, list[Message] | None] = {}
+        for slot, calls_of_turn in calls.items():
+            is_over = not calls_of_turn or trajectories[slot].is_lost
+            added[slot] = (
+                None
+                if is_over
+                else [
+                    {"role": "tool", "name": call.name, "content": answers[slot, number]["text"]}
+                    for number, call in enumerate(calls_of_turn)
+                ]
+            )
+        return added
+
+    def _refusal(self, one: Trajectory, call: ToolCall) -> str | None:
+        """Return the error message for a call that is not run; None for one that is."""
+        if call.error is not None:
+            return call.error
+        limit = self._rl.max_tool_calls
+        if limit is not None and one.calls >= limit:
+            return f"error: the limit of {limit} tool calls is reached; answer without tools"
+        return None
+
+    def _call_environments(
+        self,
+        trajectories: Mapping[int, Trajectory],
+        calls: Mapping[int, Sequence[ToolCall]],
+        keys: Sequence[tuple[int, int]],
+        answers: dict[tuple[int, int], Answer],
+    ) -> None:
+        """Call methods of environments: those of one environment in order, those of several at the same time."""
+        for number in sorted({number for _, number in keys}):
+            slots = [slot for slot, n in keys if n == number and not trajectories[slot].is_lost]
+            jobs = {slot: ["call", calls[slot][number].name, calls[slot][number].arguments] for slot in slots}
+            for slot, answer in self._pool.run_environments(jobs).items():
+                trajectories[slot].is_lost = "lost" in answer
+                answers[slot, number] = answer
+
+    def _added_ids(self, one: Trajectory, added: list[Message] | None, max_tokens: int) -> list[int] | bool:
+        """Return the tokens between this turn and the next one. A trajectory that ends has none, but returns True if it
+        is truncated: its limit leaves no room for them and a sampled token."""
+        if one.has_ended:
+            return one.is_truncated
+        if added is None:
+            return False
+        ids, is_rewritten = self._template.added_ids(one.messages, added, self._arguments(one))
+        one.is_rewritten |= is_rewritten
+        if len(one.ids) + len(ids) >= max_tokens:
+            return True
+        one.messages += added
+        return ids
+
+    # Metrics
+
+    def _log_call(self, logged: LoggedMetrics, name: str, answer: Answer) -> None:
+        names = ["tools"]
+        if len(self.schemas) > 1 and any(name == one["function"]["name"] for one in self.schemas):
+            names.append(f"tools/{name}")
+        for prefix in names:
+            logged.setdefault(f"{prefix}/errors", []).append(float(answer["is_error"]))
+            logged.setdefault(f"{prefix}/seconds", []).append(answer["seconds"])
+
+    def _log(self, trajectories: Sequence[Trajectory], logged: LoggedMetrics) -> None:
+        """Add the metrics of complete trajectories, whose means are logged."""
+        logged["turns"] = [float(one.turns) for one in trajectories]
+        logged["trajectory_length"] = [float(len(one.ids)) for one in trajectories]
+        logged["history_rewritten"] = [float(one.is_rewritten) for one in trajectories]
+        if self.schemas:
+            logged["tools/calls"] = [float(one.calls) for one in trajectories]
+        if self.environment is not None:
+            logged["environments_lost"] = [float(one.is_lost) for one in trajectories]

@@ -1,0 +1,76 @@
+"""A trajectory: a completion of several turns while it is sampled.
+
+    prompt ids │ turn (sampled) │ answers of tools (added) │ turn (sampled) │ …
+
+Sampled ids are kept as sampled. `ids` begins after the prompt and is what the next request sends to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalith.generation.requests import Completion
+from megalith.rl.segments import append_segment
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Trajectory:
+    """A trajectory in progress. Ranks that generate together have the same tokens; the first also has the messages."""
+
+    slot: int  # number within its batch, and of its environment
+    position: int  # of its prompt in the run's stream
+    generation: int
+    prompt_index: int
+    prompt_ids: list[int]
+    has_own_prompt: bool = False  # the environment has changed the prompt
+    messages: list[Message] = field(default_factory=list)  # prompt and transcript
+    prompt_messages: int = 0  # of these, the prompt's
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    last_turn: list[int] = field(default_factory=list)
+    turns: int = 0
+    calls: int = 0
+    has_ended: bool = False
+    is_truncated: bool = False
+    is_lost: bool = False  # its environment hung, crashed or raised
+    is_rewritten: bool = False  # the template would render its history differently
+    reward: float | None = None  # the environment's
+
+    @property
+    def request(self) -> list[int]:
+        """Token ids that the next turn continues."""
+        return [*self.prompt_ids, *self.ids]
+
+    @property
+    def transcript(self) -> list[Message]:
+        """Messages after the prompt."""
+        return self.messages[self.prompt_messages :]
+
+    def sample(self, completion: Completion) -> None:
+        """Append a sampled turn. The trajectory ends if it has no end of sequence."""
+        ids, versions = list(completion.ids), list(map(int, completion.versions))
+        self.ids += ids
+        self.logprobs += map(float, completion.logprobs)
+        self.versions += versions if len(versions) == len(ids) else versions * len(ids)
+        self.segments = append_segment(self.segments, len(ids), is_sampled=True)
+        self.last_turn = ids
+        self.turns += 1
+        if completion.truncated:
+            self.end(is_truncated=True)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Append tokens that the model did not sample."""
+        self.ids += ids
+        self.logprobs += [float("nan")] * len(ids)
+        self.versions += self.versions[-1:] * len(ids)
+        self.segments = append_segment(self.segments, len(ids), is_sampled=False)
+
+    def end(self, is_truncated: bool = False) -> None:
+        """End the trajectory."""
+        self.has_ended, self.is_truncated = True, is_truncated
