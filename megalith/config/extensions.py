@@ -1,4 +1,4 @@
-"""Extension points of GRPO and DPO: built-in losses, advantage estimators, rewards, environments, formats of tool calls.
+"""Extension points of GRPO and DPO: losses, advantage estimators, rewards, environments and formats of tool calls.
 
 A built-in one is a file and a row here, name → "module:object". Instead of a name, a setting takes a user's own one as
 `path.py:object`. `megalith.config.load_extension` loads both.
