@@ -22,7 +22,7 @@ from megalith.bridge.megatron.megatron_importer import is_megatron_folder
 from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
-from megalith.checkpoint.averages import with_average
+from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import stored_bytes
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.rewrite import part_bytes

@@ -44,7 +44,7 @@ from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, conversion_notes, differences
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
-from megalith.checkpoint.averages import with_average
+from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
 from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint, open_existing
-from megalith.checkpoint.averages import with_average
+from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.errors import CheckpointError, printable
 from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer

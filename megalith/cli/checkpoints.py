@@ -149,7 +149,7 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 
 def run_average(args: argparse.Namespace) -> int:
-    from megalith.checkpoint.averages import average
+    from megalith.checkpoint.averaged_checkpoint import average
     from megalith.remote import open_location
 
     if len(args.checkpoints) < 2:

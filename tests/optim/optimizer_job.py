@@ -31,30 +31,44 @@ def configuration(layout: str, model: dict, **optim) -> RunConfig:
     )
 
 
-def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
-    """Of all steps, or of those after the first after loading what the first saved; the last gradient norm; and
-    the loss of the averaged weights on other samples."""
+def started(config: RunConfig) -> megalith.Optimizer:
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
-    optimizer = megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
+    return megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
+
+
+def batches(optimizer: megalith.Optimizer, first: int, last: int, seed: int) -> megalith.Loader:
+    """Of the steps from `first` to `last`, this rank's samples."""
+    dp = optimizer.model.mesh.dp
+    return megalith.Loader(
+        megalith.MockDataset(61, 16, 200, seed=seed), micro_batch_size=2, batch_sizes=[BATCH] * (last - first),
+        vocab_size=61, data_parallel_rank=dp.rank, data_parallel_size=dp.size, consumed_samples=BATCH * first,
+    )  # fmt: skip
+
+
+def held_out_loss(optimizer: megalith.Optimizer) -> float:
+    """Of the averaged weights, on samples that are not trained on."""
+    held_out = batches(optimizer, 0, 1, seed=1)
+    with optimizer.averaged_weights():
+        count = BATCH // 2 // optimizer.model.mesh.dp.size
+        loss, tokens = optimizer.model.evaluate([next(held_out) for _ in range(count)])
+    return (loss / tokens).item()
+
+
+def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
+    """Of all steps, or of those after the first after loading what the first saved; the last gradient norm; and
+    the held-out loss."""
+    optimizer = started(config)
     first = megalith.load_checkpoint(load, optimizer).step if load else 0
-    loader = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=0), micro_batch_size=2,
-                             batch_sizes=[BATCH] * (STEPS - first), vocab_size=61, data_parallel_rank=mesh.dp.rank,
-                             data_parallel_size=mesh.dp.size, consumed_samples=BATCH * first)  # fmt: skip
-    # fmt: off
-    held_out = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=1), micro_batch_size=2, batch_sizes=[BATCH],
-                               vocab_size=61, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
-    # fmt: on
+    loader = batches(optimizer, first, STEPS, seed=0)
     found = []
     for step in range(first, STEPS):
-        loss = optimizer.model.backward([next(loader) for _ in range(BATCH // 2 // mesh.dp.size)])
-        found.append(loss.item())
+        count = BATCH // 2 // optimizer.model.mesh.dp.size
+        found.append(optimizer.model.backward([next(loader) for _ in range(count)]).item())
         norm = optimizer.step().grad_norm.item()
         if save and step == 0:
             megalith.save_checkpoint(save, optimizer, 1)
-    with optimizer.averaged_weights():
-        loss, tokens = optimizer.model.evaluate([next(held_out) for _ in range(BATCH // 2 // mesh.dp.size)])
-    return [*found, norm, (loss / tokens).item()]
+    return [*found, norm, held_out_loss(optimizer)]
 
 
 def outcomes(

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.checkpoint import open_checkpoint
-from megalith.checkpoint.averages import with_average
+from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.cli.main import main
 from megalith.config import OptimConfig, RunConfig
 from megalith.config.rules.optim_rules import check_averages

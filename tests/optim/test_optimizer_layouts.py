@@ -1,7 +1,7 @@
 """Each optimizer in many layouts: equal to one process, and resumed from the checkpoint of any other layout."""
 
 import pytest
-from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, outcomes
+from optimizer_job import EXPERTS, GATED, LATENT, configuration, held_out_loss, losses, outcomes, started
 
 from megalith.parity.differences import relative_error
 
@@ -52,7 +52,7 @@ def test_an_optimizer_equals_one_process_in_every_layout_and_resumes_in_any_othe
 ):
     config = configuration("", MODELS[kind], **OPTIMIZERS[optimizer])
     one = losses(config, save=str(tmp_path / "one"))
-    assert one[2] < one[0]
+    assert one[-1] < held_out_loss(started(config)) - 1e-3
     configs = [configuration(layout, MODELS[kind], **OPTIMIZERS[optimizer]) for layout in layouts]
     saves = [str(tmp_path / str(number)) for number in range(len(layouts))]
     for rank in pool.run(outcomes, configs, saves, [str(tmp_path / "one")] * len(layouts)):
