@@ -1,0 +1,298 @@
+"""Run the cases of the correctness ledger: public reports of silently wrong results, each with a test of Megalith.
+
+`tests/ledger.toml` is the table. `python -m megalith.parity.ledger` runs its cases with pytest, prints the results and
+exits with status 1 if any case failed. `--write` writes docs/correctness.md from the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from xml.etree import ElementTree
+
+import megalith
+from megalith.errors import ConfigError, did_you_mean
+
+ROOT = Path(megalith.__file__).parents[1]
+TABLE = Path("tests/ledger.toml")
+PAGE = Path("docs/correctness.md")
+
+
+@dataclass(frozen=True)
+class PublicReport:
+    """A public report and the test that would notice its fault in Megalith.
+
+    Args:
+        repository: GitHub's `owner/name`.
+        number: number of the issue or pull request.
+        symptom: the fault in one sentence.
+        area: heading of the page under which the report is listed.
+        case: pytest node, from the root of the checkout. Without a parameter, every parameter of the function.
+        bound: tolerance of the test.
+        part: number of the finding, if a report lists several.
+        planted: the fault that was planted and that the case noticed; empty if none was.
+    """
+
+    repository: str
+    number: int
+    symptom: str
+    area: str
+    case: str
+    bound: str
+    part: int | None = None
+    planted: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return `owner/name#number`, with the number of the finding if there are several."""
+        return f"{self.repository}#{self.number}" + (f" ({self.part})" if self.part else "")
+
+    @property
+    def url(self) -> str:
+        """Return the thread's address. GitHub redirects it if the number is a pull request's."""
+        return f"https://github.com/{self.repository}/issues/{self.number}"
+
+
+@dataclass(frozen=True)
+class UncoveredReport:
+    """A public report without a case, and the reason."""
+
+    repository: str
+    number: int
+    symptom: str
+    reason: str
+    part: int | None = None
+
+    name = PublicReport.name
+    url = PublicReport.url
+
+
+@dataclass(frozen=True)
+class BoundedDifference:
+    """A result that is not equal to the reference, with the cause and the file that bounds the difference."""
+
+    title: str
+    text: str
+    bound: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The rows of tests/ledger.toml."""
+
+    reports: tuple[PublicReport, ...]
+    uncovered: tuple[UncoveredReport, ...]
+    differences: tuple[BoundedDifference, ...]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The outcome of a case's tests."""
+
+    passed: bool
+    seconds: float
+
+
+def read_ledger(root: Path = ROOT) -> Ledger:
+    """Return the table of a checkout.
+
+    Raises:
+        ConfigError: the folder has no table, as with an installed package.
+    """
+    path = root / TABLE
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} does not exist. The ledger's cases are tests, which an installed package does not have. Run "
+            "`python -m megalith.parity.ledger` in a clone of the repository that is installed with `pip install -e .`."
+        )
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Ledger(
+        tuple(PublicReport(**row) for row in table["report"]),
+        tuple(UncoveredReport(**row) for row in table["uncovered"]),
+        tuple(BoundedDifference(**row) for row in table["difference"]),
+    )
+
+
+def select(reports: Sequence[PublicReport], names: Sequence[str]) -> list[PublicReport]:
+    """Return the reports with these names: `owner/name#number` or `name#number`, in any case. All if there are none.
+
+    Raises:
+        ConfigError: a name is in no row.
+    """
+    if not names:
+        return list(reports)
+    selected = []
+    for name in names:
+        matching = [
+            report
+            for report in reports
+            if f"/{report.repository}#{report.number}".lower().endswith(f"/{name.lower()}")
+        ]
+        if not matching:
+            names_of_rows = {report.name for report in reports}
+            raise ConfigError(
+                f"no row of {TABLE} is {name}{did_you_mean(name, names_of_rows)}; --list prints all of them"
+            )
+        selected += [report for report in matching if report not in selected]
+    return selected
+
+
+def run_cases(cases: Iterable[str], root: Path = ROOT) -> dict[str, CaseResult]:
+    """Run pytest nodes in one session and return the result of each.
+
+    A node fails if one of its tests failed, or if none ran and passed.
+    """
+    cases = list(dict.fromkeys(cases))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *cases,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "full or not full",
+        ]
+        subprocess.run([*command, f"--junitxml={report}"], cwd=root, check=False)
+        tests = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
+    return {case: _result_of(case, tests) for case in cases}
+
+
+def _result_of(case: str, tests: Sequence[ElementTree.Element]) -> CaseResult:
+    path, _, test = case.partition("::")
+    module = path.removesuffix(".py").replace("/", ".")
+    its_tests = [
+        each
+        for each in tests
+        if each.get("classname") == module
+        and (each.get("name") == test or each.get("name", "").startswith(f"{test}["))
+    ]
+    passed = bool(its_tests) and not any(
+        len(each.findall(kind)) for each in its_tests for kind in ("failure", "error")
+    )
+    passed = passed and any(each.find("skipped") is None for each in its_tests)
+    return CaseResult(passed, sum(float(each.get("time", 0)) for each in its_tests))
+
+
+def format_results(reports: Sequence[PublicReport], results: Mapping[str, CaseResult]) -> str:
+    """Return the results as text: a line with seconds and name of each report, and the counts."""
+    lines = []
+    for report in reports:
+        result = results[report.case]
+        lines.append(f"{'held' if result.passed else 'failed':6}  {result.seconds:6.1f} s  {report.name}")
+        if not result.passed:
+            lines.append(f"                  {report.case}")
+    failed = sum(not results[report.case].passed for report in reports)
+    return "\n".join([*lines, f"{len(reports)} reports, {len(reports) - failed} held, {failed} failed"])
+
+
+def page(ledger: Ledger) -> str:
+    """Return docs/correctness.md."""
+    reports = ledger.reports
+    planted = sum(bool(report.planted) for report in reports)
+    lines = [
+        "# Correctness ledger",
+        "",
+        *_wrapped(
+            "This page lists public reports of silently wrong results in other training systems, with a test of this "
+            "repository that would notice the same fault in Megalith. The reports are about losses, gradients, norms, "
+            "resumed runs, data orders, masks, conversions and log-probabilities. A report here says nothing about the "
+            "present state of the other system: many are fixed."
+        ),
+        "",
+        *_wrapped(
+            f"{len(reports)} reports have a case; {len(ledger.uncovered)} do not and are listed with the reason. For "
+            f"{planted} cases the fault was planted, in the code or by the test itself, and the case noticed it; the "
+            "row names the fault."
+        ),
+        "",
+        "## Run the cases",
+        "",
+        "```bash",
+        "# needs a clone, and some minutes",
+        "python -m megalith.parity.ledger",
+        "python -m megalith.parity.ledger --only Megatron-LM#673",
+        "python -m megalith.parity.ledger --list",
+        "```",
+        "",
+        *_wrapped(
+            "The command runs the tests with pytest and prints `held` or `failed` and the seconds of each. The exit "
+            "status is 1 if any case failed. All cases are part of `make test`, so they hold wherever it passes. The "
+            "rows are in `tests/ledger.toml`; `--write` writes this page from them."
+        ),
+        "",
+        *_wrapped(
+            'A bound of "equal" means bitwise. "Gradients 1e-5" means ‖a − b‖ ≤ 1e-5 · ‖b‖ for each parameter. Layouts '
+            "are compared with one process in fp32 ([Parity](parallelism/parity.md#what-is-compared))."
+        ),
+    ]
+    for area in dict.fromkeys(report.area for report in reports):
+        lines += ["", f"## {area}", ""]
+        for report in reports:
+            if report.area == area:
+                lines += _row(report)
+    lines += ["", "## Not equal, and why", ""]
+    lines += _wrapped(
+        "These results differ from their reference. The cause is known and the difference is bounded."
+    )
+    for difference in ledger.differences:
+        lines += ["", *_wrapped(f"**{difference.title}.** {difference.text} Bounded by {difference.bound}.")]
+    lines += ["", "## Not covered", "", "| Report | Symptom | Reason |", "|---|---|---|"]
+    lines += [f"| [{row.name}]({row.url}) | {row.symptom} | {row.reason} |" for row in ledger.uncovered]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False).splitlines()
+
+
+def _row(report: PublicReport) -> list[str]:
+    planted = f" · planted: {report.planted}" if report.planted else ""
+    return [
+        f"- [{report.name}]({report.url}): {report.symptom}",
+        f"  `{report.case}` · {report.bound}{planted}",
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megalith.parity.ledger", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="REPO#NUMBER", default=[], help="run these reports' cases"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the reports and their cases, and run nothing"
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE} from the table, and run nothing")
+    options = parser.parse_args(words)
+    try:
+        ledger = read_ledger()
+        reports = select(ledger.reports, options.only)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.write:
+        (ROOT / PAGE).write_text(page(ledger), encoding="utf-8")
+        return 0
+    if options.list:
+        print("\n".join(f"{report.name}  {report.symptom}\n    {report.case}" for report in reports))
+        return 0
+    results = run_cases(report.case for report in reports)
+    print(format_results(reports, results))
+    return int(not all(results[report.case].passed for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The correctness ledger: its table names tests that there are, its page is current, its command runs and counts."""
+
+import ast
+import functools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megalith.errors import ConfigError
+from megalith.parity import ledger
+from megalith.parity.ledger import CaseResult, format_results, main, page, read_ledger, run_cases, select
+
+ROOT = Path(__file__).parents[2]
+LEDGER = read_ledger(ROOT)
+CASES = [report.case for report in LEDGER.reports]
+
+
+@functools.cache
+def marks_by_test(path: str) -> dict[str, list[str]]:
+    """The test functions of a file, with the source of their decorators."""
+    functions = [
+        node
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {each.name: [ast.unparse(mark) for mark in each.decorator_list] for each in functions}
+
+
+def test_every_case_is_a_test_that_make_test_runs(request):
+    """By the sources; and by the items of this session where it has the file and leaves only `full` tests out."""
+    collected = {item.nodeid for item in request.session.items}
+    files = {name.partition("::")[0] for name in collected}
+    is_default = request.config.option.markexpr == "not full" and not request.config.option.keyword
+    for case in CASES:
+        path, _, test = case.partition("::")
+        function = test.partition("[")[0]
+        marks = marks_by_test(path)[function]
+        assert "pytest.mark.full" not in marks, case
+        if is_default and path in files and not any("::" in word for word in request.config.args):
+            assert case in collected or any(name.startswith(f"{case}[") for name in collected), case
+
+
+def test_reports_are_named_once_and_enough_of_them_have_a_case():
+    names = Counter(row.name for row in (*LEDGER.reports, *LEDGER.uncovered))
+    assert not [name for name, count in names.items() if count > 1]
+    assert len({(report.repository, report.number) for report in LEDGER.reports}) >= 60
+    assert sum(bool(report.planted) for report in LEDGER.reports) >= 15
+    for report in LEDGER.reports:
+        assert report.symptom[-1] == "." and report.bound and report.planted[-1:] != ".", report.name
+
+
+def test_the_page_is_that_of_the_table():
+    text = (ROOT / ledger.PAGE).read_text(encoding="utf-8")
+    assert text == page(LEDGER), "run `python -m megalith.parity.ledger --write`"
+
+
+def test_the_command_runs_nodes_and_counts_what_failed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('x', [1, 2])\n"
+        "def test_all(x): pass\n"
+        "@pytest.mark.parametrize('x', [1, 2])\n"
+        "def test_one(x): assert x == 1\n"
+        "def test_skipped(): pytest.skip()\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    named = {name: f"tests/test_some.py::test_{name}" for name in ("all", "one", "skipped", "one[1]")}
+    results = run_cases(named.values(), tmp_path)
+    assert [results[named[name]].passed for name in named] == [True, False, False, True]
+    capfd.readouterr()
+    monkeypatch.setattr(
+        ledger,
+        "run_cases",
+        lambda cases: {case: CaseResult(case != LEDGER.reports[0].case, 1.5) for case in cases},
+    )
+    assert main(["--only", "megatron-lm#673"]) == 0
+    assert capfd.readouterr().out == "held       1.5 s  NVIDIA/Megatron-LM#673\n1 reports, 1 held, 0 failed\n"
+    assert main([]) == 1
+    assert f"{len(CASES)} reports, {len(CASES) - 1} held, 1 failed" in capfd.readouterr().out
+    assert main(["--list"]) == 0 and CASES[0] in capfd.readouterr().out
+    failed = format_results(LEDGER.reports[:1], {CASES[0]: CaseResult(False, 2.0)})
+    assert failed.startswith("failed     2.0 s  NVIDIA/Megatron-LM#7452 (2)") and CASES[0] in failed
+
+
+def test_an_installed_package_and_an_unknown_report_are_errors(tmp_path):
+    with pytest.raises(ConfigError, match="in a clone of the repository"):
+        read_ledger(tmp_path)
+    assert len(select(LEDGER.reports, ["Megatron-LM#7452"])) > 3
+    with pytest.raises(ConfigError, match=r"no row of tests/ledger\.toml is Megatron-LM#1"):
+        select(LEDGER.reports, ["Megatron-LM#1"])
