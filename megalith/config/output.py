@@ -77,6 +77,10 @@ class LogConfig(Section):
     log_num_zeros_in_grad: bool = False
     """Log the number of zero gradient elements at each log interval."""
 
+    log_norms_interval: NonNegativeInt = 0
+    """Steps between records of each layer's gradient norm, before clipping, and update norm, in metrics.jsonl. These
+    steps copy the weights: 4 bytes per parameter of a rank's shard. 0: never."""
+
     log_fp8_interval: Annotated[NonNegativeInt, RequiresSetting("train.fp8_format")] = 0
     """Steps between FP8 statistics (amax, overflow and underflow per linear). 0: never."""
 

@@ -31,6 +31,7 @@ from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
+from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.model_spec import ModelSpec
 from megalith.parallel.parallel_model import ParallelModel
@@ -133,6 +134,12 @@ class Optimizer:
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
         return result
+
+    def layer_norms(self) -> LayerNorms:
+        """Return the norms of gradients and updates per layer (`log.log_norms_interval`). Every rank calls it."""
+        model = self.model
+        elsewhere = counted_elsewhere(model.chunks, model.mesh)
+        return LayerNorms(model.parameters, model.mesh.world, sum_of_squares, elsewhere, model.device)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the averaged weights of `optim.ema_decay` or of schedule-free AdamW.

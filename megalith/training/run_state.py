@@ -22,6 +22,7 @@ from megalith.errors import ConfigError
 from megalith.io import replace_file
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.optim.schedule import build_schedule
+from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.fp8_counts import counters, gather_counts
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, open_location
@@ -130,6 +131,7 @@ class Run:
             max_failures=config.checkpoint.max_failed_saves,
         )
         self.counters = counters(self.model.chunks)
+        self._norms: LayerNorms | None = None
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
             self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh)
@@ -182,8 +184,14 @@ class Run:
         log, squares = self.config.log, self.updates.gradient_squares
         is_logged = (self.step + 1) % log.log_interval == 0 or self.step + 1 == self.total_steps
         zeros = squares.count_zeros() if is_logged and log.log_num_zeros_in_grad else None
+        logs_norms = log.log_norms_interval > 0 and (self.step + 1) % log.log_norms_interval == 0
+        if logs_norms:
+            norms, loss_scale = self._layer_norms(), self.loss_scale.scale
+            before, gradient_norms = norms.weights(), norms.gradients() / loss_scale
         with self.timers("optimizer"):
             result = self.updates.step(lr, weight_decay, decoupled_lr)
+        if logs_norms:
+            metrics = self._with_norms(metrics, norms, gradient_norms, norms.updates(before))
         work = self.data.work(self.consumed_samples, batch_size)
         self.step += 1
         self.consumed_samples += batch_size
@@ -207,6 +215,22 @@ class Run:
             console_metrics=self.task.console_metrics,
             token_counts=work,
         )
+
+    def _layer_norms(self) -> LayerNorms:
+        if self._norms is None:
+            self._norms = self.updates.layer_norms()
+        return self._norms
+
+    @staticmethod
+    def _with_norms(
+        metrics: Callable[[], dict[str, Any]] | None, norms: LayerNorms, gradients: Tensor, updates: Tensor
+    ) -> Callable[[], dict[str, Any]]:
+        """Return a function that reads the metrics and the norms per layer."""
+        return lambda: {
+            **(metrics or dict)(),
+            **{f"gradient_norm/{layer}": value for layer, value in norms.named(gradients).items()},
+            **{f"update_norm/{layer}": value for layer, value in norms.named(updates).items()},
+        }
 
     @property
     def schedule_position(self) -> tuple[int, int]:

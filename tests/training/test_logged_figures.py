@@ -121,3 +121,38 @@ def test_without_being_asked_nothing_is_counted(tmp_path):
     assert figures(tree | {"log": {"log_interval": 1}}, "one") == [(None, None)] * 2
     (none, _), (zeros, norm) = figures(tree | {"log": ASKED | {"log_interval": 2}}, "two")
     assert none is None and zeros > 0 and torch.tensor(norm).isfinite()
+
+
+def layer_norms(tree: dict, output: str) -> list[dict[str, float]]:
+    """The metrics of two steps, of which the second logs its norms."""
+    tree = tree | {"train": tree["train"] | {"output_dir": output}, "log": {"log_norms_interval": 2}}
+    run = start(RunConfig.from_tree(tree))
+    metrics = []
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(2):
+            before = {name: plain.detach().clone() for name, plain in run.model.parameters.named}
+            step = run.train_step(batches)
+            metrics.append((step.extra_metrics or dict)() | {"grad_norm": step.grad_norm.item()})
+    changes = {name: (plain - before[name]).norm().item() for name, plain in run.model.parameters.named}
+    return [*metrics, changes]
+
+
+def test_norms_per_layer_are_those_of_its_parameters_in_every_layout(pool, tmp_path):
+    tree = with_layout("replicated", untied=False)
+    first, second, changes = layer_norms(tree, str(tmp_path / "alone"))
+    assert first.keys() == {"grad_norm"}
+    gradients = {name: value for name, value in second.items() if name.startswith("gradient_norm/")}
+    assert [name.partition("/")[2] for name in gradients][:3] == ["embedding", "final_layernorm", "layers.0"]
+    assert sum(value**2 for value in gradients.values()) ** 0.5 == pytest.approx(
+        second["grad_norm"], rel=1e-5
+    )
+    expected = sum(value**2 for name, value in changes.items() if name.startswith("layers.1.")) ** 0.5
+    assert second["update_norm/layers.1"] == pytest.approx(expected, rel=1e-5)
+    cases = {
+        name: (with_layout(name, untied=False), str(tmp_path / str(number)))
+        for number, name in enumerate(("tensor", "pipeline, of a tied embedding", "sharded"))
+    }
+    for name, ranks in pool.run_cases(layer_norms, cases, size=2).items():
+        for _, metrics, _ in ranks:
+            assert list(metrics) == list(second), name
+            assert metrics == pytest.approx(second, rel=1e-4), name
