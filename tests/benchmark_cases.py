@@ -268,6 +268,21 @@ def test_grpo_is_measured_by_phase(bench):
     assert result["training_share"] > 0 and result["grpo"]["time_generation"] > 0
 
 
+def test_optimizers_are_compared(bench):
+    sizes = ["model.num_layers=1", "model.hidden_size=16", "data.seq_length=8", "train.global_batch_size=2"]
+    words = [*sizes, "train.micro_batch_size=2", "model.vocab_size=61"]
+    heading, _, *rows = bench(
+        "optimizers", "--steps", 3, "--only", "lion", "normuon", "--factors", 1, 2, "--", *words
+    ).splitlines()
+    assert heading == "| optimizer | lr | bytes of state per parameter | update, ms | loss |"
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [(name, lr) for name, lr, *_ in cells] == [
+        ("lion", "0.0005"), ("lion", "0.001"), ("normuon", "0.003"), ("normuon", "0.006"),
+    ]  # fmt: skip
+    assert all(float(size) > 3.9 and float(ms) > 0 and float(loss) > 0 for *_, size, ms, loss in cells)
+    assert float(cells[0][2]) == 4
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_checkpoints_are_saved_and_loaded(processes, tmp_path):
     settings = [

@@ -21,6 +21,7 @@ OTHERS = {  # module by name
     "finetune": "fine_tuning_speed",
     "grpo": "grpo_speed",
     "generate": "generation_speed",
+    "optimizers": "optimizer_speed",
     "checkpoint": "checkpoint_speed",
     "convert": "conversion_speed",
     "preprocess": "preprocessing_speed",
