@@ -160,8 +160,24 @@ class DistillConfig(Section):
     temperature: Annotated[float, Field(ge=0.05, le=100)] = 1.0
     """T: both models' logits are divided by it. Above 100, T² amplifies fp32 rounding beyond the divergence."""
 
-    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
-    """forward_kl averages over the teacher's distribution, reverse_kl over the student's."""
+    divergence: Literal[
+        "forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"
+    ] = "forward_kl"
+    """forward_kl averages over the teacher's distribution, reverse_kl over the student's. generalized_jsd
+    compares both with their mixture by beta (GKD), the skewed ones one with a mixture by skew (DistiLLM)."""
+
+    beta: Annotated[float, Field(gt=0, lt=1), RequiresSetting("divergence", "generalized_jsd")] = 0.5
+    """Share of the teacher in generalized_jsd: towards 0 forward_kl, towards 1 reverse_kl."""
+
+    skew: Annotated[
+        float, Field(gt=0, lt=1), RequiresSetting("divergence", "skewed_forward_kl", "skewed_reverse_kl")
+    ] = 0.1
+    """Share that the averaging distribution itself has in the mixture of the skewed divergences."""
+
+    @property
+    def mixture(self) -> float:
+        """Share in the mixture that the divergence compares with."""
+        return self.beta if self.divergence == "generalized_jsd" else self.skew
 
     @property
     def teacher_or_logits(self) -> str | None:

@@ -9,11 +9,13 @@ and that of all other entries together, the tail. Then distributions over k + 1 
 
 which is the loss with a "ghost token" of Anshumann et al. 2025 (Sparse Logit Sampling). It equals the divergence over
 the full vocabulary from a p̃ whose tail has the shape of q's, p̃_j = p_tail · q_j / q_tail, and so does its gradient by
-the logits, q − p̃. So only p̃ is computed here. The same holds for the reverse divergence.
+the logits, q − p̃. So only p̃ is computed here. The same holds for the other divergences, which are sums of homogeneous
+functions of p and q.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +28,7 @@ from megalith.comm.collectives import Axis, all_gather_replicated, all_reduce_no
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.cross_entropy import add_matmul, loss_chunk_tokens, real_logits, softcap_slope
 
-Divergence = Literal["forward_kl", "reverse_kl"]
+Divergence = Literal["forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,14 @@ class TeacherTargets:
     temperature: float
     """T: the divergence compares softmax(logits / T)."""
     divergence: Divergence
-    """With p the teacher's and q the model's distribution: forward Σ p · log(p / q), reverse Σ q · log(q / p)."""
+    """With p the teacher's and q the model's distribution: forward Σ p · log(p / q), reverse Σ q · log(q / p).
+
+    With β = `mixture`, generalized_jsd is β · KL(p ‖ m) + (1 − β) · KL(q ‖ m) with m = β · p + (1 − β) · q (GKD,
+    Agarwal et al. 2024), skewed_forward_kl is KL(p ‖ β · p + (1 − β) · q), and skewed_reverse_kl
+    KL(q ‖ (1 − β) · p + β · q) (DistiLLM, Ko et al. 2024).
+    """
+    mixture: float = 0.5
+    """β, above 0 and below 1; the first two divergences do not read it."""
 
 
 @torch.no_grad()
@@ -239,17 +248,17 @@ def _loss_of_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities and divergences, float32 [tokens], and the loss's gradient by logits, float32 [tokens,
     local rows]."""
-    share, temperature, kind = targets.share, targets.temperature, targets.divergence
+    share, temperature, kind = targets.share, targets.temperature, (targets.divergence, targets.mixture)
     log_sums = as_one_kernel(_log_sums, logits, expected, temperature)
     if axis.size > 1:
         largest = all_reduce_no_grad(log_sums, axis, "max")
         log_sums = largest + all_reduce_no_grad((log_sums - largest).exp(), axis).log()
     log_sum, log_sum_q, log_sum_p = log_sums
     label = torch.where(is_local, logits.gather(1, at).float(), 0.0)[:, 0]
-    divergence = as_one_kernel(_divergences, logits, expected, log_sum_q, log_sum_p, temperature, kind)
-    label, divergence = all_reduce_no_grad(torch.stack([label, divergence]), axis)
-    sums = (log_sum, log_sum_q, log_sum_p, divergence)
-    grad = as_one_kernel(_slopes, logits, expected, *sums, share, temperature, kind)
+    parts = as_one_kernel(_divergences, logits, expected, log_sum_q, log_sum_p, temperature, *kind)
+    label, divergence, mean_slope = all_reduce_no_grad(torch.stack([label, *parts]), axis)
+    sums = (log_sum, log_sum_q, log_sum_p, mean_slope)
+    grad = as_one_kernel(_slopes, logits, expected, *sums, share, temperature, *kind)
     grad.scatter_add_(1, at, (share - 1) * is_local.to(grad.dtype))
     return label - log_sum, divergence, grad
 
@@ -267,13 +276,47 @@ def _divergences(
     log_sum_p: Tensor,
     temperature: float,
     kind: Divergence,
+    mixture: float,
 ) -> Tensor:
-    """Return the contribution of these entries to the divergence, float32 [tokens]."""
+    """Return the contributions of these entries to the divergence and to Σ q · its derivative by q, float32 [2,
+    tokens]."""
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]
-    if kind == "forward_kl":
-        return (log_p.exp() * (log_p - log_q)).sum(1)
-    return (log_q.exp() * (log_q - log_p)).sum(1)
+    p, q = log_p.exp(), log_q.exp()
+    match kind:
+        case "forward_kl":
+            terms = p * (log_p - log_q)
+        case "generalized_jsd":
+            log_m = _log_mixture(log_p, log_q, mixture)
+            terms = mixture * p * (log_p - log_m) + (1 - mixture) * q * (log_q - log_m)
+        case "skewed_forward_kl":
+            terms = p * (log_p - _log_mixture(log_p, log_q, mixture))
+        case "skewed_reverse_kl":
+            terms = q * (log_q - _log_mixture(log_q, log_p, mixture))
+        case _:
+            terms = q * (log_q - log_p)
+    return torch.stack([terms.sum(1), (q * _derivative(log_p, log_q, kind, mixture)).sum(1)])
+
+
+def _derivative(log_p: Tensor, log_q: Tensor, kind: Divergence, mixture: float) -> Tensor:
+    """Return the derivative of the divergence by q, without a constant; 0 for forward_kl, whose slope is q − p."""
+    match kind:
+        case "forward_kl":
+            return torch.zeros_like(log_q)
+        case "generalized_jsd":
+            return (1 - mixture) * (log_q - _log_mixture(log_p, log_q, mixture))
+        case "skewed_forward_kl":
+            return (mixture - 1) * (log_p - _log_mixture(log_p, log_q, mixture)).exp()
+        case "skewed_reverse_kl":
+            difference = log_q - _log_mixture(log_q, log_p, mixture)
+            return difference - mixture * difference.exp()
+        case _:
+            return log_q - log_p
+
+
+def _log_mixture(log_a: Tensor, log_b: Tensor, mixture: float) -> Tensor:
+    """Return log(β · a + (1 − β) · b)."""
+    return torch.logaddexp(log_a + math.log(mixture), log_b + math.log1p(-mixture))
 
 
 def _slopes(
@@ -282,14 +325,21 @@ def _slopes(
     log_sum: Tensor,
     log_sum_q: Tensor,
     log_sum_p: Tensor,
-    divergence: Tensor,
+    mean_slope: Tensor,
     share: float,
     temperature: float,
     kind: Divergence,
+    mixture: float,
 ) -> Tensor:
-    """Return (1 − α) · q₁ + α · T · the derivative of the divergence by logits / T, where q₁ is q at temperature 1."""
+    """Return (1 − α) · q₁ + α · T · the derivative of the divergence by logits / T, where q₁ is q at temperature 1.
+
+    With g the divergence's derivative by q, the one by logits / T is q · (g − Σ q · g); the sum is `mean_slope`.
+    """
     log_q = logits.float() / temperature - log_sum_q[:, None]
     log_p = expected.float() / temperature - log_sum_p[:, None]
     q = log_q.exp()
-    slope = q - log_p.exp() if kind == "forward_kl" else q * (log_q - log_p - divergence[:, None])
+    if kind == "forward_kl":
+        slope = q - log_p.exp()
+    else:
+        slope = q * (_derivative(log_p, log_q, kind, mixture) - mean_slope[:, None])
     return (1 - share) * (logits.float() - log_sum[:, None]).exp() + share * temperature * slope

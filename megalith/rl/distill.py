@@ -403,7 +403,8 @@ class DistillationLoss(SummedLoss):
                 teacher = TopLogProbs(indices, tokens["logprobs"])
             else:
                 teacher = TeacherOutput(batch.teacher_hidden, *self._teacher.output, self._teacher.softcap)
-            target = TeacherTargets(teacher, distill.kd_ratio, distill.temperature, distill.divergence)
+            settings = (distill.kd_ratio, distill.temperature, distill.divergence, distill.mixture)
+            target = TeacherTargets(teacher, *settings)
             arguments = (tokens["weights"], target, vocab_size, softcap, scale)
             total, logprobs, divergences = linear_distillation(hidden, weight, labels, *arguments, **shard)
             return logprobs, divergences, total

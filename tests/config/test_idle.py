@@ -134,6 +134,10 @@ READ_WITH = {
         ("sft.packing=false", "sft.enabled=true"),
     "distill.teacher_or_logits":
         ("distill.kd_ratio=0.3", "distill.teacher=runs/large"),
+    "distill.divergence generalized_jsd":
+        ("distill.beta=0.3", "distill.divergence=generalized_jsd"),
+    "distill.divergence skewed_forward_kl or skewed_reverse_kl":
+        ("distill.skew=0.3", "distill.divergence=skewed_reverse_kl"),
     "distill.logits_dir":
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
     "dpo.enabled true":
@@ -224,7 +228,7 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
-    if need == "distill.logits_dir":
+    if need == "distill.logits_dir" or need.startswith("distill.divergence"):
         off = ["distill.teacher=runs/large"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]

@@ -34,14 +34,37 @@ def inputs():
     return hidden, weight, labels, weights, told, teacher
 
 
+KINDS = ("forward_kl", "reverse_kl", "generalized_jsd", "skewed_forward_kl", "skewed_reverse_kl")
+MIXTURE = 0.3
+
+
+def divergence_of(log_p, log_q, kind):
+    """GKD's and DistiLLM's formulas over the last dimension; TRL's generalized_jsd_loss with beta 0.3."""
+
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum(-1)
+
+    def mixed(a, b):
+        return (MIXTURE * a.exp() + (1 - MIXTURE) * b.exp()).log()
+
+    return {
+        "forward_kl": lambda: kl(log_p, log_q),
+        "reverse_kl": lambda: kl(log_q, log_p),
+        "generalized_jsd": lambda: (
+            MIXTURE * kl(log_p, mixed(log_p, log_q)) + (1 - MIXTURE) * kl(log_q, mixed(log_p, log_q))
+        ),
+        "skewed_forward_kl": lambda: kl(log_p, mixed(log_p, log_q)),
+        "skewed_reverse_kl": lambda: kl(log_q, mixed(log_q, log_p)),
+    }[kind]()
+
+
 def plain(hidden, weight, labels, weights, taught, softcap, bias):
     cap = lambda x, c: x if c is None else c * torch.tanh(x / c)  # noqa: E731
     z = cap(hidden @ weight[:VOCAB].T + bias[:VOCAB], softcap)
     by = taught.teacher
     t = cap(by.hidden @ by.weight[:VOCAB].T + by.bias[:VOCAB], by.softcap)
     q, p = (F.log_softmax(x / taught.temperature, -1) for x in (z, t))
-    into, of = (q, p) if taught.divergence == "forward_kl" else (p, q)
-    divergences = F.kl_div(into, of, log_target=True, reduction="none").sum(-1)
+    divergences = divergence_of(p, q, taught.divergence)
     entropies = F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(SHAPE)
     each = (1 - taught.share) * entropies + taught.share * taught.temperature**2 * divergences
     return (weights * each).sum(), -entropies, divergences
@@ -49,13 +72,13 @@ def plain(hidden, weight, labels, weights, taught, softcap, bias):
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("divergence", KINDS)
 def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature, softcap, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
     hidden, weight, labels, weights, told, teacher = inputs()
     bias, teachers = (torch.linspace(0, end, PADDED, requires_grad=end < 2) for end in (1, 2))
     taught = TeacherTargets(
-        TeacherOutput(told, teacher, teachers, softcap and 5.0), 0.7, temperature, divergence
+        TeacherOutput(told, teacher, teachers, softcap and 5.0), 0.7, temperature, divergence, MIXTURE
     )
     given = (hidden, weight, labels, weights, taught)
     found = linear_distillation(*given, VOCAB, softcap, torch.tensor(4.0), bias=bias)
@@ -95,13 +118,11 @@ def by_tail(z, p, k, temperature, divergence):
         torch.cat([x.gather(1, top), torch.where(others, x.exp(), 0.0).sum(1, keepdim=True).log()], 1)
         for x in (q, p)
     )
-    return (
-        log_p.exp() * (log_p - log_q) if divergence == "forward_kl" else log_q.exp() * (log_q - log_p)
-    ).sum(1)
+    return divergence_of(log_p, log_q, divergence)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("divergence", KINDS)
 def test_of_stored_log_probabilities_it_is_that_of_the_likeliest_and_a_tail(divergence, softcap, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)
     hidden, weight, labels, weights, told, teacher = inputs()
@@ -113,7 +134,7 @@ def test_of_stored_log_probabilities_it_is_that_of_the_likeliest_and_a_tail(dive
     torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(SHAPE))
     torch.testing.assert_close(logprobs[..., :5].flatten(0, 1), p.topk(5).values)
 
-    taught = TeacherTargets(TopLogProbs(indices, logprobs), 0.7, 1.5, divergence)
+    taught = TeacherTargets(TopLogProbs(indices, logprobs), 0.7, 1.5, divergence, MIXTURE)
     found = linear_distillation(hidden, weight, labels, weights, taught, VOCAB, softcap)
     z = (hidden @ weight[:VOCAB].T).flatten(0, 1)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -150,7 +171,7 @@ def of_a_shard(size: int, divergence: str, k: int | None) -> list[torch.Tensor]:
     if k is not None:
         logprobs, indices = linear_top_logprobs(told, teacher[own], k, VOCAB, None, 1.5, **shard)
         by = TopLogProbs(indices - own.start, logprobs)
-    taught = TeacherTargets(by, 0.4, 1.5, divergence)
+    taught = TeacherTargets(by, 0.4, 1.5, divergence, MIXTURE)
     part = weight.detach()[own].requires_grad_()
     found = linear_distillation(hidden, part, labels, weights, taught, VOCAB, **shard)
     found[0].backward()
@@ -158,7 +179,8 @@ def of_a_shard(size: int, divergence: str, k: int | None) -> list[torch.Tensor]:
 
 
 def test_over_a_vocabulary_in_shards_it_is_the_same(pool):
-    for given in (("forward_kl", None), ("reverse_kl", None), ("forward_kl", 15), ("reverse_kl", VOCAB)):
+    for given in (("forward_kl", None), ("reverse_kl", None), ("forward_kl", 15), ("reverse_kl", VOCAB),
+                  ("generalized_jsd", None), ("skewed_reverse_kl", 15)):  # fmt: skip
         one, ranks = of_a_shard(1, *given), pool.run(of_a_shard, 4, *given)
         for *found, _, _ in ranks:
             for a, b in zip(found, one):
