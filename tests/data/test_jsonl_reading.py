@@ -2,11 +2,12 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import zstandard
 
-from megalith.data.inputs.jsonl import LineBlock, read_blocks
+from megalith.data.inputs.jsonl import LineBlock, read_blocks, read_objects
 from megalith.data.inputs.sources import expand_inputs, read_texts
 from megalith.errors import DataError
 
@@ -120,8 +121,8 @@ def test_a_line_over_the_limit_is_refused_without_being_held_and_the_next_is_rea
 
 def test_a_line_just_at_the_limit_is_accepted():
     line = b'{"text": "0123456789"}'
-    assert not LineBlock("f", 1, 0, line, 0).parse(["text"], len(line))[1]
-    assert LineBlock("f", 1, 0, line, 0).parse(["text"], len(line) - 1)[1]
+    assert not LineBlock(Path("f"), 1, 0, line, 0).parse(["text"], len(line))[1]
+    assert LineBlock(Path("f"), 1, 0, line, 0).parse(["text"], len(line) - 1)[1]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -157,3 +158,22 @@ def test_inputs_that_are_missing_repeated_or_folders_are_refused(tmp_path):
         expand_inputs([tmp_path / "empty"])
     with pytest.raises(DataError, match="no input"):
         expand_inputs([])
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("a.csv", "write JSON Lines"),
+        ("a.csv.gz", "write JSON Lines"),
+        ("a.PDF", "write JSON Lines"),
+        ("a.docx", "write JSON Lines"),
+        ("a.zip", "extract the files"),
+        ("a.tar.gz", "extract the files"),
+        ("a.jsonl.bz2", "extract the files"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, name, advice):
+    path = write(tmp_path / name, b"PK\x03\x04\x80\n")
+    ending = ".tar" if ".tar" in name else f".{name.removesuffix('.gz').rpartition('.')[2].lower()}"
+    with pytest.raises(DataError, match=rf"line 1 .*\({ending} files are not supported: {advice}"):
+        list(read_objects(path))

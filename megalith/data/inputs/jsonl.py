@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from megalith.data.inputs.blocks import (
     reason_of,
     type_name,
 )
-from megalith.data.inputs.compression import read_pieces
+from megalith.data.inputs.compression import content_suffix, read_pieces
 from megalith.errors import DataError
 from megalith.remote import StorePath
 
@@ -118,12 +117,17 @@ def read_objects(
             offset += len(line) + 1
 
 
-OTHER_FORMATS = (".md", ".csv", ".tsv", ".html", ".xml")
+OTHER_FORMATS = (
+    ".md", ".rst", ".csv", ".tsv", ".html", ".xml", ".pdf", ".doc", ".docx", ".odt", ".epub", ".xlsx",
+)  # fmt: skip
+ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 
 
 def _other_format_hint(path: Path | StorePath) -> str:
     """Return advice for a file in a format that is not read, by its name's extension; "" for other extensions."""
-    ending = os.path.splitext(str(path))[1].lower()
+    ending = content_suffix(path)
+    if ending in ARCHIVES:
+        return f" ({ending} files are not supported: extract the files, or compress them with gzip or zstd)"
     if ending not in OTHER_FORMATS:
         return ""
     return f' ({ending} files are not supported: write JSON Lines, one {{"text": "…"}} per document, or .txt files)'
