@@ -10,13 +10,14 @@ default becomes a setting, or has no effect for a printed reason, or is an error
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalith.bridge.load import with_init_from
 from megalith.bridge.peft import ONLY
 from megalith.config import RunConfig
+from megalith.config.rl_tools import FACTORY
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
 from megalith.launch.launcher import this_process
@@ -47,12 +48,14 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path,
-        reward_funcs: str | RewardFunc | Sequence[str | RewardFunc],
+        reward_funcs: str | RewardFunc | Sequence[str | RewardFunc] | None = None,
         args: Mapping[str, Any] | object | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
         peft_config: Mapping[str, Any] | object | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[..., Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         **others: Any,
     ):
@@ -60,11 +63,13 @@ class GRPOTrainer:
 
         Args:
             model: folder of the weights.
-            reward_funcs: a reward or several, by name or as functions.
+            reward_funcs: a reward or several, by name or as functions; optional if the environment rewards.
             args: TRL's GRPOConfig or a dict of its fields.
             train_dataset: records with a `prompt`, such as a Hugging Face dataset.
             eval_dataset: records for evaluation, at the end and by `eval_strategy`.
             peft_config: PEFT's LoraConfig or a dict of its fields.
+            tools: functions that the policy may call (docs/agents.md).
+            environment_factory: class or function that makes environments, one per completion.
             settings: Megalith settings, such as {"parallel.tensor_model_parallel_size": 2}.
             others: further arguments of TRL's GRPOTrainer.
 
@@ -80,9 +85,15 @@ class GRPOTrainer:
                 f"model is a {type(model).__name__}; pass the folder of its weights, because the layout is chosen when "
                 "they are loaded"
             )
+        if isinstance(environment_factory, Mapping):
+            raise ConfigError(
+                f"environment_factory is a dict of {len(environment_factory)} environments, but all completions of a "
+                "run have the same kind; pass one class, which can choose by its record's columns in reset"
+            )
         if train_dataset is None:
             raise ConfigError("train_dataset is not set; GRPOTrainer needs records with prompts")
         self.reward_funcs, self.train_dataset = reward_funcs, list(train_dataset)
+        self.tools, self.environment_factory = list(tools or ()), environment_factory
         self.eval_dataset = None if eval_dataset is None else list(eval_dataset)
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
         translated = settings_of(args, len(self.train_dataset), this_process().world_size)
@@ -92,8 +103,12 @@ class GRPOTrainer:
             tree.setdefault(section, {})[key] = value
         is_single = isinstance(reward_funcs, str) or callable(reward_funcs)
         # Placeholders: train_grpo sets the functions' names.
-        names = ["reward_funcs"] * (1 if is_single else len(reward_funcs))
+        names = ["reward_funcs"] * (1 if is_single else len(reward_funcs or ()))
         tree.setdefault("rl", {}).update(prompts="train_dataset", reward_funcs=names)
+        if self.tools:
+            tree["rl"]["tools"] = [getattr(one, "__name__", "tool") for one in self.tools]
+        if environment_factory is not None:
+            tree["rl"]["environment"] = FACTORY
         config = RunConfig.from_tree(tree)
         if "data.seq_length" not in (settings or {}):
             config = limit_to_positions(config)
@@ -103,7 +118,14 @@ class GRPOTrainer:
     def train(self) -> TrainingResult:
         """Train to the end and return the result, with the metrics of the last evaluation. Raises like
         `megalith.grpo`."""
-        return train_grpo(self.config, self.reward_funcs, self.train_dataset, self.eval_dataset)
+        return train_grpo(
+            self.config,
+            self.reward_funcs,
+            self.train_dataset,
+            self.eval_dataset,
+            self.tools,
+            self.environment_factory,
+        )
 
 
 def limit_to_positions(config: RunConfig) -> RunConfig:

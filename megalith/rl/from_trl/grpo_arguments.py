@@ -30,6 +30,7 @@ OURS = [  # settings of `rl`, most of which have TRL's name
 TRANSLATED = (  # translated in grpo_settings.py
     "bf16", "ddp_timeout", "disable_dropout", "eval_steps", "eval_strategy", "fp16", "generation_batch_size",
     "gradient_accumulation_steps", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type",
+    "max_tool_calling_iterations",
     "model_init_kwargs", "multi_objective_aggregation", "num_train_epochs", "optim", "report_to", "run_name",
     "save_only_model", "save_steps", "save_strategy", "steps_per_generation", "use_cpu", "use_vllm",
     "vllm_enable_sleep_mode", "vllm_importance_sampling_cap", "vllm_mode", "vllm_server_base_url",
@@ -114,7 +115,7 @@ UNSUPPORTED_DEFAULTS: dict[str, object] = {  # unsupported arguments: only these
     "data_seed": None, "deepspeed": None, "eval_delay": 0, "eval_on_start": False, "fp16_full_eval": False,
     "fsdp": None, "fsdp_config": None, "full_determinism": False, "generation_kwargs": None, "greater_is_better": None,
     "ignore_data_skip": False, "label_names": None, "label_smoothing_factor": 0.0, "load_best_model_at_end": False,
-    "log_completions_hub_repo": None, "max_tool_calling_iterations": None, "metric_for_best_model": None,
+    "log_completions_hub_repo": None, "metric_for_best_model": None,
     "neftune_noise_alpha": None,
     "optim_args": None, "optim_target_modules": None, "parallelism_config": None, "prediction_loss_only": False,
     "push_to_hub": False, "remove_unused_columns": False, "repetition_penalty": 1.0,

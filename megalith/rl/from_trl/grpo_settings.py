@@ -317,6 +317,8 @@ def _others(values: dict[str, Any], arguments: Arguments) -> Settings:
         settings["runtime.device"] = "cpu"
     if values.get("disable_dropout"):
         settings |= {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}
+    if values.get("max_tool_calling_iterations") is not None:  # calls of tools between two turns
+        settings["rl.max_turns"] = values["max_tool_calling_iterations"] + 1
     if values.get("save_only_model"):
         settings["checkpoint.save_optim"] = False
     if "ddp_timeout" in arguments.changed:
