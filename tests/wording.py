@@ -59,17 +59,27 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+# Parsing, tokenizing and searching without case take most of the time: files without a candidate are left out.
+_MAY_BE_WORDS = {name: re.compile(pattern.replace(r"\b", "")) for name, pattern in WORDS.items()}
+_TEXTS = re.compile(
+    r'''"""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*'''
+)
+_MAY_BE_IDENTIFIERS = re.compile(rf"\b(?:{IDENTIFIERS.pattern})\b")
+_MAY_BE_DOCSTRINGS = re.compile(rf"""["']\s*(?:{"|".join(FIRST_WORDS)})\b""")
+
+
 def findings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (kind, place) of each word, identifier and docstring of a file that is counted."""
     source = path.read_text(encoding="utf-8")
-    for number, line in enumerate(source.splitlines(), start=1):
-        for name, pattern in WORDS.items():
-            for _ in re.finditer(pattern, line, re.IGNORECASE):
-                yield name, f"{path}:{number}: {line.strip()}"
-    for number, text in docstrings(source):
+    lines, lower, code = source.split("\n"), source.lower(), _TEXTS.sub(" ", source)
+    for name, pattern in WORDS.items():
+        for match in re.finditer(pattern, source, re.IGNORECASE) if _MAY_BE_WORDS[name].search(lower) else ():
+            number = source.count("\n", 0, match.start()) + 1
+            yield name, f"{path}:{number}: {lines[number - 1].strip()}"
+    for number, text in docstrings(source) if _MAY_BE_DOCSTRINGS.search(source) else ():
         if text.split(maxsplit=1)[0].rstrip(",:") in FIRST_WORDS:
             yield "docstrings", f"{path}:{number}: {text.splitlines()[0]}"
-    for number, name in identifiers(source):
+    for number, name in identifiers(source) if _MAY_BE_IDENTIFIERS.search(code) else ():
         if IDENTIFIERS.fullmatch(name) and (path.name, name) not in OF_LIBRARIES:
             yield "identifiers", f"{path}:{number}: {name}"
 
