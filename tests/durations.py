@@ -1,7 +1,7 @@
 """Recorded durations of tests: they order the files of a session and mark long tests.
 
-`pytest --store-durations` writes durations.json: seconds per test function, all its cases together. Run it on the whole
-suite after larger changes.
+`pytest --store-durations` writes durations.json: seconds per test function, all cases together that `make test` runs.
+Run it on the whole suite after larger changes. `python tests/durations.py` prints the sums of folders and files.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Durations:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Put the files that take longest first, and mark nine of ten cases of long tests."""
-        functions = {item: function_of(item.nodeid) for item in items}
+        functions = {item: function_of(item.nodeid) for item in items if not item.get_closest_marker("full")}
         files = Counter()
         for function in dict.fromkeys(functions.values()):  # in one order: all workers must get the same sums
             files[function.partition("::")[0]] += self.seconds(function)
-        items.sort(key=lambda item: -files[functions[item].partition("::")[0]])
+        items.sort(key=lambda item: -files[function_of(item.nodeid).partition("::")[0]])
         cases = Counter()
-        for item in items:
-            if self.seconds(function := functions[item]) >= LONG:
+        for item, function in functions.items():
+            if self.seconds(function) >= LONG:
                 cases[function] += 1
                 if cases[function] % 10:
                     item.add_marker("long")
@@ -70,3 +70,22 @@ class Durations:
             and (self._file.parent / name.partition("::")[0]).exists()
         }
         self._file.write_text(json.dumps(kept, indent=0) + "\n", "utf-8")
+
+
+def main() -> None:
+    """Print the recorded seconds of each folder and of its files, the longest first."""
+    folders, files = Counter(), Counter()
+    for function, seconds in json.loads(FILE.read_text("utf-8")).items():
+        file = function.partition("::")[0]
+        files[file] += seconds or 0.0
+        folders[str(Path(file).parent)] += seconds or 0.0
+    print(f"{sum(folders.values()):7.0f} s of tests that take {STORED} s or more, over all workers")
+    for folder, total in folders.most_common():
+        print(f"{total:7.0f} {folder}")
+        for file, seconds in files.most_common():
+            if str(Path(file).parent) == folder and seconds >= LONG:
+                print(f"{seconds:15.0f} {Path(file).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,11 @@ from durations import LONG, Durations
 
 
 class Item:
-    def __init__(self, nodeid: str):
-        self.nodeid, self.marks = nodeid, []
+    def __init__(self, nodeid: str, *marks: str):
+        self.nodeid, self.marks = nodeid, [*marks]
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
 
     def add_marker(self, mark: str) -> None:
         self.marks.append(mark)
@@ -39,6 +42,15 @@ def test_nine_of_ten_cases_of_a_long_test_are_marked(tmp_path):
     long, short = [Item(f"tests/a.py::test_long[{n}]") for n in range(20)], Item("tests/a.py::test_short")
     plugin.pytest_collection_modifyitems([*long, short])
     assert sum(item.marks == ["long"] for item in long) == 18 and not short.marks
+
+
+def test_cases_of_make_test_all_are_neither_counted_nor_marked(tmp_path):
+    plugin = durations(tmp_path, {"a.py::test_long": LONG, "a.py::test_full": 9.0, "b.py::test": LONG + 1})
+    items = [Item(f"tests/a.py::test_long[{n}]", *["full"] * (n == 0)) for n in range(11)]
+    items += [Item("tests/a.py::test_full", "full"), Item("tests/b.py::test")]
+    plugin.pytest_collection_modifyitems(items)
+    assert items[0].nodeid == "tests/b.py::test" and items[1].marks == items[-1].marks == ["full"]
+    assert [item.marks for item in items[2:-1]] == [["long"]] * 9 + [[]]
 
 
 def test_durations_of_all_cases_and_phases_are_stored(tmp_path):
