@@ -229,6 +229,7 @@ TINY = (
 )
 
 
+@pytest.mark.full
 def test_a_workload_is_trained_in_layouts_and_compared_with_a_sharded_peer(bench, tmp_path, monkeypatch):
     layouts = "one", "dp=2,data_parallel_sharding_strategy=optim"
     peer = "fsdp2:eager,never,micro=1"
@@ -248,6 +249,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it
     assert "the peer liger needs liger-kernel; run: pip install liger-kernel" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_fine_tuning_is_measured(bench):
     text = bench("finetune", "tiny", "--runs", *RUNS, "--micro", 1, *TINY, "data.seq_length=96")
     assert "failed" not in text, text
@@ -255,6 +257,7 @@ def test_fine_tuning_is_measured(bench):
         assert ratio in text
 
 
+@pytest.mark.full
 def test_grpo_is_measured_by_phase(bench):
     sizes = "--nproc 1 --prompts 2 --generations 2 --prompt 4 --tokens 12 --packed 24 --micro 1 --steps 3 --spread"
     settings = (

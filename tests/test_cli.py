@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from bos_tokenizer import bos_tokenizer
+from default_cases import by_default
 from forked import run
 from transformers import PreTrainedTokenizerFast
 
@@ -350,7 +351,7 @@ def processor_seconds(command):
     return min(used)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("words", by_default([["--help"], ["train", "--help"]], ["train", "--help"]))
 def test_help_takes_little_more_than_the_packages_that_it_needs(words):
     """The limit is a multiple of importing pydantic and PyYAML, because the speed of machines differs by a factor of
     two. The whole takes 2.3 times as long as that; importing torch would add ten times as much."""

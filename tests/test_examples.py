@@ -12,6 +12,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from default_cases import in_full
 
 import megalith
 from megalith.cli.main import main
@@ -43,6 +44,7 @@ def test_the_loop_by_hand_trains_saves_and_goes_on_under_torchrun(tmp_path):
     assert (tmp_path / "saved" / "step_00000010" / "manifest.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_accelerate_example_runs_by_the_commands_that_it_names(tmp_path):
     lines = (EXAMPLES / "accelerate" / "train.py").read_text().splitlines()
@@ -95,7 +97,7 @@ def own_model(folder: Path, parallel: megalith.ParallelConfig, saves: bool) -> l
     return own.train(optimizer, mesh, range(megalith.load_checkpoint(folder, optimizer).step, 12))
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", in_full("optim")])
 def test_a_model_of_ones_own_equals_one_process_and_loads_in_any_layout(pool, tmp_path, strategy):
     plain = megalith.ParallelConfig()
     spread = megalith.ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy=strategy)
@@ -150,6 +152,7 @@ GALLERY = {
 }
 
 
+@pytest.mark.full
 def test_the_run_files_of_the_gallery_train_and_fit_their_processes(tmp_path, monkeypatch):
     """One after the other, for most begin from the run of one before."""
     (tmp_path / "examples").symlink_to(EXAMPLES)

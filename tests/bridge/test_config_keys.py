@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from config_fuzz import MODELS, Fuzzed
+from default_cases import in_full
 from models.reference import random_parameters
 
 import megalith
@@ -28,9 +29,9 @@ def test_every_key_changes_both_functions_alike_or_is_refused(name: str, tmp_pat
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("llama", EACH),
+        in_full("llama", EACH),
         ("gemma3", (*EACH, "attn_logit_softcapping", "rope_local_base_freq")),
-        ("gpt2", ("num_attention_heads", "num_hidden_layers", "is_causal", "embd_pdrop")),
+        in_full("gpt2", ("num_attention_heads", "num_hidden_layers", "is_causal", "embd_pdrop")),
         ("olmoe", ("sliding_window", "num_local_experts", "clip_qkv")),
     ],
 )

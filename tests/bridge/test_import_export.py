@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models.reference import CASES, VOCAB, random_reference
+from default_cases import by_default
+from models.reference import CASES, MECHANISMS, VOCAB, first_of_each_kind, random_reference
 from safetensors.torch import load_file, save_file
 
 import megalith
@@ -36,7 +37,7 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
     assert [name for name in a if not same_bits(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(CASES, *first_of_each_kind()))
 def test_there_and_back_is_bitwise_with_the_same_names_and_configuration(
     name: str, hf_folder: Folder, tmp_path: Path
 ) -> None:
@@ -48,7 +49,8 @@ def test_there_and_back_is_bitwise_with_the_same_names_and_configuration(
         assert json.loads((out / file).read_text()) == json.loads((source / file).read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+# models/test_against_transformers.py has the logits of every family by default.
+@pytest.mark.parametrize("name", by_default(CASES, *MECHANISMS[::2]))
 def test_both_load_as_the_same_function_and_generate_the_same_text(
     name: str, hf_folder: Folder, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from default_cases import by_default, cases_that_run
 from init_from_job import base_of, begin, export_from, hashed, reads
 from models.reference import CASES, VOCAB, random_reference
 from safetensors.torch import load_file
@@ -64,12 +65,18 @@ STORED = [
     "deepseek-v3",  # latent attention, a dense layer, shared experts
 ]
 READ = [(name, "tp2-pp2") for name in STORED] + [("llama, biases", "tp2-sp-dp2-zero3")]
+READ_BY_DEFAULT = (
+    READ[-1],
+    *((name, "tp2-pp2") for name in ("bloom", "gemma2", "phi3, window", "mixtral", "deepseek-v3")),
+)
 
 
 @pytest.fixture(scope="module")
-def written(pool, hf_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
+def written(pool, hf_folder, request, tmp_path_factory) -> dict[tuple[str, str], Path]:
     """Each folder loaded in a layout, saved as a checkpoint by all ranks, and exported."""
-    folders = {case: tmp_path_factory.mktemp("written") for case in READ}
+    folders = {
+        case: tmp_path_factory.mktemp("written") for case in cases_that_run(request, READ, "name", "layout")
+    }
     cases = {
         (name, layout): (run_config(hf_folder(name), folder / "run", LAYOUTS[layout]), folder / "out")
         for (name, layout), folder in folders.items()
@@ -78,7 +85,7 @@ def written(pool, hf_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
     return folders
 
 
-@pytest.mark.parametrize(("name", "layout"), READ)
+@pytest.mark.parametrize(("name", "layout"), by_default(READ, *READ_BY_DEFAULT))
 def test_any_layout_reads_its_slices_and_writes_the_same_bits_back(
     written, hf_folder, name: str, layout: str
 ) -> None:

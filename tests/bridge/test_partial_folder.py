@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from default_cases import by_default
 
 from megalith import io
 from megalith.bridge.partial import MARK, PartialFolder
@@ -47,7 +48,7 @@ def killed(work, at: int) -> bool:
         os._exit(0)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", by_default([True, False], False))
 def test_a_kill_at_any_moment_loses_nothing_and_the_next_conversion_mends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models.reference import CASES
+from default_cases import by_default
+from models.reference import CASES, first_of_each_kind
 from transformers.models.auto import modeling_auto as auto
 
 from megalith.bridge.exporter import _config_json
@@ -163,7 +164,7 @@ def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
         family_named_by("llama").read_config(theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(CASES, *first_of_each_kind()))
 def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name: str) -> None:
     """Each key of the class's defaults is removed in turn; missing sizes are reported."""
     family = family_named_by(name)

@@ -33,6 +33,7 @@ def environment():
     s3.stop()
 
 
+@pytest.mark.full
 def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, pool, corpus, tmp_path):
     url, here = "s3://bucket/runs/gpt", tmp_path / "here"
     for ending in (".bin", ".idx"):

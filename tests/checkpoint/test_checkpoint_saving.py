@@ -8,6 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from default_cases import by_default
 
 from megalith.checkpoint import (
     Extent,
@@ -80,8 +81,9 @@ print(event_number, "kills")
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("scenario", ["next step", "same step"])
+@pytest.mark.parametrize("scenario", by_default(["next step", "same step"], "next step"))
 @pytest.mark.fault(2)
 def test_a_save_killed_at_any_moment_leaves_a_whole_step(tmp_path, scenario):
     done = forked.run(["-c", KILLED_SAVES, scenario, tmp_path / "run"])

@@ -1,9 +1,11 @@
 """From YAML and the command line to a configuration: what is taken, and what is refused in which words."""
 
+import itertools
 import re
 
 import pytest
 import yaml
+from default_cases import by_default
 
 from megalith.config import RunConfig
 from megalith.config.aliases import OTHER_FORMATS, OTHER_NAMES
@@ -129,9 +131,10 @@ def test_megatrons_spellings_of_activation_and_norm_are_ours():
     assert (config.model.activation, config.model.layernorm_zero_centered_gamma) == ("squared_relu", True)
 
 
-@pytest.mark.parametrize(
-    "name, reduced", [*((name, False) for name in PRESETS), *((name, True) for name in list(PRESETS)[::10])]
-)
+RESOLVED = [*((name, False) for name in list(PRESETS)[::8]), *((name, True) for name in list(PRESETS)[::20])]
+
+
+@pytest.mark.parametrize("name, reduced", by_default(itertools.product(PRESETS, [False, True]), *RESOLVED))
 def test_the_resolved_configuration_loads_to_itself(load, name, reduced):
     words = [
         "--model.num_layers",

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from default_cases import in_full
 
 from megalith.data import greedy
 from megalith.data.blend import BlendedDataset, build_datasets, parse_data_path
@@ -50,7 +51,9 @@ def write(folder, name, documents, length=20):
     return str(folder / name)
 
 
-@pytest.mark.parametrize("block, warm_up", [(4096, 8), (64, 0), (64, 1), (64, 8), (50, 100)])
+@pytest.mark.parametrize(
+    "block, warm_up", [in_full(4096, 8), (64, 0), in_full(64, 1), (64, 8), in_full(50, 100)]
+)
 def test_order_equals_the_plain_loop_for_any_block_and_guess(monkeypatch, block, warm_up):
     monkeypatch.setattr(greedy, "BLOCK", block)
     monkeypatch.setattr(greedy, "WARM_UP", warm_up)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bos_tokenizer import bos_tokenizer
+from default_cases import by_default
 
 from megalith.config.data import DataConfig
 from megalith.config.rl import DpoConfig, SftConfig
@@ -174,7 +175,7 @@ UNBOUNDED = {
 }
 
 
-@pytest.mark.parametrize("source", UNBOUNDED)
+@pytest.mark.parametrize("source", by_default(UNBOUNDED, *(s for s in UNBOUNDED if UNBOUNDED[s][0] != "5")))
 def test_a_template_is_bounded_in_time_and_memory(source):
     template = ChatTemplate("{% if messages[0].content == 'bad' %}" + source + "{% endif %}fine", {})
     with pytest.raises(ValueError, match=UNBOUNDED[source]):
@@ -238,7 +239,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", by_default(BAD, *list(BAD)[::2], "no JSON"))
 def test_a_bad_sample_is_named_by_file_line_and_number_or_counted(folder, case):
     record, reason = BAD[case]
     tokenizer = tokenizer_with(folder, PLAIN)

@@ -1,11 +1,13 @@
 """Turns of the assistant in the text of templates that render a message differently depending on what follows it."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+from default_cases import by_default
 from test_chat_data import read
 
 from megalith.data.chat.chat_template import ChatTemplate
@@ -112,9 +114,18 @@ def tokenizer_with(folder: Path, template: str):
     return tokenizer
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+# Each template with two conversations, each conversation with at least two templates.
+PAIRS = list(itertools.product(TEMPLATES, CONVERSATIONS))
+CHOSEN = [
+    *PAIRS[::3],
+    ("a prompt inside the loop", "text like the prompt's"),
+    ("channels and another end", "system"),
+]
+
+
+@pytest.mark.parametrize(("template", "messages"), by_default(PAIRS, *CHOSEN))
 def test_turns_without_marks_are_those_of_transformers_by_marks(folder, template, messages):
+    template, messages = TEMPLATES[template], CONVERSATIONS[messages]
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = theirs.apply_chat_template(
@@ -134,9 +145,12 @@ def test_turns_without_marks_are_those_of_transformers_by_marks(folder, template
     assert stock["input_ids"] == expected["input_ids"]
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize(
+    "template",
+    by_default(TEMPLATES, "a prompt that opens reasoning", "channels and another end", "empty reasoning"),
+)
 def test_a_completion_begins_behind_its_header(folder, template):
-    messages = CONVERSATIONS["two turns"]
+    template, messages = TEMPLATES[template], CONVERSATIONS["two turns"]
     record = {"prompt": messages[:3], "completion": messages[3:]}
     by_turn = read(tokenizer_with(folder, plain(template)), record)
     whole = read(tokenizer_with(folder, plain(template)), record, assistant_only_loss=False)
@@ -194,11 +208,16 @@ def learned(tokenizer, samples) -> str:
     return tokenizer.decode(samples.tokens[samples.learned].tolist())
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "train_on_turn", "loss", "masked"])
+MARKED = {"turns": PLAIN, "marks": BY_MARKS, "marks in parts": TWICE_MARKED}
+KEYS = ["weight", "train", "training", "train_on_turn", "loss", "masked"]
+
+
 @pytest.mark.parametrize(
-    "template", [PLAIN, BY_MARKS, TWICE_MARKED], ids=["turns", "marks", "marks in parts"]
+    ("template", "key"),
+    by_default(itertools.product(MARKED, KEYS), *zip(MARKED, KEYS), ("turns", "masked")),
 )
 def test_a_message_of_weight_0_is_read_and_not_learned(folder, template, key):
+    template = MARKED[template]
     tokenizer = tokenizer_with(folder, template)
     messages = turns("x", "bad answer", "z", "w")
     whole = read(tokenizer, {"messages": messages})

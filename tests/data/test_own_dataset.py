@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from default_cases import in_full
 from layout_job import build
 from page_trials import fences
 from trained_runs import comparable, losses, stored
@@ -60,11 +61,12 @@ def train_straight_and_resumed(folder, dataset, layout, data):
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "function"),
     [
-        pytest.param("text_data.py", "lines", marks=pytest.mark.full),
-        ("tensor_data.py", "pairs"),
+        in_full("text_data.py", "lines"),
+        in_full("tensor_data.py", "pairs"),
         ("stream_data.py", "counting"),
     ],
 )

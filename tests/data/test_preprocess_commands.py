@@ -25,6 +25,7 @@ def run(name, *arguments):
     return run_command(parser.parse_args([str(argument) for argument in arguments]))
 
 
+@pytest.mark.full
 def test_from_corpus_to_dataset(tmp_path, capsys):
     assert run("corpus", "--output", tmp_path / "corpus.jsonl") == 0
     lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()[:40]

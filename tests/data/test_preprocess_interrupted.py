@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from default_cases import by_default
 
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing.preprocess import preprocess
@@ -69,7 +70,7 @@ def assert_nothing_looks_whole(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", by_default([0, 1], 0))
 def test_a_killed_run_leaves_no_dataset_and_no_worker(start, tmp_path, workers):
     process = start(workers)
     process.kill()

@@ -128,8 +128,9 @@ def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_
     check_launched(tmp_path, "accelerate.commands.launch", *options, str(SCRIPT), "2,1")
 
 
+@pytest.mark.full  # the launches before this one show the same in processes that are forked
 @pytest.mark.processes
-@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("trains", [False, True])
 def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_type(tmp_path, trains):
     """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing.
 

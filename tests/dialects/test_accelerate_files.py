@@ -79,7 +79,8 @@ class Harm:
         return print, ("this was run",)
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full  # test_accelerate_saving.py saves and loads in two processes by default
+@pytest.mark.parametrize("more", [False, True])
 def test_the_guides_files_do_not_depend_on_zero_and_experts_and_any_layout_goes_on_from_them(
     pool, tmp_path, capsys, more
 ):

@@ -1,6 +1,7 @@
 """What a loop over Accelerate may do with a prepared model, beside plain PyTorch's answer."""
 
 import copy
+import itertools
 import runpy
 import sys
 from functools import partial
@@ -26,6 +27,7 @@ from accelerate_job import (
     stacked,
     train,
 )
+from default_cases import by_default
 from test_accelerate_loaders import replicas
 from test_accelerate_process import exchanged, tracked
 from test_accelerate_steps import with_own_loss
@@ -98,8 +100,14 @@ def of_transformers(kind, where):
     return loss.detach(), nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "opt"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    by_default(
+        itertools.product(["gpt2", "llama", "mixtral", "opt"], WHERE),
+        *(("llama", where) for where in WHERE),
+        *((kind, "both") for kind in ("gpt2", "mixtral", "opt")),
+    ),
+)
 def test_padding_has_transformers_loss_and_gradient(kind, where):
     padded_gradient(kind, where, dict(num_micro_batches=2), of_transformers(kind, where))
 
@@ -113,10 +121,10 @@ PADDED_LAYOUTS = {
 }
 
 
-def test_padding_has_transformers_loss_and_gradient_in_two_processes(pool):
+@pytest.mark.parametrize("name", by_default(PADDED_LAYOUTS, "CP2"))
+def test_padding_has_transformers_loss_and_gradient_in_two_processes(pool, name):
     cases = {
-        (name, where): ("llama", where, layout, of_transformers("llama", where))
-        for name, layout in PADDED_LAYOUTS.items()
+        where: ("llama", where, PADDED_LAYOUTS[name], of_transformers("llama", where))
         for where in WHERE
         if "CP2" not in name or where not in ("holes", "counted")
     }
@@ -384,6 +392,7 @@ def together(wanted, folder, cases):
     assert losses[-1] < losses[0] - 0.5, losses
 
 
+@pytest.mark.full
 def test_two_processes(pool, tmp_path, monkeypatch):
     """One job: importing transformers takes a rank as long as five cases."""
     wanted = reference("llama", steps=2 * STEPS)

@@ -18,6 +18,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from accelerate_job import adamw, close, fresh_accelerator, model_of, prepared, samples, stacked
+from default_cases import by_default
 from test_accelerate_commands import plain_script
 from torch import nn
 
@@ -77,8 +78,13 @@ def called_by_the_main_process(folder, name, then):
     model(**next(iter(loader))) if then == "the prepared model" else accelerator.wait_for_everyone()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "name, then", [("unwrap_model", "wait_for_everyone"), ("get_state_dict", "the prepared model")]
+    "name, then",
+    by_default(
+        [("unwrap_model", "wait_for_everyone"), ("get_state_dict", "the prepared model")],
+        ("get_state_dict", "the prepared model"),
+    ),
 )
 def test_a_collective_that_the_main_process_calls_alone_ends_with_a_sentence(pool, tmp_path, name, then):
     before = time.monotonic()

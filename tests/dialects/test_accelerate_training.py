@@ -1,7 +1,10 @@
 """Accelerate's loops on Megalith give the losses, gradients and weights of plain PyTorch in one process."""
 
+import itertools
+
 import pytest
 from accelerate_job import BATCH, checked, reference
+from default_cases import by_default
 
 KINDS = ("gpt2", "llama", "mixtral")
 # The blocks of Accelerate's guide.
@@ -38,8 +41,10 @@ LAYOUTS = {
 GRADIENT = dict(optimizer="sgd", steps=1)  # its step has nothing else in it
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "accumulation"),
+    by_default(itertools.product(KINDS, [1, 4]), ("llama", 4)),
+)
 def test_one_process_is_plain_pytorch(kind, accumulation):
     wanted, gradient = reference(kind, accumulation), reference(kind, accumulation, clip=0.0, **GRADIENT)
     for layout in LAYOUTS[1].values():

@@ -12,6 +12,7 @@ import torch
 import transformers
 import vllm_stand_in
 import yaml
+from default_cases import by_default
 from engine_stand_ins import served
 from oumi_job import SIZES, gsm8k, quick_start, tiny_llama, write_letters
 from safetensors.torch import load_file
@@ -92,11 +93,11 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
 
 
 def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict[str, float]]:
-    """Losses and gradient norms of three steps, in fp32, judged by length; and what is said of data.validation."""
+    """Losses and gradient norms of two steps, in fp32, judged by length; and what is said of data.validation."""
     words = [
         *SIZES,
         *JUDGED,
-        "--training.max_steps=3",
+        "--training.max_steps=2",
         "--training.learning_rate=1e-3",
         f"--data.train.datasets[0].dataset_path={folder}/gsm8k",
         f"--data.validation.datasets=[{{dataset_name: gsm8k, dataset_path: {folder}/gsm8k, split: held_out, "
@@ -110,13 +111,14 @@ def losses(folder: str, path: Path, world: int) -> tuple[list[list[float]], dict
     mesh = build_mesh(config.parallel, world, "cpu")
     run = Run(config, tokenizer, mesh, torch.device("cpu"), task)
     with run.data.train_loader(0, 0, run.device) as batches:
-        found = [run.train_step(batches) for _ in range(3)]
+        found = [run.train_step(batches) for _ in range(2)]
     figures = task.evaluate(run, lambda done, total: None, lambda: None)
     task.close()
     del figures["seconds"]
     return [[float(step.loss), float(step.grad_norm)] for step in found], figures
 
 
+@pytest.mark.full
 def test_tp2_pp2_and_one_process_are_the_same_run(home, pool):
     steps, judged = losses(str(home), quick_start(home, "one"), 1)
     one = np.array(steps)
@@ -163,7 +165,7 @@ def with_engine(folder: Path, **kwargs) -> Path:
     return path
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", by_default([1, 2], 2))
 def test_a_server_that_the_file_names_samples(here, capsys, servers):
     """Weights by gloo, of a Llama whose stand-in is made of the policy's own config.json."""
     config = json.loads((here / "llama" / "config.json").read_text())

@@ -30,11 +30,12 @@ def watched(output, **settings) -> list[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.fault(4)
 def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     output = tmp_path / "run"
     running = Ranks(watched(output), 2, tmp_path / "log")
-    until(lambda: len(steps(output)) >= 100, "step 100")  # the watch has looked several times
+    until(lambda: len(steps(output)) >= 40, "step 40")  # the watch has looked several times
     running.send(signal.SIGSTOP, [1])
     stopped = time.monotonic()
     running.processes[0].join(collective_timeout(timedelta(seconds=TIMEOUT)).total_seconds())

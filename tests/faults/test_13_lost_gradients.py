@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from default_cases import by_default
 from ranks import Ranks, events, records, stored, words
 
 from megalith.config import ModelConfig
@@ -56,7 +57,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, "data, sharded"))
 @pytest.mark.fault(13)
 def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, layout):
     output = tmp_path / "run"
@@ -95,7 +96,7 @@ def test_the_run_ends_after_so_many_lost_steps_in_a_row(tmp_path):
     assert len(events(output, "lost_step")) == 1
 
 
-@pytest.mark.parametrize(("times", "kind"), [(1, "transient"), (99, "lasting")])
+@pytest.mark.parametrize(("times", "kind"), by_default([(1, "transient"), (99, "lasting")], (1, "transient")))
 def test_a_step_repeated_tells_a_passing_fault_from_a_lasting_one(tmp_path, times, kind):
     output, clean = tmp_path / "run", tmp_path / "clean"
     again = dict(train__train_iters=6, runtime__rerun_bad_steps=True)

@@ -67,6 +67,7 @@ def test_without_a_checkpoint_from_before_it_the_run_goes_on_and_says_so(tmp_pat
     assert event["step"] == SPIKE and "no earlier checkpoint" in event["text"]
 
 
+@pytest.mark.full
 @pytest.mark.fault(14)
 def test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left(tmp_path, monkeypatch):
     output, inner, begun = tmp_path / "run", Run.gradients, []

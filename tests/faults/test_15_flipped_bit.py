@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from default_cases import by_default
 from ranks import Ranks, saved, words
 
 from megalith.training.run_state import Run
@@ -21,7 +22,7 @@ def flip(rank: int) -> None:
     Run.train_step = train_step
 
 
-@pytest.mark.parametrize("copies", ["data parallel", "hybrid"])
+@pytest.mark.parametrize("copies", by_default(["data parallel", "hybrid"], "data parallel"))
 @pytest.mark.fault(15)
 def test_the_rank_with_other_weights_is_named_and_nothing_of_it_is_saved(tmp_path, copies):
     output = tmp_path / "run"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from default_cases import by_default
 from forked import Forked
 from ranks import Ranks, events, saved, steps, stored, until, words
 
@@ -18,7 +19,7 @@ GRACE = 30.0  # seconds that a scheduler leaves
 LONG = dict(train__eval_iters=100_000, train__eval_interval=70_000)  # an evaluation would take an hour
 
 
-@pytest.mark.parametrize(("number", "code"), STOPS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("number", "code"), by_default(STOPS, STOPS[0]), ids=str)
 @pytest.mark.fault(16)
 def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_on_bitwise(
     tmp_path, number, code
@@ -83,6 +84,7 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     assert again.end() == [20] and "resuming from" in again.text()
 
 
+@pytest.mark.full
 def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

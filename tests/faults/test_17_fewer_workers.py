@@ -106,6 +106,7 @@ def test_the_global_batch_is_kept_or_the_size_refused(size):
         check_training(config, size)
 
 
+@pytest.mark.full
 def test_states_of_a_job_in_two_sizes_are_one_run(tmp_path):
     """Two ranks, then one, then two: the run of one rank alone, up to rounding."""
     output = tmp_path / "run"

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from default_cases import by_default, cases_that_run
 from storage_job import ZERO1, run_config, save_steps, started
 
 from megalith.checkpoint.files import file_record
@@ -99,17 +100,23 @@ def load_and_refuse(whole_run, damaged_step) -> tuple[tuple[int, list[str]], str
 
 
 @pytest.fixture(scope="module")
-def outcomes(pool, saved, tmp_path_factory) -> dict[str, list]:
+def outcomes(pool, saved, request, tmp_path_factory) -> dict[str, list]:
     """What the ranks load of a damaged run, and why they refuse its damaged step, by the damage."""
     cases = {}
-    for name, (damage, _) in DAMAGES.items():
+    for name in cases_that_run(request, DAMAGES, "name"):
+        damage, _ = DAMAGES[name]
         folder = damaged(saved, tmp_path_factory.mktemp("damaged"), damage)
         step = folder / "checkpoints" / "step_00000002"
         cases[name] = [run_config(folder / "out", ZERO1, load=path) for path in (folder, step)]
     return pool.run_cases(load_and_refuse, cases, size=2)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        DAMAGES, "a bit of a header", "truncated", "deleted", "two ranks' files swapped", "the manifest"
+    ),
+)
 @pytest.mark.fault(6)
 def test_all_ranks_leave_a_damaged_step_for_the_one_before_and_name_the_file(outcomes, name):
     (first, sentence), (second, other) = outcomes[name]

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from default_cases import by_default
 from storage_job import TP2, run_config, save_on_a_bad_disk, save_steps
 
 import megalith
@@ -48,7 +49,7 @@ def entries(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("async_save", by_default([False, True], True), ids=["at once", "in the background"])
 def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_error(
     pool, disk, tmp_path, async_save
 ):
@@ -67,7 +68,7 @@ def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_err
         assert step_problems(folder) == []
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("async_save", by_default([False, True], False), ids=["at once", "in the background"])
 @pytest.mark.fault(7)
 def test_when_one_rank_cannot_write_all_of_them_learn_which_and_why(pool, tmp_path, async_save):
     pool.run(save_steps, run_config(tmp_path, TP2), 1, size=2)

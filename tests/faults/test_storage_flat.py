@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from default_cases import by_default
 from storage_job import ZERO1, run_config, started, train
 
-SAVES = int(os.environ.get("MEGALITH_SAVES", 30))
+SAVES = int(os.environ.get("MEGALITH_SAVES", 20))
 # an old step may just be going
 COME_AND_GO = {"descriptors": 3, "threads": 0, "entries": 6, "memory": 4_000_000}
 
@@ -41,7 +42,7 @@ def save_often(config, saves: int) -> list[dict[str, int]]:
     return measured
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("async_save", by_default([False, True], True), ids=["at once", "in the background"])
 @pytest.mark.fault(26)
 def test_disk_descriptors_threads_and_memory_stay_flat_over_many_saves(pool, tmp_path, async_save):
     config = run_config(tmp_path, ZERO1, async_save=async_save, keep_last=2)

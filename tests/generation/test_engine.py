@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from default_cases import in_full
 from generation.brief_training import LLAMA, chains, scored, trained_model
 from generation.engine_job import EXPERTS, PROMPTS, SAMPLING, from_a_trainer, in_shares, over_tensor_ranks
 
@@ -27,7 +28,7 @@ CHAINS = [row[:length].tolist() for row, length in zip(chains(12, 40, 99), LENGT
 DRAWN = Sampling(max_new_tokens=24, temperature=0.8, seed=11, stop=(3,))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma"])
+@pytest.fixture(scope="module", params=["llama", in_full("gemma")])
 def trained(request):
     return trained_model(steps=24, **(GEMMA if request.param == "gemma" else {}))
 
@@ -233,8 +234,13 @@ LAYOUTS = {  # settings of model and parallel, and whether tensors travel
 }
 
 
-def test_an_engine_has_a_trainers_weights_to_the_bit_whatever_its_layout(pool):
-    cases = {name: (LLAMA | model, parallel) for name, (model, parallel, _) in LAYOUTS.items()}
+@pytest.mark.parametrize(
+    "names",
+    [["tp2-pp2", "ep2", "zero3"], in_full(["tp2-sp", "tp2-zero1", "tp2-etp2", "cp2", "mtp"])],
+    ids="+".join,
+)
+def test_an_engine_has_a_trainers_weights_to_the_bit_whatever_its_layout(pool, names):
+    cases = {name: (LLAMA | LAYOUTS[name][0], LAYOUTS[name][1]) for name in names}
     expected: dict[bool, list[list[int]]] = {}
     for name, ranks in pool.run_cases(from_a_trainer, cases).items():
         _, _, travels = LAYOUTS[name]

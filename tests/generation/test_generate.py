@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from models.reference import CASES, VOCAB, reference_and_ours
+from default_cases import by_default
+from models.reference import CASES, MECHANISMS, VOCAB, reference_and_ours
 
 from megalith.errors import ConfigError
 from megalith.generation.sampling import generate
@@ -18,7 +19,7 @@ def model():
     return reference_and_ours("qwen3")[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(CASES, *MECHANISMS[1::2]))
 def test_greedy_is_that_of_transformers_on_the_same_weights(name):
     reference, ours = reference_and_ours(name)
     # The families' windows are of 11: the first leaves them behind as it goes, the second at once.

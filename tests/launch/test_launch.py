@@ -114,6 +114,7 @@ def test_a_machine_whose_rank_dies_before_they_are_connected_is_named_by_the_oth
     )
 
 
+@pytest.mark.full
 def test_torchrun_starts_the_same_worker(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     result = start(tmp_path, "raise", torchrun)

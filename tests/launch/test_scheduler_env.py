@@ -114,6 +114,7 @@ log: {layout_report: false, log_interval: 1}
 """
 
 
+@pytest.mark.full
 def test_two_pods_of_a_pytorchjob_train_together(tmp_path, monkeypatch):
     """Each with the environment that the operator gives it: RANK is its own, WORLD_SIZE is that of all processes."""
     monkeypatch.chdir(tmp_path)

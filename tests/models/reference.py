@@ -343,6 +343,22 @@ def saved_tensors(reference: nn.Module) -> dict[str, torch.Tensor]:
         return load_file(Path(folder) / "model.safetensors")
 
 
+# One case of each mechanism: positions, masks, norms, projections, experts, other mixers.
+MECHANISMS = (
+    "gpt2, untied", "llama3 rope", "yarn rope", "bloom", "mistral, window", "smollm3", "gemma3",
+    "phi3, short of longrope", "stablelm, side by side", "gpt-j", "opt", "mixtral", "cohere2", "gpt-oss", "deepseek-v3",
+    "qwen3-next, two heads of values to one of keys", "gpt-neox", "falcon, multi-query", "granite-moe-swa", "gpt-neo",
+)  # fmt: skip
+
+
+def first_of_each_kind() -> list[str]:
+    """Return one case of each class of configurations."""
+    kinds = {}
+    for name, (their_config, _) in CASES.items():
+        kinds.setdefault(type(their_config()), name)
+    return list(kinds.values())
+
+
 def reference_and_ours(name: str, std: float = 0.1) -> tuple[nn.Module, Transformer]:
     """The model of case `name` in transformers and here, with the same weights, in evaluation mode."""
     their_config, our_config = CASES[name]

@@ -99,6 +99,7 @@ def test_flops_are_those_that_pytorch_counts():
     assert counter.get_total_flops() == IDS.numel() * (cost.full - cost.attention_matrix - first - padding)
 
 
+@pytest.mark.full
 def test_a_layer_with_adapters_is_traced_in_one_graph():
     lora = LoraConfig(rank=2, dropout=0.1)
     losses = []

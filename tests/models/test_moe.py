@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from default_cases import in_full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
@@ -131,6 +132,7 @@ def test_a_fused_permutation_changes_nothing(quick_compile):
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings", [*(pytest.param(few, marks=pytest.mark.full) for few in ({}, BIASES)), BIASES | DROP], ids=str
 )
@@ -184,7 +186,7 @@ def test_biases_of_experts_start_at_zero_and_have_no_weight_decay():
     assert id(model.layers["0"].mlp.experts.linear_fc2.weight) in decayed
 
 
-@pytest.mark.parametrize("placement, graphs", [("pre", 1), ("sandwich", 1)])
+@pytest.mark.parametrize("placement, graphs", [("pre", 1), in_full("sandwich", 1)])
 def test_layers_are_one_graph_before_the_experts_and_share_it(placement, graphs):
     settings = BASE | {"moe_aux_loss_coeff": 0.1, "norm_placement": placement}
     counter, gradients = CompileCounterWithBackend("aot_eager"), []

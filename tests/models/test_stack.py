@@ -145,6 +145,7 @@ def test_a_convolution_sees_its_last_tokens_alone():
     assert not moved[:, :5].any() and not moved[:, 5 + TAPS :].any()
 
 
+@pytest.mark.full
 def test_a_layer_with_cross_attention_is_one_graph():
     found, (others, mask), ids = [], padded(), tokens(SEQ + 1)
     for compiled in (False, True):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from default_cases import by_default, in_full
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
@@ -113,7 +114,7 @@ def published_slopes(heads):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("heads", [4, 6, 12, 14])
+@pytest.mark.parametrize("heads", by_default([4, 6, 12, 14], 14))
 @pytest.mark.parametrize("documents, window", [(None, None), (DOCUMENTS, None), (None, 7)])
 def test_alibi_biases_scores_by_distance_with_the_slopes_of_all_heads(heads, documents, window):
     first = heads - HEADS  # these are the last of them
@@ -177,7 +178,9 @@ def test_the_window_of_the_last_tokens_is_that_of_the_whole_sequence(queries):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("documents, window", [(None, None), (DOCUMENTS, None), (None, 7), (DOCUMENTS, 7)])
+@pytest.mark.parametrize(
+    "documents, window", [in_full(None, None), (DOCUMENTS, None), in_full(None, 7), in_full(DOCUMENTS, 7)]
+)
 def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(documents, window):
     inputs = [x.detach().transpose(1, 2) for x in qkv(groups=2)]
     for seen in (
@@ -430,7 +433,7 @@ def test_masks_and_windows_with_grouped_heads_are_the_formula(monkeypatch, where
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", by_default(WHERE, "documents and window", "mask"))
 def test_compiled_and_recomputed_the_gpus_choice_is_the_same(monkeypatch, where):
     monkeypatch.setattr(chosen, "_widest_grouped_head", torch.compiler.assume_constant_result(lambda: 0))
     inputs = qkv(groups=2, dtype=torch.bfloat16)
@@ -446,11 +449,12 @@ def test_compiled_and_recomputed_the_gpus_choice_is_the_same(monkeypatch, where)
         torch.testing.assert_close(a, b)
 
 
-def test_the_operator_keeps_the_rules_of_torchs_operators():
+@pytest.mark.parametrize("where", by_default(WHERE, "documents and window", "mask"))
+def test_the_operator_keeps_the_rules_of_torchs_operators(where):
     inputs = [x.transpose(1, 2) for x in qkv(groups=2)]
-    for causal, mask, documents, window in WHERE.values():
-        arguments = (*inputs, mask, documents, causal, window, 0.25)
-        torch.library.opcheck(torch.ops.megalith.block_attention, arguments)
+    causal, mask, documents, window = WHERE[where]
+    arguments = (*inputs, mask, documents, causal, window, 0.25)
+    torch.library.opcheck(torch.ops.megalith.block_attention, arguments)
 
 
 @pytest.mark.parametrize("where", ["documents", "window", "documents and window", "mask"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from default_cases import by_default
 from torch import Tensor
 
 from megalith.config import ModelConfig, ParallelConfig
@@ -122,7 +123,7 @@ def gradients(fields: dict, recomputed: list[str], compiled: bool) -> dict[str, 
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_default(CASES, "recomputed, no biases"))
 def test_layers_with_kernels_have_the_gradients_of_plain_ones(formulas, monkeypatch, case):
     fields, recomputed, operators = CASES[case]
     expected = gradients(fields, [], compiled=False)

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from default_cases import by_default
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
@@ -82,7 +83,7 @@ def assert_same_gradients(model: Transformer, other: Transformer) -> None:
         assert torch.equal(gradient, theirs[name]), name
 
 
-@pytest.mark.parametrize("layers", [1, 3, 4])
+@pytest.mark.parametrize("layers", by_default([1, 3, 4], 3))
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
 @pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen"])
 def test_gradients_are_bitwise_those_without_offloading(family, recompute, layers, kept):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from default_cases import by_default
 
 from megalith.config import ParallelConfig
 from megalith.ops.attention_core import attention
@@ -110,12 +111,14 @@ def assert_same(answers: list[list[torch.Tensor]], names: list[str]) -> None:
             assert error < 2e-6, f"{kind} of {name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "way", by_default(WAYS, "p2p of 2", "all_gather of 2", "a2a of 2", "a2a of 2, p2p of 2")
+)
 def test_result_and_gradients_equal_one_process(pool, way):
-    size, cp_comm_type, sizes = way
+    size, cp_comm_type, sizes = WAYS[way]
     by_heads = {"a2a": size, "a2a+p2p": (sizes or [1])[0]}.get(cp_comm_type, 1)
     names = [name for name, shape in SHAPES.items() if shape[0] % by_heads == 0]
-    for answers in pool.run(by_ranks, way, names, size=size):
+    for answers in pool.run(by_ranks, WAYS[way], names, size=size):
         assert_same(answers, names)
 
 
@@ -138,8 +141,7 @@ def test_under_a_window_a_ring_makes_no_mask_and_computes_no_more_than_chunks_an
 
 # By default test_context_model.py traces whole layers with "a2a of 2".
 @pytest.mark.parametrize(
-    "way",
-    ["p2p of 2", "all_gather of 2", pytest.param("a2a of 2", marks=pytest.mark.full), "a2a of 2, p2p of 2"],
+    "way", by_default(["p2p of 2", "all_gather of 2", "a2a of 2", "a2a of 2, p2p of 2"], "all_gather of 2")
 )
 def test_traced_in_one_graph_equals_one_process(pool, way):
     names = ["all of them"]  # the next test compiles a ring with grouped heads
@@ -147,6 +149,7 @@ def test_traced_in_one_graph_equals_one_process(pool, way):
         assert_same(answers, names)
 
 
+@pytest.mark.full
 def test_compiled_code_finds_the_ring_laid_out_as_it_was_told(pool):
     names = ["grouped"]
     for answers in pool.run(by_ranks, WAYS["p2p of 2"], names, "inductor", size=2):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from copies_by_gloo import as_if_direct
+from default_cases import by_default, cases_that_run
 
 from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
@@ -110,19 +111,25 @@ def one_process() -> dict:
 
 # Every way with every family among documents; whole sequences by a ring and by both ways at once.
 TRAINED = list(itertools.product(WAYS, FAMILIES, ["documents"]))
+CHOSEN = [  # each way and each family twice
+    case
+    for case in TRAINED
+    if case[1] == ("llama", "gpt2", "bloom", "llama", "gpt2")[WAYS.index(case[0])]
+    or case[:2] == ((4, "p2p", None), "bloom")
+]
 TRAINED += [(WAYS[0], "gpt2", "one document"), (WAYS[-1], "llama", "one document")]
 
 
 @pytest.fixture(scope="module")
-def trained(pool) -> dict:
+def trained(pool, request) -> dict:
     """What each rank gives, by way, family and rules."""
-    trained = {}
+    trained, cases = {}, cases_that_run(request, TRAINED, "way", "family", "rules")
     for size in (2, 4):
-        trained |= pool.run_cases(train, {str(case): case for case in TRAINED if case[0][0] == size}, size)
+        trained |= pool.run_cases(train, {str(case): case for case in cases if case[0][0] == size}, size)
     return trained
 
 
-@pytest.mark.parametrize(("way", "family", "rules"), TRAINED)
+@pytest.mark.parametrize(("way", "family", "rules"), by_default(TRAINED, *CHOSEN))
 def test_loss_and_every_gradient_equal_one_process(trained, one_process, way, family, rules):
     expected_loss, expected = one_process[family, rules]
     everything = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -139,7 +146,7 @@ def train_by_copy_engines(family: str):
         return train((4, "a2a", None), family, "documents")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_default(FAMILIES, "llama"))
 def test_exchanges_by_copy_engines_give_one_process_gradients(pool, one_process, family):
     expected_loss, expected = one_process[family, "documents"]
     for loss, gradients in pool.run(train_by_copy_engines, family, size=4):
@@ -163,7 +170,7 @@ def logits_in_parts_and_at_once(way: tuple, family: str) -> tuple[torch.Tensor, 
     return in_parts, at_once
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_default(FAMILIES, "bloom"))
 @pytest.mark.parametrize("way", [(2, "p2p", None), (4, "a2a+p2p", [2, 2])], ids=lambda way: way[1])
 def test_evaluating_in_parts_and_whole_sequences_give_one_process_logits(pool, way, family):
     with torch.no_grad():
@@ -189,9 +196,8 @@ def one_step_compiled_and_eager(way: tuple, family: str):
 
 
 # By default test_context_attention.py traces the ring.
-@pytest.mark.parametrize(
-    "family, cp_comm_type", [pytest.param("gpt2", "p2p", marks=pytest.mark.full), ("llama", "a2a")]
-)
+@pytest.mark.full  # test_context_attention.py traces exchanges, models/test_transformer.py layers
+@pytest.mark.parametrize("family, cp_comm_type", [("gpt2", "p2p"), ("llama", "a2a")])
 def test_layers_compiled_in_one_graph_equal_eager_ones(pool, family, cp_comm_type):
     for eager, compiled in pool.run(one_step_compiled_and_eager, (2, cp_comm_type, None), family, size=2):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)

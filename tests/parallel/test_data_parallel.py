@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from data_job import GPT2, LLAMA, Job, Outcome, Trained, assert_equal, train
+from default_cases import by_default, cases_that_run
 
 from megalith.config import ModelConfig
 
@@ -34,10 +35,20 @@ JOBS: dict[int, dict[str, Job]] = {
 }
 
 
+CASES = [(size, name) for size, jobs in JOBS.items() for name in jobs]
+CHOSEN = (
+    (4, "two copies of two shards"),
+    (2, "recomputed"),
+    (2, "a tied embedding"),
+    (2, "weight gradients that come later"),
+)
+
+
 @pytest.fixture(scope="module")
-def trained(pool):
+def trained(pool, request):
+    cases = cases_that_run(request, CASES, "size", "name")
     return {
-        size: pool.run_cases(train, {n: (job,) for n, job in jobs.items()}, size)
+        size: pool.run_cases(train, {n: (job,) for n, job in jobs.items() if (size, n) in cases}, size)
         for size, jobs in JOBS.items()
     }
 
@@ -47,7 +58,7 @@ def one_process(model: str, steps: int) -> Outcome:
     return train(Job(ModelConfig.model_validate_json(model), steps=steps))
 
 
-@pytest.mark.parametrize("size, name", [(size, name) for size, jobs in JOBS.items() for name in jobs])
+@pytest.mark.parametrize("size, name", by_default(CASES, *CHOSEN))
 def test_losses_gradients_and_norms_equal_one_process(trained, size, name):
     job = JOBS[size][name]
     assert_equal(trained[size][name], one_process(job.model.model_dump_json(), job.steps))

@@ -86,6 +86,7 @@ def test_rows_arrive_to_the_bit_by_expert_and_then_by_rank_and_token(pool):
         assert torch.equal(row_weights.flatten(), weights.flatten()[pairs])
 
 
+@pytest.mark.full
 def test_compiled_dispatch_rows_equal_eager_ones(quick_compile, monkeypatch):
     from megalith.ops import compiled
 

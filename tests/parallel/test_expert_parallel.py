@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from default_cases import by_default
 from parity.parity_cases import run_config
 from torch import Tensor
 from traced_layers import tracing
@@ -36,7 +37,9 @@ def all_to_the_first(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parametrize("layout", ["ep4-zero3", "tp2-sp-etp2-ep2", "ep2-allgather"])
+@pytest.mark.parametrize(
+    "layout", by_default(["ep4-zero3", "tp2-sp-etp2-ep2", "ep2-allgather"], "ep2-allgather")
+)
 def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
     config = run_config("moe", layout, "", **SMALL)
     ranks = pool.run(all_to_the_first, config, size=LAYOUTS[layout].processes)
@@ -55,9 +58,7 @@ def expert_counts(config: RunConfig) -> tuple[Tensor, dict[str, Tensor]]:
     return run.model.tallies, {name: x for name, x in state.items() if name.endswith("expert_bias")}
 
 
-@pytest.mark.parametrize(
-    "layout", ["tp2-sp-ep2", "cp2-ep2", "pp2-ep2", pytest.param("tp2-ep2", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("layout", by_default(["tp2-sp-ep2", "cp2-ep2", "pp2-ep2", "tp2-ep2"], "tp2-sp-ep2"))
 def test_every_rank_counts_the_tokens_of_all_ranks_and_moves_its_biases_by_them(pool, layout):
     changes = {"model": {"num_layers": 2}, "train": {"global_batch_size": 8}}
     tallies, biases = expert_counts(run_config("deepseek documents", None, "", **changes))
@@ -68,7 +69,7 @@ def test_every_rank_counts_the_tokens_of_all_ranks_and_moves_its_biases_by_them(
         assert all(torch.equal(bias, biases[name]) for name, bias in held.items())
 
 
-@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2"])
+@pytest.mark.parametrize("layout", by_default(["ep2", "tp2-ep2"], "ep2"))
 def test_experts_beside_adapters_stay_as_they_are(pool, layout):
     lora = {"rank": 2, "targets": ["q_proj", "v_proj", "linear_proj"]}
     ranks = pool.run(

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from default_cases import in_full
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
@@ -235,7 +236,7 @@ def copied(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param(way, marks=pytest.mark.full) for way in (TP2_SP, CP2_A2A)],
+    [in_full(way) for way in (TP2_SP, CP2_A2A)],
     ids=["tp2-sp", "cp2-a2a"],
 )
 def test_halves_with_grouped_heads_hide_most_of_what_they_say(parallel):
@@ -244,9 +245,8 @@ def test_halves_with_grouped_heads_hide_most_of_what_they_say(parallel):
         assert exposed(ordered(graph)) < 0.4 * alone
 
 
-@pytest.mark.parametrize(
-    "parallel", [TP2_SP, pytest.param(CP2_A2A, marks=pytest.mark.full)], ids=["tp2-sp", "cp2-a2a"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [TP2_SP, CP2_A2A], ids=["tp2-sp", "cp2-a2a"])
 def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(parallel, monkeypatch):
     """With SP the first collective of a pass, which all else waits for, and the last of a forward pass. The exchange of
     heads takes longer than the work beside it in the forward pass, and is hidden in the backward pass."""
@@ -284,6 +284,7 @@ def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forwa
     assert exposed(backward) == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.full
 def test_context_parallelism_halves_attention_and_its_matrices_alone():
     rows = []
     for node in graphs_of_exchanged_heads()[0].nodes:
@@ -293,6 +294,7 @@ def test_context_parallelism_halves_attention_and_its_matrices_alone():
     assert sorted(rows) == [tokens // 2] * 4 + [tokens] * 2
 
 
+@pytest.mark.full
 def test_halves_of_attention_are_joined_as_results_of_products():
     """Which Inductor lets write to their places in what is joined, in both passes."""
     for graph in graphs_of_exchanged_heads():

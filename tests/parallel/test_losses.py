@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from default_cases import by_default
 from torch import Tensor
 
 from megalith.config import DpoConfig, RunConfig
@@ -229,23 +230,17 @@ def outcomes(configs: list[RunConfig]) -> list[list[tuple]]:
     return [outcome(config) for config in configs]
 
 
-LAYOUTS_OF = [  # one with each axis and the halves by default
-    (
-        ["tp2-sp-cp2-a2a-overlap", "pp2-zero_bubble-dp2-zero1", "tp2-sp-dp2-zero3"],
-        {"num_layers": 2},
-    ),
+LAYOUTS_OF = [
     (["cp2-a2a-pp2-interleaved"], {}),
+    (["tp2-sp-dp2-zero3"], {"num_layers": 2}),
+    (["tp2-sp-cp2-a2a-overlap", "pp2-zero_bubble-dp2-zero1"], {"num_layers": 2}),
     (["tp2-sp-cp2-a2a-ep4"], EXPERTS),
-]
-MORE_OF = [
     (["tp2-pp2", "tp2-sp-pp2-overlap", "cp2-dp2-zero3"], {}),
     (["pp2-ep2", "tp2-sp-etp2-ep2"], EXPERTS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("layouts", "model"), LAYOUTS_OF + [pytest.param(*more, marks=pytest.mark.full) for more in MORE_OF]
-)
+@pytest.mark.parametrize(("layouts", "model"), by_default(LAYOUTS_OF, LAYOUTS_OF[0]))
 def test_equal_one_process_in_every_layout(pool, layouts, model):
     ranks = pool.run(outcomes, [configuration(layout, **model) for layout in layouts], size=4)
     for number, layout in enumerate(layouts):

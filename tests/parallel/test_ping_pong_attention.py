@@ -68,6 +68,7 @@ def test_logits_and_generated_text_are_those_of_the_whole(batch):
     assert first == second
 
 
+@pytest.mark.full
 def test_a_layer_whose_attention_runs_in_halves_is_one_graph():
     _, halved = whole_and_halved("llama")
     eager = halved(tokens(4)).detach()

@@ -174,14 +174,10 @@ def test_less_is_kept_for_the_backward_pass(mode):
     assert kept_for_backward(build("tiny-qwen", **MODES[mode])) < kept_for_backward(build("tiny-qwen"))
 
 
-# Two halves make a graph twice as large; by default test_inductor.py traces them.
+@pytest.mark.full  # planner/test_counts.py counts what eager layers save
 @pytest.mark.parametrize(
     ("saves_gathered_inputs", "modules", "halves"),
-    [
-        pytest.param(True, [], 2, marks=pytest.mark.full),
-        pytest.param(False, ["layernorm", "mlp_act"], 2, marks=pytest.mark.full),
-        (False, ["layernorm", "mlp_act"], 1),
-    ],
+    [(True, [], 2), (False, ["layernorm", "mlp_act"], 2), (False, ["layernorm", "mlp_act"], 1)],
 )
 def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered_inputs, modules, halves):
     selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
@@ -299,6 +295,7 @@ def compiled(**parallel) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[st
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, *graphs[-1]
 
 
+@pytest.mark.full
 def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_where_asked():
     """Of its four matmuls, whose gradients are eight, the last is not run again."""
     full = dict(recompute_granularity="full")
@@ -313,6 +310,7 @@ def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_w
     assert again[3] < saving[3] < plain[3]
 
 
+@pytest.mark.full
 def test_layers_beside_experts_stay_compiled_and_are_recomputed_so(tmp_path):
     """Experts' layers are several graphs: the first layer, which has none, is one in every pass of two steps."""
     again = {"recompute_granularity": "full", "recompute_method": "block"}

@@ -72,18 +72,18 @@ MODELS = {
     "convolution": (lambda config: Transformer(config, mixer=CausalConvolution, device="meta", seed=7), {}),
 }  # fmt: skip
 CASES = [
-    ("encoder-decoder", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
-    ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
-    ("encoder-decoder", PP | ZERO3 | PARTS | {"pipeline_model_parallel_layout": "Ett|ttL"}),
-    ("encoder-decoder", SP | {"tp_comm_overlap": True}),
     ("t5", SP | ZERO3),
-    ("t5", SP | PP),  # cut inside of the decoder
-    ("t5", {"pipeline_model_parallel_size": 4} | PARTS),  # no stage has layers of both stacks
     ("t5", PP | CP),
-    ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
 ]
 MORE = [
+    ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
+    ("encoder-decoder", PP | ZERO3 | PARTS | {"pipeline_model_parallel_layout": "Ett|ttL"}),
+    ("t5", SP | PP),  # cut inside of the decoder
+    ("encoder-decoder", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    ("encoder-decoder", SP | {"tp_comm_overlap": True}),
+    ("t5", {"pipeline_model_parallel_size": 4} | PARTS),  # no stage has layers of both stacks
+    ("encoder", SP | PP),
     ("encoder-decoder", SP | CHUNKS),
     ("t5", {"data_parallel_sharding_strategy": "no_shard"} | TP | PARTS),
     ("t5", PP | ZERO3 | {"pipeline_model_parallel_layout": "Ettt|tL"}),

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from default_cases import by_default
 from parity.parity_cases import run_config
 from torch import Tensor
 
@@ -58,9 +59,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "run"), CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
-)
+@pytest.mark.parametrize(("layout", "run"), by_default(CASES + MORE, CASES[0]))
 def test_what_stands_behind_the_rows_changes_nothing(pool, layout, run):
     config = run_config(run, layout, "", **SMALL, parallel=STATIC)
     ranks = pool.run(job, config, size=LAYOUTS[layout].processes)
@@ -68,7 +67,7 @@ def test_what_stands_behind_the_rows_changes_nothing(pool, layout, run):
     assert errors.within(), errors
 
 
-@pytest.mark.parametrize("layout", ["ep4-zero3", "ep2-allgather"])
+@pytest.mark.parametrize("layout", by_default(["ep4-zero3", "ep2-allgather"], "ep2-allgather"))
 def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
     config = run_config("moe", layout, "", **SMALL, parallel=STATIC)
     ranks = pool.run(job, config, True, size=LAYOUTS[layout].processes)
@@ -115,6 +114,7 @@ def test_compiled_rows_of_static_dispatch_are_those_of_eager_and_of_plain_indexi
             torch.testing.assert_close(results, plain)
 
 
+@pytest.mark.full
 def test_its_bits_in_bf16_are_those_of_exact_sizes(pool):
     exact, static = (
         pool.run(job, run_config("moe", "ep2", "", **SMALL | more), size=2)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from default_cases import by_default, cases_that_run
 from tensor_job import (
     GPT2,
     LLAMA,
@@ -84,6 +85,15 @@ WAYS = {
         ("llama tied, qkv biases, norms of heads", False),
     ],
 }
+ALL_WAYS = [(size, *way) for size, ways in WAYS.items() for way in ways]
+# Each parameter whose gradient is always partial, every role of a layer, and both numbers of ranks.
+CHOSEN_WAYS = [
+    *((size, *way) for size, *way in ALL_WAYS if not way[1] and way[0] != "gpt2 uneven vocabulary"),
+    (2, "gpt2 dropout", True),
+    (2, "llama gated delta net", True),
+    (4, "gpt2 uneven vocabulary", True),
+    (4, "llama one group, dropout", True),
+]
 SHARDED = [
     ("gpt2 uneven vocabulary", "no_shard"),
     ("gpt2 uneven vocabulary", "optim_grads"),
@@ -106,36 +116,35 @@ def partial_roles(model: ModelConfig, size: int) -> set[tuple[str, str]]:
 
 def test_every_gradient_that_is_always_partial_is_shown_without_sequence_parallelism():
     shown = set()
-    for size, ways in WAYS.items():
-        for name, sequence_parallel in ways:
-            if not sequence_parallel:
-                shown |= partial_roles(MODELS[name], size)
+    for size, name, sequence_parallel in CHOSEN_WAYS:
+        if not sequence_parallel:
+            shown |= partial_roles(MODELS[name], size)
     norms = {(name, "weight") for name, role in ROLES.items() if role.partial_weight == ALWAYS}
     biases = {(name, "bias") for name in ("q_layernorm", "k_layernorm")}  # an out_norm has none
     assert shown == norms | biases | {("linear_qkv", "weight"), ("linear_qkv", "bias")}
 
 
 @pytest.fixture(scope="module")
-def passes(pool):
+def passes(pool, request):
     """By number of ranks, name, and whether with sequence parallelism, or the strategy of data parallelism."""
     outputs = {}
-    for size, ways in WAYS.items():
-        cases = {(size, name, sp): (MODELS[name], layout(size, sp)) for name, sp in ways}
+    for size in WAYS:
+        ways = cases_that_run(request, ALL_WAYS, "size", "name", "sequence_parallel")
+        cases = {way: (MODELS[way[1]], layout(size, way[2])) for way in ways if way[0] == size}
         if size == 4:
-            cases |= {(4, name, kind): (MODELS[name], layout(2, True, kind)) for name, kind in SHARDED}
+            sharded = cases_that_run(request, SHARDED, "name", "strategy")
+            cases |= {(4, name, kind): (MODELS[name], layout(2, True, kind)) for name, kind in sharded}
         outputs |= pool.run_cases(outcome, cases, size)
     return outputs
 
 
-@pytest.mark.parametrize(
-    "size, name, sequence_parallel", [(size, *way) for size, ways in WAYS.items() for way in ways]
-)
+@pytest.mark.parametrize("size, name, sequence_parallel", by_default(ALL_WAYS, *CHOSEN_WAYS))
 def test_one_pass_equals_one_process(passes, size, name, sequence_parallel):
     for result in passes[size, name, sequence_parallel]:
         assert_equal(result, alone(name))
 
 
-@pytest.mark.parametrize("name, strategy", SHARDED)
+@pytest.mark.parametrize("name, strategy", by_default(SHARDED, SHARDED[-1]))
 def test_partial_gradients_are_summed_where_data_parallelism_shards_them(passes, name, strategy):
     for result in passes[4, name, strategy]:
         assert_equal(result, alone(name))
@@ -151,16 +160,18 @@ def test_gradients_through_the_gathered_logits_equal_one_process(pool):
             assert_equal(result, whole)
 
 
-def test_generated_tokens_equal_one_process(pool):
-    names = {"gpt2": True, "llama one group, dropout": False}
-    cases = {name: (MODELS[name], layout(4, sp)) for name, sp in names.items()}
-    for name, results in pool.run_cases(generated, cases).items():
-        assert results == [generated(MODELS[name])] * 4
-
-
 @pytest.mark.parametrize(
     "name, sequence_parallel",
-    [("gpt2 dropout", True), pytest.param("llama one group, dropout", False, marks=pytest.mark.full)],
+    by_default([("gpt2", True), ("llama one group, dropout", False)], ("llama one group, dropout", False)),
+)
+def test_generated_tokens_equal_one_process(pool, name, sequence_parallel):
+    for result in pool.run(generated, MODELS[name], layout(4, sequence_parallel)):
+        assert result == generated(MODELS[name])
+
+
+@pytest.mark.full  # test_context_attention.py and models/test_transformer.py trace layers by default
+@pytest.mark.parametrize(
+    "name, sequence_parallel", [("gpt2 dropout", True), ("llama one group, dropout", False)]
 )
 def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_parallel):
     model = change(MODELS[name], num_layers=1)

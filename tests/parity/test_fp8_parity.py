@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from default_cases import by_default
 from fp8_job import (
     STEPS,
     Fp8Outcome,
@@ -72,13 +73,13 @@ def alone(kind: str) -> Fp8Outcome:
 CASES = [
     ("delayed", "pp2-zero_bubble", 1e-7, 1e-6),
     ("delayed", "tp2-sp-dp2-zero3", 1e-6, 1e-4),
-    ("a group shared", "tp2-sp", 1e-6, 1e-4),
+]
+MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("blockwise", "tp2-sp", 5e-3, 5e-4),
+    ("a group shared", "tp2-sp", 1e-6, 1e-4),
     ("experts", "tp2-etp2", 5e-6, 1e-4),
     ("bert delayed", "cp2", 1e-6, 1e-6),
     ("t5 recompute delayed", "tp2-sp-pp2", 1e-6, 1e-6),
-]
-MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by default
     ("delayed", "cp2", 1e-4, 1e-4),
     ("experts", "ep2", 1e-6, 1e-4),
     ("experts", "cp4-a2a", 1e-6, 1e-4),
@@ -103,7 +104,7 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
 
 @pytest.mark.parametrize(
     ("kind", "layout", "gradients", "losses"),
-    CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE],
+    by_default(CASES + MORE, *CASES),
 )
 def test_a_layout_trains_as_one_process(pool, kind, layout, gradients, losses):
     one = alone(kind)
@@ -133,6 +134,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(tmp_path, length):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_counts_are_of_the_whole_run_and_change_nothing(pool, kind):
     counted = {"log.log_fp8_interval": 2}
@@ -243,7 +245,7 @@ def test_a_checkpoint_with_scales_of_another_shape_is_refused():
         load_amaxes(checkpoint, table)
 
 
-@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("kind", by_default(["delayed", "tensorwise", "blockwise"], "delayed", "blockwise"))
 def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind):
     """Two steps of two micro-batches, every layer recomputed: by the seven casts of it, or by one."""
     found = {}
@@ -306,9 +308,9 @@ OVERFLOWS = {"train.precision": "fp16", "optim.initial_loss_scale": 2.0**23, "op
 # pipeline and where others are freed, for dgrad too.
 ONCE = [
     ("delayed", "pp2-zero_bubble-dp2-zero1", {}, 1, 4),
-    ("blockwise", "dp2-zero3", LAST_STAYS, 1, 4),
 ]
 MORE_ONCE = [
+    ("blockwise", "dp2-zero3", LAST_STAYS, 1, 4),
     ("delayed", "pp2-zero_bubble", {}, 1, 8),
     ("delayed", "dp2-zero1", OVERFLOWS, 2, 2),
     ("delayed", "dp2-zero1", {"parallel.cpu_offloading_num_layers": 1}, 2, 2),
@@ -323,7 +325,7 @@ MORE_ONCE = [
 
 @pytest.mark.parametrize(
     ("kind", "layout", "settings", "layers", "at_use"),
-    ONCE + [pytest.param(*case, marks=pytest.mark.full) for case in MORE_ONCE],
+    by_default(ONCE + MORE_ONCE, *ONCE),
 )
 def test_a_layout_casts_once_what_stays_whole_and_nothing_else_changes(
     pool, kind, layout, settings, layers, at_use
@@ -349,6 +351,7 @@ def test_a_layout_casts_once_what_stays_whole_and_nothing_else_changes(
     assert not settings.get("optim.hysteresis") or {*once.skipped} == {True, False}
 
 
+@pytest.mark.full
 def test_weights_whose_memory_was_freed_are_gathered_again_after_a_step_that_fails(pool):
     config = fp8_config("dp2-zero1").with_settings({"train.global_batch_size": 8})
     once, each = (

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bridge.peft_formula import random_adapters, save
+from default_cases import by_default
 from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
@@ -40,10 +41,7 @@ def alone(tree: dict) -> Outcome:
 
 
 # Parity shows adapters that begin at zero in other layouts too.
-MORE = [pytest.param(layout, marks=pytest.mark.full) for layout in ("tp4", "cp2", "dp2-zero3")]
-
-
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", *MORE])
+@pytest.mark.parametrize("layout", by_default(["tp2-sp", "pp2", "tp4", "cp2", "dp2-zero3"], "pp2"))
 def test_gradients_of_both_halves_equal_one_process(pool, tree: dict, alone: Outcome, layout: str) -> None:
     split = {"decoder_first_pipeline_num_layers": 1} if layout == "pp2" else {}  # the model has 3 layers
     config = RunConfig.from_tree(tree | {"parallel": {**LAYOUTS[layout].parallel, **split}})
@@ -76,10 +74,8 @@ def as_loaded(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
         return stored(config)
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [("", "dp2-zero3"), pytest.param(("tp2-sp", "dp2", "dp2-zero1", "cp2"), marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layouts", [["", "dp2-zero3"], ["tp2-sp", "dp2", "dp2-zero1", "cp2"]], ids="+".join)
 def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_same(
     pool, tree: dict, tmp_path, layouts
 ) -> None:

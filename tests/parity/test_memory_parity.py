@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from default_cases import by_default
 from memory_job import run_offloading
 from parity_cases import layers, run_config, samples
 
@@ -24,11 +25,7 @@ MULTI_TOKEN = "multi-token prediction"
 # Layout, run, what is done for memory. `make test` shows each way in a layout that it interacts with: parts of saved
 # inputs under TP, gathered weights under ZeRO-3, exchanges under ping-pong and CP, stages, experts.
 CASES = [
-    ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
-    ("tp2-sp-overlap", DOCUMENTS, PAIRS | SAVES),
-    ("cp2-a2a", LLAMA, OFFLOAD | CORE),
-    ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
     ("pp2-uneven", LLAMA, {"cpu_offloading_num_layers": 2} | BLOCK),
     ("ep2", MOE, MODULES),
     (
@@ -39,6 +36,10 @@ CASES = [
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
 MORE = [
+    ("tp2-sp-overlap", DOCUMENTS, PAIRS | SAVES),
+    ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
+    ("cp2-a2a", LLAMA, OFFLOAD | CORE),
+    ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("dp2-zero3", GPT2, PAIRS),
     ("cp2-a2a", DOCUMENTS, EACH_LAYER | SAVES),
     ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
@@ -77,9 +78,7 @@ def alone(run: str, num_layers: int, samples: int, corpus: str) -> Outcome:
     return run_job(run_config(run, None, corpus, model={"num_layers": num_layers}, train=train))
 
 
-@pytest.mark.parametrize(
-    "layout, run, memory", CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
-)
+@pytest.mark.parametrize("layout, run, memory", by_default(CASES + MORE, *CASES))
 def test_saving_memory_changes_nothing_else(pool, corpus, layout, run, memory):
     config = run_config(run, layout, corpus, **changes(layout, memory), parallel=memory)
     ranks = pool.run(run_offloading, config, size=LAYOUTS[layout].processes)

@@ -80,6 +80,7 @@ def test_bf16_follows_one_process_in_bf16(pool, layout):
         assert not rank.unequal_copies
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2"])
 def test_experts_in_bf16_follow_one_process_in_bf16(pool, layout):
     """The first loss: after it a token may go to another expert for a bit's sake."""

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from default_cases import by_default
 from parity_cases import layers, run_config, train
 
 from megalith.config import RunConfig
@@ -53,7 +54,7 @@ def uninterrupted(run: str, num_layers: int) -> list[float]:
 
 @pytest.mark.parametrize(
     "run, saved_in, loaded_in",
-    CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE],
+    by_default(CASES + MORE, CASES[0]),
     ids=str,
 )
 @pytest.mark.fault(9)

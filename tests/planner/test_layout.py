@@ -1,6 +1,7 @@
 """The layout of a run: what stands where, what it is expected to take, and what it says on the screen."""
 
 import pytest
+from default_cases import by_default
 from layout_job import configuration, large, printed_by_run, weights_expected_and_held
 
 from megalith.config import RunConfig
@@ -73,7 +74,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", by_default(LAYOUTS, *list(LAYOUTS)[1::2]))
 def test_expected_weights_and_moments_are_those_that_ranks_hold(pool, tmp_path, name):
     parallel = LAYOUTS[name]
     config = configuration(tmp_path, parallel=parallel, model=MODELS.get(name, {}))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from default_cases import by_default
 from report_runs import EVIL, run_folder, write_lines
 
 from megalith.cli.main import main
@@ -143,7 +144,9 @@ DAMAGED = ("", "{}", "[]", "null", '{"step": 1, "tokens": [1], "ranks": 3, "stag
            '{"ranks": [[["forward", 0, 0, 1.0, 1%s]]]}' % ("0" * 400))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OWN_FILES)
+@pytest.mark.parametrize(
+    "name", by_default(OWN_FILES, "experts.jsonl", "measured_step.json", "pipeline.json")
+)
 def test_a_damaged_file_costs_its_own_section_alone(tmp_path, name):
     run = run_folder(tmp_path / "run")
     for content in DAMAGED:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_stand_in
+from default_cases import by_default
 from safetensors.torch import load_file
 from small_policy import configuration, metrics, write_prompts
 from test_loop import run_of
@@ -34,7 +35,7 @@ def a_run(folder, output="run", rl=None, **sections):
     )
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", by_default([0, 1, 2], 2))
 def test_it_samples_by_the_weights_of_each_step_and_sleeps_while_they_are_trained(
     tmp_path, vllm, monkeypatch, level
 ):
@@ -90,17 +91,20 @@ def losses_in_layout(folder: str, name: str, parallel: dict) -> tuple[list[float
         return found, {name: vllm.made[0].arguments[name] for name in names}
 
 
-def test_every_layout_samples_as_one_process(pool, tmp_path, vllm):
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "parallel",
+    [dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2), {}],
+    ids=["tp2", "pp2", "dp2"],
+)
+def test_every_layout_samples_as_one_process(pool, tmp_path, vllm, parallel):
     write_prompts(tmp_path)
     train_grpo(a_run(tmp_path))
     expected = [step["loss"] for step in metrics(tmp_path / "run")]
-    for name, parallel in {
-        "tp2": dict(tensor_model_parallel_size=2), "pp2": dict(pipeline_model_parallel_size=2), "dp2": {},
-    }.items():  # fmt: skip
-        for mine, arguments in pool.run(losses_in_layout, str(tmp_path), name, parallel, size=2):
-            assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < 1e-5, name
-            assert arguments["tensor_parallel_size"] == parallel.get("tensor_model_parallel_size", 1)
-            assert arguments["distributed_executor_backend"] == "external_launcher"
+    for mine, arguments in pool.run(losses_in_layout, str(tmp_path), "layout", parallel, size=2):
+        assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < 1e-5
+        assert arguments["tensor_parallel_size"] == parallel.get("tensor_model_parallel_size", 1)
+        assert arguments["distributed_executor_backend"] == "external_launcher"
 
 
 def raises(error):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from default_cases import by_default
 from rollout_files import configuration
 
 from megalith.config import RunConfig
@@ -101,18 +102,23 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("grpo")
 
 
-def test_every_layout_is_one_process(pool, folder):
-    ones = {kind: outcome(at(folder, "", kind)) for kind in RUNS}
-    found = pool.run(outcomes, [at(folder, *case) for case in DENSE], size=2)
-    for rank in found:
-        for (layout, kind), mine in zip(DENSE, rank, strict=True):
-            assert_same(mine, ones[kind], (layout, kind))
+@pytest.fixture(scope="module")
+def ones(folder) -> dict[str, dict]:
+    return {kind: outcome(at(folder, "", kind)) for kind in RUNS}
 
 
-def test_packed_rows_of_any_number_go_through_an_interleaved_pipeline(pool, folder):
+@pytest.mark.parametrize(("layout", "kind"), by_default(DENSE, ("tp2-sp", "padded"), ("cp2", "packed")))
+def test_every_layout_is_one_process(pool, folder, ones, layout, kind):
+    for mine in pool.run(outcome, at(folder, layout, kind), size=2):
+        assert_same(mine, ones[kind], (layout, kind))
+
+
+@pytest.mark.parametrize(
+    "cases", by_default([[PP2 | VIRTUAL], [PP2]], [PP2 | VIRTUAL]), ids=["interleaved", "1f1b"]
+)
+def test_packed_rows_of_any_number_go_through_an_interleaved_pipeline(pool, folder, cases):
     """Empty rows fill up the last round. 1F1B takes the rows as they are."""
     train = dict(train_iters=STEPS, micro_batch_size=1, global_batch_size=8)
-    cases = [PP2, PP2 | VIRTUAL]
 
     def packed(parallel: dict | None) -> RunConfig:
         return configuration(folder, parallel, train=train, lr=1e-3, **RUNS["packed"])
@@ -122,19 +128,16 @@ def test_packed_rows_of_any_number_go_through_an_interleaved_pipeline(pool, fold
     for rank in pool.run(outcomes, [packed(parallel) for parallel in cases], size=2):
         for parallel, mine in zip(cases, rank, strict=True):
             assert_same(mine, one, parallel)
-    parallel = LAYOUTS["pp2-interleaved-dp2-zero2"].parallel
-    assert_same(pool.run(outcome, packed(parallel), size=4)[0], one, "dp2")
+    if PP2 in cases:
+        parallel = LAYOUTS["pp2-interleaved-dp2-zero2"].parallel
+        assert_same(pool.run(outcome, packed(parallel), size=4)[0], one, "dp2")
 
 
-def test_experts_and_three_axes_are_one_process(pool, folder):
-    experts = dict(num_experts=4, moe_router_topk=2, num_layers=2)
-    cases = [("ep2", experts), ("tp2-sp-cp2", {}), ("cp2-dp2", {})]
-    ones = [outcome(at(folder, "", "padded", model=model)) for _, model in cases[:2]]
-    found = pool.run(outcomes, [at(folder, cases[0][0], "padded", model=experts)], size=2)
-    assert_same(found[0][0], ones[0], "ep2")
-    found = pool.run(outcomes, [at(folder, layout, "padded") for layout, _ in cases[1:]], size=4)
-    for (layout, _), mine in zip(cases[1:], found[0], strict=True):
-        assert_same(mine, ones[1], layout)
+def test_experts_are_one_process(pool, folder):
+    model = dict(num_experts=4, moe_router_topk=2, num_layers=2)
+    one = outcome(at(folder, "", "padded", model=model))
+    found = pool.run(outcome, at(folder, "ep2", "padded", model=model), size=2)
+    assert_same(found[0], one, "ep2")
 
 
 def test_selected_tokens_do_not_depend_on_micro_batches(folder):
@@ -150,7 +153,13 @@ def test_selected_tokens_do_not_depend_on_micro_batches(folder):
     assert abs(plain["norms"][0] - one["norms"][0]) > 1e-3 * one["norms"][0]  # the choice matters
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.full  # test_every_layout_is_one_process has each axis
+@pytest.mark.parametrize("layout", ["tp2-sp-cp2", "cp2-dp2"])
+def test_several_axes_are_one_process(pool, folder, ones, layout):
+    assert_same(pool.run(outcome, at(folder, layout, "padded"))[0], ones["padded"], layout)
+
+
+@pytest.mark.parametrize("level", by_default(["token", "sequence"], "token"))
 def test_packed_is_padded(folder, level):
     runs = [
         outcome(at(folder, "", "padded", importance_sampling_level=level, packing=packing))
@@ -169,15 +178,15 @@ def test_on_policy_the_ratio_is_1_and_the_kl_0_bitwise(folder):
         assert (found["figures"][0]["ratio"], found["figures"][0]["kl"]) == (1.0, 0.0)
 
 
-def test_with_adapters_the_reference_is_the_model_without_them_in_every_layout(pool, folder):
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
+def test_with_adapters_the_reference_is_the_model_without_them_in_every_layout(pool, folder, layout):
     """As it is by the first step's weights: adapters begin as nothing."""
     lora = dict(rank=2, alpha=64)
     one = outcome(at(folder, "", "padded", lora=lora))
     assert one["figures"][0]["kl"] == 0 and one["figures"][-1]["kl"] > 1e-6
-    cases = ["tp2-sp", "pp2"]
-    found = pool.run(outcomes, [at(folder, layout, "padded", lora=lora) for layout in cases], size=2)
-    for layout, mine in zip(cases, found[0], strict=True):
-        assert_same(mine, one, layout)
+    found = pool.run(outcome, at(folder, layout, "padded", lora=lora), size=2)
+    assert_same(found[0], one, layout)
 
 
 def test_the_reference_stays_while_the_policy_moves(folder):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from default_cases import by_default
 from small_policy import MODEL, VOCAB, configuration, metrics, tree, write_prompts
 
 import megalith
@@ -85,12 +86,13 @@ LAYOUTS = {
 }
 
 
-def test_every_layout_gives_the_rollouts_losses_and_evaluation_of_one_process(pool, tmp_path):
+@pytest.mark.parametrize("names", by_default([["tp2"], ["dp2", "pp2"]], ["tp2"]), ids="+".join)
+def test_every_layout_gives_the_rollouts_losses_and_evaluation_of_one_process(pool, tmp_path, names):
     write_prompts(tmp_path)
     (tmp_path / "held_out").mkdir()
     write_prompts(tmp_path / "held_out", count=8, seed=1)
     one, judged = layout_losses(str(tmp_path), "one", {})
-    cases = {name: (str(tmp_path), name, parallel) for name, parallel in LAYOUTS.items()}
+    cases = {name: (str(tmp_path), name, LAYOUTS[name]) for name in names}
     found = pool.run_cases(layout_losses, cases, size=2)
     rollouts = contents(tmp_path / "one")
     assert len(rollouts) == 2 and len(rollouts["batch_00000001.jsonl.zst"]) == 5  # a header and 16 / 4 groups
@@ -145,7 +147,7 @@ def never_killed(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize("moment", by_default(KILLS, "after a rollout file"))
 def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(
     never_killed, tmp_path, monkeypatch, moment
 ):
@@ -169,7 +171,7 @@ def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(
     assert losses(cut) == losses(never_killed)
 
 
-@pytest.mark.parametrize("old", ["rollout", "policy"])
+@pytest.mark.parametrize("old", by_default(["rollout", "policy"], "policy"))
 def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it(tmp_path, old):
     """And with the old policy's log-probabilities, which its weights no longer give."""
     rl = dict(mini_batches=2, num_iterations=2, old_logprobs=old, packing=True)

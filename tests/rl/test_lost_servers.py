@@ -1,5 +1,6 @@
 """Servers that die, or start again with old weights, in a run: waited for, given the weights, asked again."""
 
+import itertools
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Timer, active_count
@@ -7,6 +8,7 @@ from threading import Event, Timer, active_count
 import numpy as np
 import pytest
 import torch
+from default_cases import by_default
 from engine_stand_ins import KINDS, served
 from small_policy import configuration, metrics, write_prompts
 from test_engines import PROMPTS, SAMPLING, engine_at, model_tree, settings
@@ -71,22 +73,11 @@ WHERE = {
 }
 
 
-# Every request at which a server may be lost, from SGLang and from one release of vLLM: each release is lost at a
-# completion or a canary and in a weight sync. The full suite has every request to every server.
-ALSO_FULL = {
-    ("vllm 0.24", "the canary"),
-    ("vllm 0.24", "the pause"),
-    ("vllm 0.29", "sampling"),
-    ("vllm 0.29", "a bucket"),
-}
-RESTARTS = [
-    pytest.param(kind, where, marks=pytest.mark.full if (kind, where) in ALSO_FULL else ())
-    for kind in KINDS
-    for where in WHERE
-]
+# By default one server of each kind, lost while it samples and in a weight sync.
+RESTARTS = ("vllm 0.29", "sampling"), ("sglang", "a bucket")
 
 
-@pytest.mark.parametrize(("kind", "where"), RESTARTS)
+@pytest.mark.parametrize(("kind", "where"), by_default(itertools.product(KINDS, WHERE), *RESTARTS))
 def test_a_server_that_is_restarted_gets_the_weights_of_now_and_the_run_is_the_same(
     tmp_path, tree, whole, kind, where
 ):
@@ -100,7 +91,8 @@ def test_a_server_that_is_restarted_gets_the_weights_of_now_and_the_run_is_the_s
         assert [step["loss"] for step in steps] == [step["loss"] for step in whole]
 
 
-@pytest.mark.parametrize("method", ["gloo", "checkpoint"])
+@pytest.mark.full
+@pytest.mark.parametrize("method", by_default(["gloo", "checkpoint"], "gloo"))
 def test_the_number_of_servers_changes_nothing_and_one_that_dies_is_named(
     tmp_path, tree, whole, capsys, method
 ):
@@ -143,16 +135,16 @@ def losses_in_layout(folder: str, name: str, parallel: dict, url: str) -> list[f
     return found
 
 
-def test_every_rank_waits_for_it(pool, tmp_path, tree, whole):
+@pytest.mark.parametrize("name", by_default(["tp2", "dp2"], "tp2"))
+def test_every_rank_waits_for_it(pool, tmp_path, tree, whole, name):
     write_prompts(tmp_path)
-    layouts = {"tp2": dict(tensor_model_parallel_size=2), "dp2": {}}
+    parallel = {"tp2": dict(tensor_model_parallel_size=2), "dp2": {}}[name]
     expected = [step["loss"] for step in whole]
-    for name, parallel in layouts.items():
-        with served("vllm 0.29", tree) as server:
-            dies(server, *WHERE["sampling"])
-            for mine in pool.run(losses_in_layout, str(tmp_path), name, parallel, server.url, size=2):
-                assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < 1e-5, name
-            assert server.calls.count("/init_weight_transfer_engine") == 2
+    with served("vllm 0.29", tree) as server:
+        dies(server, *WHERE["sampling"])
+        for mine in pool.run(losses_in_layout, str(tmp_path), name, parallel, server.url, size=2):
+            assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < 1e-5
+        assert server.calls.count("/init_weight_transfer_engine") == 2
 
 
 def test_the_hang_watch_leaves_time_for_it(tmp_path):
@@ -161,6 +153,7 @@ def test_the_hang_watch_leaves_time_for_it(tmp_path):
     assert configuration(tmp_path).rl.server_timeout == 0.0
 
 
+@pytest.mark.full
 def test_by_a_folder_too(tmp_path, tree, whole):
     with served("vllm 0.24", tree) as server:
         dies(server, COMPLETIONS, WHERE["sampling"][1])
@@ -170,11 +163,11 @@ def test_by_a_folder_too(tmp_path, tree, whole):
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_whose_checkpoint_goes_on(tmp_path, tree, whole):
-    said = r"cannot be reached for GET /health .* gave up waiting after 5 s \(rl.weight_sync_timeout\)"
+    said = r"cannot be reached for GET /health .* gave up waiting after 1 s \(rl.weight_sync_timeout\)"
     with served("vllm 0.29", tree) as server:
         dies(server, COMPLETIONS, WHERE["sampling"][1], returns=False)
         with pytest.raises(TrainingError, match=said):
-            train_grpo(a_run(tmp_path, "run", server, dict(weight_sync_timeout=5.0)))
+            train_grpo(a_run(tmp_path, "run", server, dict(weight_sync_timeout=1.0)))
     assert max(list_steps(tmp_path / "run" / "checkpoints")) == 1
     with served("vllm 0.29", tree) as server:
         again = a_run(tmp_path, "run", server).with_settings({"checkpoint.load": str(tmp_path / "run")})
@@ -206,7 +199,7 @@ def run(tmp_path_factory):
     run.task.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(KINDS, "vllm 0.29"))
 def test_a_broadcast_that_would_never_end_is_aborted_and_the_weights_go_in_a_new_group(
     run, tree, kind, monkeypatch
 ):
@@ -252,7 +245,7 @@ def test_old_weights_are_seen_before_anything_is_sampled(run, tree, kind):
         assert len(engine.generate(PROMPTS, SAMPLING)) == 2
 
 
-@pytest.mark.parametrize("status", [500, 502, 503])
+@pytest.mark.parametrize("status", by_default([500, 502, 503], 502))
 def test_an_error_is_the_last_word_of_a_server_that_is_gone_then(run, tree, status):
     with served("vllm 0.24", tree) as server:
         engine = engine_at(run, server)

@@ -293,6 +293,7 @@ def test_a_reward_may_start_processes_and_they_end_with_it(tmp_path):
     assert not state.exists() or "zombie" in state.read_text()
 
 
+@pytest.mark.full
 def test_workers_end_with_a_program_that_does_not_close_them(tmp_path):
     program = (
         "from megalith.rl.rewards import Rewards; from megalith.rl.prompts import Prompt\n"

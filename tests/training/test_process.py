@@ -40,6 +40,7 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
     assert asked == [("cpu", 3, seen)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     find_spec("triton") is not None,
     reason="where Triton is, torch.library.triton_op imports torch._dynamo for each operator that it registers",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from default_cases import by_default
 from trained_runs import comparable, configuration, losses, stored
 
 from megalith.checkpoint.manifest import content_checksum
@@ -44,7 +45,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, "dropout, accumulation, ramp-up, blend"),
+)
 @pytest.mark.fault(9)
 def test_going_on_from_a_checkpoint_is_bitwise_going_straight_on(run, corpus, tmp_path, case):
     sections = {section: dict(values) for section, values in CASES[case].items()}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from default_cases import by_default
 from harness_job import LONGEST, of_layout
 from harness_job import figures as figures_of
 from lm_eval.models.huggingface import HFLM
@@ -58,7 +59,7 @@ def expected(folder):
     return found, tokens
 
 
-@pytest.mark.parametrize("layout", [None, "tp2-pp2", pytest.param("cp2-zero3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", by_default([None, "tp2-pp2", "cp2-zero3"], None))
 def test_the_harness_finds_what_it_finds_of_transformers_model(folder, expected, pool, layout):
     (scores, rolling, texts), tokens = expected
     if layout is None:

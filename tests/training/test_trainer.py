@@ -9,6 +9,7 @@ from operator import truediv
 import numpy as np
 import pytest
 import torch
+from default_cases import by_default
 from trained_runs import comparable, configuration, losses, stored
 
 import megalith
@@ -36,7 +37,7 @@ FAMILIES = {
 
 
 # Llama's parts are all among Qwen's.
-@pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.full), "qwen"])
+@pytest.mark.parametrize("family", by_default(FAMILIES, "qwen"))
 def test_a_small_real_dataset_is_learnt_and_the_validation_loss_falls_with_it(run, tmp_path, family):
     result = run(
         model={"hidden_size": 64, "num_attention_heads": 4, **FAMILIES[family]},
@@ -128,12 +129,12 @@ def test_schedules_wait_for_steps_that_fp16_skips_also_after_a_resume(run, tmp_p
 
 
 def test_half_precision_learns_as_fp32_does_and_keeps_fp32_weights(run, tmp_path):
-    run("fp32", train=dict(train_iters=40))
+    run("fp32", train=dict(train_iters=20))
     full = losses(tmp_path / "fp32")
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         result = run(
             precision,
-            train=dict(train_iters=40, precision=precision),
+            train=dict(train_iters=20, precision=precision),
             optim=dict(initial_loss_scale=2.0**10),
         )
         half = losses(tmp_path / precision)
