@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
-#   make test    creates .venv, tests everything: about 25 minutes on two cores
-#   make test-quick  what needs one process alone, no compiler and no seconds: six minutes; make test-all  every layout with every feature too
+#   make test    creates .venv, runs the tests with the cases that cover every axis, schedule and family: about twelve minutes on two cores
+#   make test-quick  what needs one process alone, no compiler and no seconds: five minutes; make test-all  every case: hours
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
 #   make test-install  builds the wheel, installs it in clean environments, with each extra and with none, uses it there
