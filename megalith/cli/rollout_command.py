@@ -25,6 +25,7 @@ from megalith.planner.layout_text import layout_text
 from megalith.progress import Progress
 from megalith.report.summary import print_summary
 from megalith.rl.engines.rollout_engine import engine_sizes
+from megalith.rl.grpo import open_agent
 from megalith.rl.prompts import Prompt, held_out_prompts, open_prompts, run_prompts
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import absent_message, absent_rewards
@@ -148,13 +149,15 @@ def dry_run(config: RunConfig, processes: int) -> int:
     if not rl.prompts:
         print("rl.prompts is not set: rollouts come from files, which the run itself checks")
         return 0
-    opened_prompts = run_prompts(config, tokenizer)
+    agent = open_agent(config, tokenizer)
+    schemas = [] if agent is None else agent.schemas
+    opened_prompts = run_prompts(config, tokenizer, tools=schemas)
     lengths = [len(prompt.ids) for prompt in opened_prompts.prompts]
     print(
         f"prompts        {len(opened_prompts):,} of {min(lengths):,} to {max(lengths):,} tokens; "
         f"{opened_prompts.dropped:,} dropped"
     )
-    for note in opened_prompts.notes():
+    for note in [*opened_prompts.notes(), *([] if agent is None else agent.notes())]:
         print(printable(f"note: {note}"))
     first = opened_prompts.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
@@ -177,7 +180,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
         f"rollout batch  {size * rl.mini_batches // rl.num_generations:,} prompts × {rl.num_generations} completions, "
         f"{rl.steps_per_batch:,} steps of {size:,} completions each"
     )
-    if held_out := held_out_prompts(config, tokenizer):
+    if held_out := held_out_prompts(config, tokenizer, tools=schemas):
         print(
             f"evaluations    {len(held_out):,} held-out prompts × {rl.num_eval_generations} completions, every "
             f"{config.train.eval_interval:,} steps and at the end"
