@@ -85,9 +85,9 @@ SEQUENCE = dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high
                 entropy_coef=0.05)  # fmt: skip
 SELECTED = dict(mini_batches=2, loss_type="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, epsilon=0.9,
                 top_entropy_quantile=0.6, entropy_coef=0.05, **PART)  # fmt: skip
-RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True)}
+RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True), "selected": SELECTED}
 DENSE = [("tp2-sp", "padded"), ("tp2-sp", "packed"), ("cp2", "packed"), ("pp2", "padded"), ("pp2", "packed"),
-         ("dp2-zero3", "packed")]  # fmt: skip
+         ("dp2-zero3", "packed"), ("dp2-zero3", "selected"), ("cp2", "selected"), ("pp2", "selected")]  # fmt: skip
 
 
 def at(folder, layout: str, kind: str, **more) -> RunConfig:
