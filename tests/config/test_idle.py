@@ -83,6 +83,10 @@ READ_WITH = {
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
         ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
+    "data.fim_data true":
+        ("data.fim_rate=0.9", "data.fim_data=true"),
+    "data.fim_split_sample":
+        ("data.fim_fragment_rate=0.3", "data.fim_split_sample=x"),
     "optim.optimizer other than sgd or lion or adafactor":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer muon":
@@ -224,6 +228,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["parallel.data_parallel_sharding_strategy=optim"]
     if need.endswith(("capacity_factor", "bf16 or fp16")):
         off = ["model.num_experts=8"]
+    if need == "data.fim_split_sample":
+        off = ["data.fim_data=true"]
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
