@@ -252,6 +252,8 @@ def _build(
     is_weighted = bool(weights)
     if not is_weighted:
         weights = [float(opened[entry.path].num_tokens) for entry in entries]
+        if not any(weights):
+            return part(entries[0], num_samples)  # raises DataError: no tokens
         if settings.temperature is not None:
             weights = tempered(weights, settings.temperature)
     elif settings.temperature is not None:

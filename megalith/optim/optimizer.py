@@ -121,7 +121,8 @@ def state_bytes(config: OptimConfig) -> tuple[float, float]:
 
     Vectors are counted as matrices, since they are few. With several optimizers, the largest is counted.
     """
-    sizes = [state_bytes_of(name, config) for _, name in _optimizer_names(config)]
+    names = [config.optimizer, *(group.optimizer for group in config.param_groups if group.optimizer)]
+    sizes = [state_bytes_of(name, config) for name in names]
     ema = 0 if config.ema_decay is None else 4
     return ema + max(layers for layers, _ in sizes), ema + max(outside for _, outside in sizes)
 

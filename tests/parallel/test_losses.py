@@ -41,6 +41,7 @@ class Rollouts(Batch):
     teacher: Tensor  # float32 [batch, seq, CANDIDATES]
     sequence_ids: Tensor  # int64 [batch, seq]: each row is a sequence
     sequence_tokens: Tensor  # float32 [batch]
+    pairs_per_token: Tensor | None = None  # float32 scalar
 
 
 class Grpo(Loss):

@@ -14,11 +14,11 @@ from small_policy import MODEL, VOCAB, configuration, metrics, tree, write_promp
 
 import megalith
 from megalith.checkpoint.store import StepFolder
+from megalith.cli import rollout_command
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.data.tokenizers.plain import NullTokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.generation import sync
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import BOUND
 from megalith.report.report import Report
@@ -415,9 +415,9 @@ def test_the_trainer_with_trls_signature_on_conversations_of_a_run_with_its_own_
 
 
 def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch):
-    sizes, real = {}, sync.engine_for
+    sizes, real = {}, rollout_command.engine_for
     monkeypatch.setattr(
-        sync, "engine_for", lambda model, **given: sizes.update(given) or real(model, **given)
+        rollout_command, "engine_for", lambda model, **given: sizes.update(given) or real(model, **given)
     )
     config = configuration(tmp_path, train=dict(train_iters=1), rl=dict(save_rollouts=True))
     (tmp_path / "run.yaml").write_text(config.to_yaml())
