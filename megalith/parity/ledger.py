@@ -227,8 +227,8 @@ def page(ledger: Ledger) -> str:
         "",
         *_wrapped(
             "The command runs the tests with pytest and prints `held` or `failed` and the seconds of each. The exit "
-            "status is 1 if any case failed. Most cases are part of `make test`, all of `make test-all`. The rows are in "
-            "`tests/ledger.toml`; `--write` writes this page from them."
+            "status is 1 if any case failed. Most cases are part of `make test`, all of `make test-all`. The rows are "
+            "in `tests/ledger.toml`; `--write` writes this page from them."
         ),
         "",
         *_wrapped(
