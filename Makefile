@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
-#   make test    creates .venv, runs the tests with the cases that cover every axis, schedule and family: about twelve minutes on two cores
+#   make test    creates .venv, runs the tests with the cases that cover every axis, schedule and family: about thirteen minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: five minutes; make test-all  every case: hours
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make test-docs  runs every command of the README and of docs/ in small, or PAGES=FILE's, and looks for what they show
