@@ -55,7 +55,8 @@ def test_a_run_trains_on_a_new_kind(tmp_path, monkeypatch):
     train_set, valid_set, _ = open_datasets(config, (8, 4, 0), None)
     assert np.array_equal(train_set[3], np.full(9, 3)) and len(valid_set) == 4
     train(config)
-    assert sys.modules.pop("constant_kind").ConstantKind.collated[:8] == list(range(8))
+    collated = sys.modules.pop("constant_kind").ConstantKind.collated  # batches are made by several threads
+    assert set(collated) >= set(range(8))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def write_input(folder, kind) -> str:
             folder / "a.arrow", kind == "arrow stream", dictionary if kind == "arrow stream" else None
         )
     elif kind == "saved":
-        datasets.Dataset(table()).save_to_disk(folder / "saved")
+        datasets.Dataset(table()).save_to_disk(str(folder / "saved"))
         return str(folder / "saved")
     else:
         (folder / "a.jsonl").write_bytes(jsonl())

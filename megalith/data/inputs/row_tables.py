@@ -29,6 +29,7 @@ from megalith.remote import StorePath, size_of
 ROWS = 256  # per block
 SAVED_DATASET = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # by DatasetDict.save_to_disk
+TEXT_TYPES = "is_string", "is_large_string", "is_string_view"  # of pyarrow.types; the last from version 16 on
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _check_columns(path: Source, schema: Any, keys: Sequence[str]) -> None:
     for key in keys:
         kind = schema.field(key).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        is_text = any(getattr(types, name)(kind) for name in TEXT_TYPES if hasattr(types, name))
         if not is_text and not types.is_null(kind):
             raise DataError(f"{path} has a column {key!r} of {kind}, not of strings; choose another key")
 

@@ -1,0 +1,1 @@
+"""Seams of the model in use: own attention, matmuls and losses."""
