@@ -144,8 +144,8 @@ def eight_gpus() -> str:
     text = (
         "The runs on eight GPUs were predicted before they were measured, and nothing was fitted to them. "
         f"{len(EIGHT_GPUS) - len(missed)} of {len(EIGHT_GPUS)} are within the bounds. **Outside: {names}.** "
-        "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer for the host and "
-        "for each other than it assumes ([profiles](performance.md#where-the-time-goes))."
+        "The plan's ranking of the two layouts of Qwen3 was wrong: with experts, GPUs waited longer than it "
+        "assumes, for reasons not yet known ([profiles](performance.md#where-the-time-goes))."
     )
     return fill(text, 120, break_on_hyphens=False)
 

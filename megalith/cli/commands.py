@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
                             "clusters:launch_job", "clusters:add_slurm_arguments"),
     "launch kubernetes": Command("write Kubernetes manifests for a run, and submit them",
                                  "clusters:launch_job", "clusters:add_kubernetes_arguments"),
-    "recipes list": Command("list tested run files by task, model and number of GPUs",
+    "recipes list": Command("list planned run files by task, model and number of GPUs",
                             "recipe_commands:run_list", "recipe_commands:add_list_arguments"),
     "recipes show": Command("print a recipe", "recipe_commands:run_show", "recipe_commands:add_show_arguments"),
     "recipes copy": Command("write a recipe as a run file",
@@ -118,7 +118,7 @@ GROUPS: dict[str, str] = {
     "lora": "adapters: write them for PEFT, merge them",
     "pipeline": "look at pipeline schedules",
     "checkpoint": "look at checkpoints, and rewrite them",
-    "recipes": "tested run files",
+    "recipes": "planned run files",
     "launch": "write the job files of a cluster, or submit them",
     "config": "describe the configuration",
 }

@@ -1,4 +1,4 @@
-"""`megalith recipes …`: tested run files. `megalith init`: one for this machine. Importing this file is cheap."""
+"""`megalith recipes …`: planned run files. `megalith init`: one for this machine. Importing this file is cheap."""
 
 from __future__ import annotations
 

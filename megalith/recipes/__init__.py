@@ -1,1 +1,1 @@
-"""Recipes: tested run files per model, task and number of GPUs, with layouts chosen by the planner."""
+"""Recipes: run files per model, task and number of GPUs, with layouts chosen by the planner."""
