@@ -79,7 +79,7 @@ def test_generation_uses_what_the_engine_has():
     engine = Engine(
         RunConfig.from_tree({"model": SHAPES["tiny"]}).model, "cpu", torch.float32, max_rows=1, max_tokens=2
     )
-    engine._reset_state(Sampling(forced_lengths=[1]))
+    engine.reset_state(Sampling(forced_lengths=[1]))
     used = {*re.findall(r"\bengine\.(\w+)", inspect.getsource(generation_speed))}
     assert {"_graph", "_decode_step", "generate"} <= used
     assert [name for name in used if not hasattr(engine, name)] == []

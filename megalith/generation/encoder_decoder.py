@@ -15,7 +15,8 @@ from torch import Tensor
 from megalith.comm.collectives import Axis
 from megalith.data.pairs import DECODER_START
 from megalith.errors import ConfigError
-from megalith.generation.engine import OnToken, named_shards
+from megalith.generation.engine import OnToken
+from megalith.generation.engine_model import named_shards
 from megalith.generation.requests import (
     MAX_GENERATIONS,
     Completion,

@@ -1,7 +1,7 @@
 """Generation engine with continuous batching, on one device or over a tensor-parallel axis.
 
 It runs the modules of models/ with a static KV cache (static_cache.py). Each row of the cache holds a sequence in
-progress; a finished row is given to the next prompt.
+progress; a finished row is given to the next prompt (running_batch.py).
 
      prompt ──all tokens but the last──▶ prefill: keys and values into the row        (several prompts per pass)
      last token ──▶ decode step ──▶ logits ──▶ Gumbel sampling ──▶ next token, and so on, all rows in one pass
@@ -18,9 +18,8 @@ such a row is prefilled again.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
 from megalith.errors import ConfigError
+from megalith.generation.engine_model import engine_model, named_shards
 from megalith.generation.requests import (
     MAX_GENERATIONS,
     Completion,
@@ -37,41 +37,25 @@ from megalith.generation.requests import (
     Sampling,
     check_keys,
     make_sequences,
+    noise_keys,
 )
+from megalith.generation.running_batch import RunningBatch
 from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
 from megalith.hardware import to_device
-from megalith.models.adapters import add_adapters
 from megalith.models.cache import Cache
-from megalith.models.mixers.attention import SoftmaxOffset
-from megalith.models.mixers.gated_delta_net import Decay
-from megalith.models.norm import HeadNorms, Norm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.models.router import Router
 from megalith.models.transformer import Stack, Transformer, layers_of
 from megalith.ops.attention_core import visible_positions
 from megalith.ops.compiled import run_eagerly, run_with_breaks
 from megalith.ops.cross_entropy import linear_logits
-from megalith.ops.dropout import column_keys, mix, token_keys
-from megalith.ops.gumbel import sample
-from megalith.parallel.replication import replica_axes
+from megalith.ops.dropout import column_keys, mix
+from megalith.ops.gumbel import sample, sample_rows
 from megalith.parallel.seams import plug
-from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
-from megalith.parallel.tensor.lora_shards import shard_adapters
-from megalith.parallel.tensor.tensor_parallel import apply_tensor
+from megalith.parallel.shards import LocalShard
 
 WINDOW = {"cpu": 1, "cuda": 8}  # steps launched before the host reads their samples
 PREFILL_TOKENS = 2**14  # maximum tokens per prefill pass
-
-
-@dataclass
-class _Window:
-    """Launched steps: their samples, and the sequences in their rows."""
-
-    owners: list[RowSequence | None]
-    ids: Tensor  # int64 [steps, rows] on the host, -1 in idle rows
-    logprobs: Tensor  # float32 [steps, rows]
-    copied: torch.cuda.Event | None
 
 
 OnToken = Callable[[int, int, int], None]  # prompt, generation, id
@@ -137,7 +121,7 @@ class Engine:
             )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.version = 0
-        self.model = self._build(lora) if model is None else model
+        self.model = engine_model(config, dtype, self.device, tp, lora) if model is None else model
         self.shards: dict[str, LocalShard] = named_shards([self.model])
         # Experts without grouped GEMM need row counts on the host, so they cannot be captured.
         capturable = on_gpu and (not config.num_experts or self.model.config.moe_grouped_gemm)
@@ -148,37 +132,12 @@ class Engine:
                     plug(layer, "runner", partial(run_with_breaks, dynamic=False))
                 else:
                     layer.compile(fullgraph=True, dynamic=False)
-        self._window = WINDOW.get(self.device.type, 1)
+        self.window = WINDOW.get(self.device.type, 1)
         self._position_keys = column_keys(max_tokens, self.device)  # random key of each index in a completion
         self._cache: Tensor | None = None
         self._linear: LinearStates | None = None
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.source: Any = None  # set by `sync` (sync.py)
-
-    def _build(self, lora: LoraConfig | None) -> Transformer:
-        """Build this rank's part of the model, without values.
-
-        Matrices have the engine's dtype. Parameters that layers use in fp32 (norms, positions, decays, sinks, router
-        bias) stay in fp32.
-        """
-        model = Transformer(self.config, compute_dtype=self.dtype, device="meta").requires_grad_(False)
-        if lora is not None and lora.rank is not None:
-            add_adapters(model, lora)
-        for name, module in model.named_modules():
-            if not isinstance(module, Norm | HeadNorms | Decay | SoftmaxOffset) and not name.endswith(
-                "position_embeddings"
-            ):
-                for kind, parameter in module.named_parameters(recurse=False):
-                    if not (isinstance(module, Router) and kind == "bias"):
-                        parameter.data = parameter.data.to(self.dtype)
-        tensor = apply_tensor(model, self.tp, sequence_parallel=False)
-        if tensor is not None:
-            shard_adapters(model, tensor)
-        model.to_empty(device=self.device)
-        for buffer in model.buffers():
-            buffer.zero_()
-        to_local_parameters(model)
-        return model.requires_grad_(False).eval()
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
@@ -259,17 +218,14 @@ class Engine:
         keys = range(len(prompts)) if keys is None else keys
         check_keys(keys, len(prompts), num_generations)
         stream_keys = [key * MAX_GENERATIONS + g for key in keys for g in range(num_generations)]
-        stream_keys = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
-        noise = token_keys(sampling.seed, stream_keys, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
-        self._reset_state(sampling)
-        waiting, pending = deque(sequences), deque()
-        owners: list[RowSequence | None] = [None] * self.max_rows
-        while waiting or any(owners) or pending:
-            self._fill(owners, waiting, noise)
-            if any(owners):
-                pending.append(self._launch(owners, sampling))
-            if len(pending) > (self.device.type == "cuda") or not any(owners):
-                self._read(pending.popleft(), owners, waiting, on_token)
+        for sequence, noise in zip(sequences, noise_keys(sampling.seed, stream_keys), strict=True):
+            sequence.noise = noise
+        batch = RunningBatch(self, sampling)
+        batch.add(sequences)
+        while batch.is_busy:
+            for sequence, ids in batch.step():
+                for token in ids if on_token is not None else ():
+                    on_token(sequence.prompt_index, sequence.generation, token)
         version = (self.version,)
         return [
             Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped, version)
@@ -278,7 +234,8 @@ class Engine:
 
     # State on the device.
 
-    def _reset_state(self, sampling: Sampling) -> None:
+    @torch.no_grad()
+    def reset_state(self, sampling: Sampling) -> None:
         """Reset the state of all rows to idle; allocate the cache if needed."""
         if self._cache is None:
             groups = -(-self.config.query_groups // self.tp.size)
@@ -287,10 +244,14 @@ class Engine:
             self._linear = LinearStates.empty(
                 self.config, self.max_rows, self.tp.size, self.device, self.dtype
             )
-            # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag.
-            self._state = torch.zeros(6, self.max_rows, dtype=torch.int64, device=self.device)
-            self._ids = torch.zeros(self._window, self.max_rows, dtype=torch.int64, device=self.device)
-            self._logprobs = torch.zeros(self._window, self.max_rows, device=self.device)
+            # Per row: newest token, its position, number of sampled tokens, their limit, noise key, active flag, and if
+            # stop tokens end it.
+            self._state = torch.zeros(7, self.max_rows, dtype=torch.int64, device=self.device)
+            self._row_settings = torch.zeros(
+                4, self.max_rows, device=self.device
+            )  # see ops.gumbel.sample_rows
+            self._ids = torch.zeros(self.window, self.max_rows, dtype=torch.int64, device=self.device)
+            self._logprobs = torch.zeros(self.window, self.max_rows, device=self.device)
             self._tick = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         self._state.zero_()
@@ -299,40 +260,40 @@ class Engine:
         if sampling.stop and sampling.forced_lengths is None:
             self._stops[torch.tensor(sampling.stop, device=self.device)] = True
         if self._graphed:
-            self._graph(sampling)
+            for filters in (0, 1) if sampling.by_row else (sampling.top_k,):
+                self._graph(replace(sampling, top_k=filters))
 
-    def _fill(self, owners: list[RowSequence | None], waiting: deque[RowSequence], noise: list[int]) -> None:
-        """Assign waiting sequences to idle rows.
+    def fill_rows(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
+        """Give rows to sequences: prefill them and set their state."""
+        rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
+        if self._linear is not None:
+            self._linear.clear(rows)
+        self._prefill(begun)
+        state = [self._first_state(sequence) for _, sequence in begun]
+        self._state[:, rows] = to_device(torch.tensor(state).T.contiguous(), self.device)
+        if any(sequence.sampling is not None for _, sequence in begun):
+            settings = torch.tensor([sequence.sampling for _, sequence in begun])
+            self._row_settings[:, rows] = to_device(settings.T.contiguous(), self.device)
 
-        A pass on a CPU covers only the rows up to the last used one. There, once no sequence waits, the last sequences
-        are moved into idle rows between used ones.
-
-        A pass on a CPU covers only the rows up to the last used one. There, idle rows between used ones are then filled
-        with the last sequences.
-        """
-        idle = [row for row, owner in enumerate(owners) if owner is None]
-        begun: list[tuple[int, RowSequence]] = []
-        for row in idle:
-            if not waiting:
-                break
-            owners[row] = waiting.popleft()
-            begun.append((row, owners[row]))
-        if begun:
-            if self._linear is not None:
-                self._linear.clear(torch.tensor([row for row, _ in begun], device=self.device))
-            self._prefill(begun)
-            state = [self._first_state(sequence, noise[sequence.number]) for _, sequence in begun]
-            rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
-            self._state[:, rows] = to_device(torch.tensor(state).T.contiguous(), self.device)
-        if self.device.type == "cpu" and not waiting:
-            self._compact(owners)
-
-    def _first_state(self, sequence: RowSequence, noise: int) -> list[int]:
+    def _first_state(self, sequence: RowSequence) -> list[int]:
         last = sequence.ids[-1] if sequence.ids else sequence.prompt[-1]
         sequence.pause_at, sequence.launched = sequence.limit, len(sequence.ids)
         if sequence.length <= self._original_context:
             sequence.pause_at = min(sequence.limit, self._original_context + 1 - len(sequence.prompt))
-        return [last, sequence.length - 1, len(sequence.ids), sequence.pause_at, noise, 1]
+        count, stops = len(sequence.ids), int(bool(sequence.stop))
+        return [last, sequence.length - 1, count, sequence.pause_at, sequence.noise, 1, stops]
+
+    def clear_row(self, row: int) -> None:
+        """Make a row idle."""
+        self._state[:, row] = 0
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy a row with a sequence of `length` tokens to another one."""
+        self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
+        self._state[:, target] = self._state[:, source]
+        self._row_settings[:, target] = self._row_settings[:, source]
+        if self._linear is not None:
+            self._linear.move(source, target)
 
     @property
     def _original_context(self) -> float:
@@ -340,18 +301,6 @@ class Engine:
         scaling = self.config.rope_scaling
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
-
-    def _compact(self, owners: list[RowSequence | None]) -> None:
-        used = sum(owner is not None for owner in owners)
-        targets = [row for row in range(used) if owners[row] is None]
-        sources = [row for row in range(used, len(owners)) if owners[row] is not None]
-        for target, source in zip(targets, sources):
-            owners[target], owners[source] = owners[source], None
-            length = owners[target].length
-            self._cache[:, :, target, :length] = self._cache[:, :, source, :length]
-            self._state[:, target] = self._state[:, source]
-            if self._linear is not None:
-                self._linear.move(source, target)
 
     def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Fill the rows with keys and values of all tokens but the last. Completions of the same prompt share a
@@ -411,35 +360,37 @@ class Engine:
         is_long = (positions >= original)[..., None, None]
         return tuple(torch.where(is_long, b, a) for a, b in zip(short, long))
 
-    def _launch(self, owners: list[RowSequence | None], sampling: Sampling) -> _Window:
-        """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU."""
-        rows, longest = self.max_rows, self.max_tokens
-        if self.device.type == "cpu":
-            rows = max(row for row, owner in enumerate(owners) if owner is not None) + 1
-            longest = max(owner.length for owner in owners if owner is not None)
+    def run_window(
+        self, sampling: Sampling, rows: int, longest: int
+    ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        """Launch a window of steps and the copy of their samples to the host. Does not wait on a GPU.
+
+        Args:
+            sampling: settings of the samples.
+            rows: rows that are in use, from the first. A GPU runs all rows.
+            longest: maximum length of their sequences.
+
+        Returns:
+            Ids, int64 [steps, rows], -1 in idle rows; log-probabilities, float32 [steps, rows]; the end of the copy.
+        """
         if self._graphed:
             graph = self._graph(sampling)
-            for _ in range(self._window):
+            for _ in range(self.window):
                 graph.replay()
         else:
-            for _ in range(self._window):
+            for _ in range(self.window):
                 self._decode_step(sampling, rows, longest)
                 longest = min(longest + 1, self.max_tokens)
         ids, logprobs = (x[:, :rows].to("cpu", non_blocking=True) for x in (self._ids, self._logprobs))
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        window = _Window(owners[:rows], ids, logprobs, copied)
-        for row, sequence in enumerate(owners):
-            if sequence is not None:
-                sequence.launched += self._window
-                if sequence.launched >= sequence.pause_at:  # further samples are not used
-                    owners[row] = None
-        return window
+        return ids, logprobs, copied
 
     def _graph(self, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph for these settings. Captured, after warm-up, while all rows are idle."""
         key = self._sampling_key(sampling)
         if key not in self._graphs:
-            self._graphs.clear()
+            if not sampling.by_row:
+                self._graphs.clear()
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -457,6 +408,7 @@ class Engine:
     def _sampling_key(self, sampling: Sampling) -> tuple:
         return (
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self._vocabulary(sampling),
+            sampling.by_row,
         )  # fmt: skip
 
     def _vocabulary(self, sampling: Sampling) -> int:
@@ -464,71 +416,27 @@ class Engine:
 
     def _decode_step(self, sampling: Sampling, rows: int, longest: int) -> None:
         """Generate one token in each of the first `rows` rows that is active."""
-        token, position, count, limit, noise, alive = self._state[:, :rows]
+        token, position, count, limit, noise, alive, stops = self._state[:, :rows]
         linear = self._linear and self._linear.first(rows)
         cache = Decode(self._cache[:, :, :rows], position, visible_positions(position, longest), linear)
         hidden = self._hidden(token[:, None], position[:, None], cache)[:, 0]  # [rows, hidden]
         head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         logits = linear_logits(self.model.head_input(hidden), *head)  # this rank's vocabulary entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
-        temperature, top_k, top_p, min_p, vocabulary = self._sampling_key(sampling)
+        shard = dict(vocab_size=self._vocabulary(sampling), axis=self.tp, first=first)
         keys = mix(noise.to(torch.int32) ^ self._position_keys[count])
-        ids, logprobs = sample(
-            logits,
-            keys,
-            temperature,
-            vocab_size=vocabulary,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            axis=self.tp,
-            first=first,
-        )
+        if sampling.by_row:
+            ids, logprobs = sample_rows(
+                logits, keys, self._row_settings[:, :rows], bool(sampling.top_k), **shard
+            )
+        else:
+            filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+            ids, logprobs = sample(logits, keys, sampling.temperature, **filters, **shard)
         active = alive.bool()
         self._ids[:, :rows].index_copy_(0, self._tick, torch.where(active, ids, -1)[None])
         self._logprobs[:, :rows].index_copy_(0, self._tick, logprobs[None])
         self._tick.add_(1).remainder_(len(self._ids))
         count.add_(alive)
-        alive.copy_(active & ~self._stops[ids] & (count < limit))
+        alive.copy_(active & ~(self._stops[ids] & stops.bool()) & (count < limit))
         token.copy_(ids)
         position.add_(1).mul_(alive)  # idle rows attend to one key
-
-    def _read(
-        self,
-        window: _Window,
-        owners: list[RowSequence | None],
-        waiting: deque[RowSequence],
-        on_token: OnToken | None,
-    ) -> None:
-        """Append a window's tokens to their sequences, and free the rows of finished ones."""
-        if window.copied is not None:
-            window.copied.synchronize()
-        ids, logprobs = window.ids.T.tolist(), window.logprobs.T.tolist()
-        for row, sequence in enumerate(window.owners):
-            if sequence is None or sequence.ended:
-                continue
-            new = ids[row]
-            count = new.index(-1) if -1 in new else len(new)
-            sequence.ids += new[:count]
-            sequence.logprobs += logprobs[row][:count]
-            if on_token is not None:
-                for token in new[:count]:
-                    on_token(sequence.prompt_index, sequence.generation, token)
-            if sequence.ended:
-                if owners[row] is sequence:
-                    owners[row] = None
-            elif len(sequence.ids) >= sequence.pause_at:
-                waiting.appendleft(sequence)
-
-
-def named_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocalShard]:
-    """Return this rank's shards of parameters and persistent buffers. A tied tensor appears under its first name."""
-    named: dict[str, LocalShard] = {}
-    seen: set[int] = set()
-    for chunk in chunks:
-        copies = replica_axes(chunk)
-        for name, tensor in chunk.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                named[name] = local_shard(tensor, copies.get(name))
-    return named

@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
+from megalith.ops.dropout import token_keys
 
 MAX_GENERATIONS, MAX_KEYS = 2**16, 2**47
 
@@ -32,6 +35,8 @@ class Sampling:
     """Length of each completion, counted over prompts and generations, regardless of stop tokens. For benchmarks."""
     vocab_size: int | None = None
     """Sample only smaller ids, if the model has more rows than its tokenizer has entries. None: all ids."""
+    by_row: bool = False
+    """Each sequence has its own temperature, top_k, top_p and min_p (RowSequence.sampling)."""
 
     def check(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -78,6 +83,11 @@ class RowSequence:
     launched: int = 0  # maximum length after the steps launched so far
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    noise: int = 0  # key of its random numbers, from `noise_keys`
+    sampling: tuple[float, float, float, float] | None = (
+        None  # temperature, top_k, top_p and min_p, by_row only
+    )
+    is_cancelled: bool = False
 
     @property
     def length(self) -> int:
@@ -85,7 +95,7 @@ class RowSequence:
 
     @property
     def ended(self) -> bool:
-        return len(self.ids) >= self.limit or self.stopped
+        return len(self.ids) >= self.limit or self.stopped or self.is_cancelled
 
     @property
     def stopped(self) -> bool:
@@ -119,12 +129,12 @@ def make_sequences(
             most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens[index]
             limit = most if forced is None else forced[len(sequences)]
             if generation == 0 or forced is not None:
-                _check_prompt(index, prompt, limit, config, max_tokens)
+                check_prompt(index, prompt, limit, config, max_tokens)
             sequences.append(RowSequence(len(sequences), prompt, index, generation, limit, stop))
     return sequences
 
 
-def _check_prompt(
+def check_prompt(
     number: int, prompt: Sequence[int], new_tokens: int, config: ModelConfig, max_tokens: int
 ) -> None:
     if not len(prompt):
@@ -145,6 +155,12 @@ def _check_prompt(
                 f"prompt {number} has {len(prompt)} tokens and up to {new_tokens} follow, {longest} in all, but "
                 f"{text.format(limit)}; lower max_new_tokens or shorten it"
             )
+
+
+def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
+    """Return the keys of the random numbers of completions with these numbers."""
+    numbers = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
+    return token_keys(seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
 
 
 def check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:

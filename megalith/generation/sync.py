@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
-from megalith.generation.engine import Engine, named_shards
+from megalith.generation.engine import Engine
+from megalith.generation.engine_model import named_shards
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.parallel_model import ParallelModel

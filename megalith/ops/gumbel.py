@@ -58,6 +58,29 @@ def sample(
     return _combine_blocks(blocks, inverse)
 
 
+def sample_rows(
+    logits: Tensor,  # [rows, local entries], any float dtype
+    keys: Tensor,  # int32 [rows], keys of the noise
+    settings: Tensor,  # float32 [4, rows]: temperature (0: greedy), top_k (0: all), top_p and min_p
+    has_filters: bool,  # False if no row uses top_k, top_p or min_p
+    *,
+    vocab_size: int,
+    axis: Axis = ALONE,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Sample an entry per row like `sample`, with settings of its own for each row."""
+    temperature, top_k, top_p, min_p = settings
+    is_greedy = temperature == 0
+    z = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
+    real = min(max(vocab_size - first, 0), z.shape[1])
+    least = least_logit_by_row(z[:, :real], top_k, top_p, min_p, axis) if has_filters else None
+    drawn = sampled_blocks(z, keys, least, first, real, 1.0, 1.0)
+    greedy = sampled_blocks(z, keys, None, first, real, 0.0, 1.0)
+    blocks = torch.where(is_greedy[:, None, None], greedy, drawn)
+    blocks = all_gather_no_grad(blocks[None], axis).transpose(0, 1).flatten(1, 2)
+    return _combine_blocks(blocks, 1.0)
+
+
 def sampled_blocks(
     logits: Tensor,
     keys: Tensor,
@@ -142,6 +165,29 @@ def least_logit(
     if min_p:
         least = torch.maximum(least, top + math.log(min_p) / inverse)
     return least
+
+
+def least_logit_by_row(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, axis: Axis = ALONE) -> Tensor:
+    """Return `least_logit` for settings of each row, float32 [rows], and logits z that are divided by temperature."""
+    z = z if z.shape[1] else z.new_full((len(z), 1), LOWEST)
+    top = all_reduce_no_grad(z.amax(-1), axis, "max")
+    most = torch.where(top_k > 0, top_k, math.inf)
+    least = _smallest(torch.full_like(top, -math.inf), top, most, z, torch.ones_like(z), axis)
+    weights = (z - top[:, None]).exp().masked_fill(z < least[:, None], 0.0)
+    goal = all_reduce_no_grad(weights.sum(-1), axis) * torch.where(top_p < 1, top_p, math.inf)
+    least = _smallest(least, top, goal, z, weights, axis)
+    return torch.maximum(least, top + min_p.log())
+
+
+def _smallest(low: Tensor, high: Tensor, goal: Tensor, z: Tensor, weights: Tensor, axis: Axis) -> Tensor:
+    """Return the smallest bound of each row, between low and high, above which the weights sum to less than `goal`."""
+    low, high = _ordered(low), _ordered(high)
+    for _ in range(32):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        mass = as_one_kernel(_mass_above, z, weights, _ordered(middle, back=True), sizes_vary=True)
+        enough = all_reduce_no_grad(mass, axis) < goal
+        low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
+    return _ordered(high, back=True)
 
 
 def _mass_above(z: Tensor, weights: Tensor, bound: Tensor) -> Tensor:

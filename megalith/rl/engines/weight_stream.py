@@ -22,7 +22,7 @@ from megalith.bridge.folder import is_model_folder
 from megalith.bridge.origin import read_origin
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.config import RunConfig
-from megalith.generation.engine import named_shards
+from megalith.generation.engine_model import named_shards
 from megalith.models.adapters import ADAPTER, adapters
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel

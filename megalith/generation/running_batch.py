@@ -1,0 +1,138 @@
+"""Continuous batching: sequences that wait for a row of the engine, those in rows, and windows of steps in flight.
+
+     add ─▶ waiting ─▶ a row: prefill, then windows of steps ─▶ ended, cancelled, or paused (LongRoPE) ─▶ waiting
+
+The host launches a window and meanwhile reads the samples of the previous one. A row whose sequence has ended is
+assigned when the host has read it. Every rank of a tensor-parallel axis makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalith.generation.requests import RowSequence, Sampling
+
+if TYPE_CHECKING:
+    from megalith.generation.engine import Engine
+
+
+@dataclass
+class _Window:
+    """Launched steps: their samples, and the sequences in their rows."""
+
+    owners: list[RowSequence | None]
+    ids: Tensor  # int64 [steps, rows] on the host, -1 in idle rows
+    logprobs: Tensor  # float32 [steps, rows]
+    copied: torch.cuda.Event | None
+
+
+class RunningBatch:
+    """The sequences of an engine. An engine has one at a time."""
+
+    def __init__(self, engine: Engine, sampling: Sampling):
+        """Begin without sequences. With `sampling.by_row`, each has settings of its own."""
+        self._engine, self._sampling = engine, sampling
+        self._on_cpu = engine.device.type == "cpu"
+        self._owners: list[RowSequence | None] = [None] * engine.max_rows
+        self._waiting: deque[RowSequence] = deque()
+        self._pending: deque[_Window] = deque()
+        engine.reset_state(sampling)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a sequence has not ended."""
+        return bool(self._waiting or self._pending or any(self._owners))
+
+    def add(self, sequences: Iterable[RowSequence]) -> None:
+        """Queue sequences for the next free rows."""
+        self._waiting.extend(sequences)
+
+    def cancel(self, sequence: RowSequence) -> None:
+        """End a sequence. Its row is free for the next step."""
+        sequence.is_cancelled = True
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        for row, owner in enumerate(self._owners):
+            if owner is sequence:
+                self._owners[row] = None
+                self._engine.clear_row(row)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[RowSequence, list[int]]]:
+        """Launch a window of steps, if a sequence is in a row, and return the new tokens of an earlier one or of it."""
+        self._fill()
+        if any(self._owners):
+            self._pending.append(self._launch())
+        if self._pending and (len(self._pending) > (not self._on_cpu) or not any(self._owners)):
+            return self._read(self._pending.popleft())
+        return []
+
+    def _fill(self) -> None:
+        """Assign waiting sequences to idle rows.
+
+        A pass on a CPU covers only the rows up to the last used one. There, once no sequence waits, the last sequences
+        are moved into idle rows between used ones.
+        """
+        begun: list[tuple[int, RowSequence]] = []
+        for row, owner in enumerate(self._owners):
+            if owner is None and self._waiting:
+                self._owners[row] = self._waiting.popleft()
+                begun.append((row, self._owners[row]))
+        if begun:
+            self._engine.fill_rows(begun)
+        if self._on_cpu and not self._waiting:
+            self._compact()
+
+    def _compact(self) -> None:
+        owners = self._owners
+        used = sum(owner is not None for owner in owners)
+        targets = [row for row in range(used) if owners[row] is None]
+        sources = [row for row in range(used, len(owners)) if owners[row] is not None]
+        for target, source in zip(targets, sources):
+            owners[target], owners[source] = owners[source], None
+            self._engine.move_row(source, target, owners[target].length)
+
+    def _launch(self) -> _Window:
+        """Launch a window of steps and the copy of their samples to the host."""
+        engine, owners, sampling = self._engine, self._owners, self._sampling
+        rows, longest = engine.max_rows, engine.max_tokens
+        if self._on_cpu:
+            rows = max(row for row, owner in enumerate(owners) if owner is not None) + 1
+            longest = max(owner.length for owner in owners if owner is not None)
+        if sampling.by_row:
+            has_filters = any(owner is not None and owner.sampling[1:] != (0, 1, 0) for owner in owners)
+            sampling = replace(sampling, top_k=int(has_filters))
+        window = _Window(owners[:rows], *engine.run_window(sampling, rows, longest))
+        for row, sequence in enumerate(owners):
+            if sequence is not None:
+                sequence.launched += engine.window
+                if sequence.launched >= sequence.pause_at:  # further samples are not used
+                    owners[row] = None
+        return window
+
+    def _read(self, window: _Window) -> list[tuple[RowSequence, list[int]]]:
+        """Append a window's tokens to their sequences, free the rows of finished ones, and return the tokens."""
+        if window.copied is not None:
+            window.copied.synchronize()
+        ids, logprobs = window.ids.T.tolist(), window.logprobs.T.tolist()
+        added = []
+        for row, sequence in enumerate(window.owners):
+            if sequence is None or sequence.ended:
+                continue
+            new = ids[row]
+            count = new.index(-1) if -1 in new else len(new)
+            sequence.ids += new[:count]
+            sequence.logprobs += logprobs[row][:count]
+            added.append((sequence, new[:count]))
+            if sequence.ended:
+                if self._owners[row] is sequence:
+                    self._owners[row] = None
+            elif len(sequence.ids) >= sequence.pause_at:
+                self._waiting.appendleft(sequence)
+        return added
