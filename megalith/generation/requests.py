@@ -159,8 +159,8 @@ def check_prompt(
 
 def noise_keys(seed: int, stream_keys: Sequence[int]) -> list[int]:
     """Return the keys of the random numbers of completions with these numbers."""
-    numbers = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
-    return token_keys(seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
+    samples = torch.tensor(stream_keys, dtype=torch.int64)  # may be empty on a replica
+    return token_keys(seed, samples, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
 
 
 def check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:

@@ -7,6 +7,7 @@ from generation.brief_training import LLAMA
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.generation.engine import Engine
+from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete_data_parallel
 from megalith.generation.sync import engine_for, sync
@@ -79,3 +80,39 @@ def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
         for name, shard in engine.shards.items()
         if name not in buffers
     )
+
+
+def live_tokens(
+    config: ModelConfig, weights: dict[str, torch.Tensor], requests: list, tp: int
+) -> list | None:
+    """The first rank's completions of requests to replicas of `tp` ranks, half of them when others have ended."""
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
+    engine = Engine(config, "cpu", torch.float32, max_rows=2, max_tokens=128, tp=mesh.tp)
+    engine.load(weights.items())
+    live = LiveEngine(engine, stop=(3,), group=mesh.world)
+    if torch.distributed.get_rank():
+        live.follow()
+        return None
+    results, open_requests = [([], []) for _ in requests], set(range(len(requests)))
+
+    def callback(number: int):
+        def on_tokens(ids, logprobs, reason):
+            results[number][0].extend(ids)
+            results[number][1].extend(logprobs)
+            if reason is not None:
+                open_requests.remove(number)
+                if number == 0:
+                    submit(range(5, len(requests)))
+                if not open_requests:
+                    live.close()
+
+        return on_tokens
+
+    def submit(numbers):
+        for number in numbers:
+            live.submit([requests[number]], [callback(number)])
+
+    submit(range(5))
+    live.run()
+    return results

@@ -1,0 +1,243 @@
+"""An engine that takes requests at any time, from any thread, over tensor-parallel replicas.
+
+     submit, cancel (any thread) ─▶ first rank: commands ─▶ all ranks: one window of steps ─▶ tokens to the first rank
+                                       ▲                                                              │
+                                       └──────────────────── callbacks ◀──────────────────────────────┘
+
+The first rank calls `run`, the others `follow`. Before each window, the first rank sends the new requests and the
+cancelled ones to all; each replica has the requests that it was assigned. A completion depends on the weights and on
+its request's seed and key, not on the other requests, their order or the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Any
+
+from megalith.comm.collectives import Axis, gather_json
+from megalith.errors import ConfigError
+from megalith.generation.engine import Engine
+from megalith.generation.requests import (
+    MAX_KEYS,
+    RowSequence,
+    Sampling,
+    check_keys,
+    check_prompt,
+    noise_keys,
+)
+from megalith.generation.running_batch import RunningBatch
+
+HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
+
+OnTokens = Callable[[list[int], list[float], str | None], None]
+"""Takes new ids, their log-probabilities, and the reason of the end: stop, length, closed; None before it."""
+
+
+@dataclass(frozen=True)
+class LiveRequest:
+    """A prompt, and the settings of its completion (see Sampling)."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    key: int = 0
+    """Number that its samples depend on in addition to the seed, 0 to 2^47 - 1."""
+    ignores_stop: bool = False
+    """Continue after stop ids."""
+
+    @property
+    def settings(self) -> tuple[float, float, float, float]:
+        """Settings of its row."""
+        return float(self.temperature), float(self.top_k), float(self.top_p), float(self.min_p)
+
+
+@dataclass
+class _Ticket:
+    """An open request on the first rank."""
+
+    on_tokens: OnTokens
+    replica: int
+
+
+@dataclass
+class _Inbox:
+    """Requests since the last window."""
+
+    added: list[tuple[int, int, LiveRequest, OnTokens]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+
+class LiveEngine:
+    """Requests that run on an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        stop: Sequence[int] = (),
+        vocab_size: int | None = None,
+        group: Axis = Axis(),  # noqa: B008 (immutable)
+    ):
+        """Prepare to run.
+
+        Args:
+            engine: this rank's engine.
+            stop: ids that end a completion; they are part of it.
+            vocab_size: sample only smaller ids. Default: all.
+            group: the ranks that run together, one or more replicas of the engine's tensor-parallel axis.
+        """
+        self.engine = engine
+        self._stop, self._group = frozenset(stop), group
+        self._sampling = Sampling(stop=tuple(stop), vocab_size=vocab_size, by_row=True)
+        self._replicas = max(1, group.size // engine.tp.size)
+        self._replica = group.rank // engine.tp.size
+        self._sequences: dict[int, RowSequence] = {}  # of this replica
+        self._tickets: dict[int, _Ticket] = {}  # first rank: open requests
+        self._inbox, self._next, self._is_over = _Inbox(), 0, False
+        self._changed = Condition()
+
+    def submit(self, requests: Sequence[LiveRequest], on_tokens: Sequence[OnTokens]) -> list[int]:
+        """Queue requests with the same prompt, which share its prefill, and return their numbers.
+
+        Args:
+            requests: the requests.
+            on_tokens: one callback per request, called by the thread of `run`.
+
+        Raises:
+            ConfigError: if a request does not fit the engine, or the engine is closed.
+        """
+        for request in requests:
+            engine = self.engine
+            Sampling(
+                request.max_new_tokens, request.temperature, request.top_k, request.top_p, request.min_p, request.seed
+            ).check()  # fmt: skip
+            check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
+            check_keys([request.key % MAX_KEYS if request.key >= 0 else -1], 1, 1)
+        with self._changed:
+            if self._is_over:
+                raise ConfigError("the engine is closed; send the request to a running one")
+            request_ids = list(range(self._next, self._next + len(requests)))
+            self._next += len(requests)
+            for number, request, callback in zip(request_ids, requests, on_tokens, strict=True):
+                self._inbox.added.append((number, request_ids[0], request, callback))
+            self._changed.notify()
+        return request_ids
+
+    def cancel(self, number: int) -> None:
+        """End a request without another callback. Has no effect on one that has ended."""
+        with self._changed:
+            self._inbox.cancelled.append(number)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let `run` return after the current window. Open requests end with the reason closed."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._tickets) + len(self._inbox.added)
+
+    def run(self) -> None:
+        """Run requests until `close`. The first rank calls it."""
+        batch = RunningBatch(self.engine, self._sampling)
+        try:
+            while not self._is_over:
+                self._window(batch, self._commands(batch))
+            self._window(batch, {"is_over": True})
+        finally:
+            self._is_over = True
+            self._end_all()
+
+    def follow(self) -> None:
+        """Run what the first rank sends. The other ranks call it."""
+        batch = RunningBatch(self.engine, self._sampling)
+        while not self._window(batch, None):
+            pass
+
+    def _commands(self, batch: RunningBatch) -> dict[str, Any]:
+        """Return what has changed since the last window; waits if no request is open."""
+        with self._changed:
+            is_idle = not self._tickets and not batch.is_busy and not self._inbox.added
+            if is_idle and not self._inbox.cancelled and not self._is_over:
+                self._changed.wait(HEARTBEAT)
+            inbox, self._inbox = self._inbox, _Inbox()
+            cancelled = set(inbox.cancelled)
+            added = [
+                self._assigned(*entry) for entry in inbox.added if entry[0] not in cancelled
+            ]  # fmt: skip
+        for number in cancelled:
+            self._tickets.pop(number, None)
+        return {"added": added, "cancelled": sorted(cancelled), "is_over": False}
+
+    def _assigned(self, number: int, prompt: int, request: LiveRequest, on_tokens: OnTokens) -> list[Any]:
+        """Assign a request to the replica with the fewest open ones, and return its JSON values."""
+        load = [0] * self._replicas
+        for ticket in self._tickets.values():
+            load[ticket.replica] += 1
+        replica = load.index(min(load))
+        self._tickets[number] = _Ticket(on_tokens, replica)
+        (noise,) = noise_keys(request.seed, [request.key])
+        limit, ids = request.max_new_tokens, list(map(int, request.prompt))
+        return [replica, number, prompt, ids, limit, request.settings, noise, request.ignores_stop]
+
+    def _window(self, batch: RunningBatch, commands: dict[str, Any] | None) -> bool:
+        """Run one window on every rank. Return True if it was the last one."""
+        if self._group.size > 1:
+            commands = gather_json(commands, self._group)[0]
+        if commands["is_over"]:
+            for sequence in self._sequences.values():
+                batch.cancel(sequence)
+            self._sequences.clear()
+            return True
+        for number in commands["cancelled"]:
+            if (sequence := self._sequences.pop(number, None)) is not None:
+                batch.cancel(sequence)
+        for replica, number, prompt_index, ids, limit, settings, noise, ignores_stop in commands["added"]:
+            if replica == self._replica:
+                stop = frozenset() if ignores_stop else self._stop
+                sequence = RowSequence(number, ids, prompt_index, 0, limit, stop, noise=noise)
+                sequence.sampling = tuple(settings)
+                self._sequences[number] = sequence
+                batch.add([sequence])
+        self._deliver(self._step(batch))
+        return False
+
+    def _step(self, batch: RunningBatch) -> list[list[Any]]:
+        """Run a window and return the new tokens of all replicas, on the first rank."""
+        events = []
+        for sequence, ids in batch.step():
+            reason = None
+            if sequence.ended:
+                reason = "stop" if sequence.stopped else "length"
+                self._sequences.pop(sequence.number, None)
+            events.append(
+                [sequence.number, ids, sequence.logprobs[len(sequence.logprobs) - len(ids) :], reason]
+            )
+        if self._replicas == 1:
+            return events
+        mine = events if self.engine.tp.rank == 0 else []
+        return [event for share in gather_json(mine, self._group, to_first=True) for event in share]
+
+    def _deliver(self, events: list[list[Any]]) -> None:
+        """Call the callbacks. Other ranks have none."""
+        for number, ids, logprobs, reason in events:
+            ticket = self._tickets.get(number)
+            if ticket is not None:
+                if reason is not None:
+                    del self._tickets[number]
+                ticket.on_tokens(ids, logprobs, reason)
+
+    def _end_all(self) -> None:
+        tickets, self._tickets = self._tickets, {}
+        with self._changed:
+            inbox, self._inbox = self._inbox, _Inbox()
+        for on_tokens in [ticket.on_tokens for ticket in tickets.values()] + [one[3] for one in inbox.added]:
+            on_tokens([], [], "closed")
