@@ -57,9 +57,9 @@ REWARDS: dict[str, str] = {  # rl.reward_funcs
     "math_verify": "megalith.rl.reward_functions.math_verify:math_verify",
 }
 CALL_FORMATS: dict[str, str] = {  # rl.tool_call_format
-    "hermes": "megalith.rl.agents.call_formats:hermes",
-    "llama3_json": "megalith.rl.agents.call_formats:llama3_json",
-    "response_template": "megalith.rl.agents.call_formats:response_template",
+    "hermes": "megalith.data.chat.call_formats:hermes",
+    "llama3_json": "megalith.data.chat.call_formats:llama3_json",
+    "response_template": "megalith.data.chat.call_formats:response_template",
 }
 ENVIRONMENTS: dict[str, str] = {  # rl.environment, as NAME:ID
     "skyrl_gym": "megalith.rl.agents.skyrl_gym:make_environment",

@@ -11,8 +11,8 @@ import pytest
 from tool_policy import FORGETFUL, TEMPLATE, add, call, rollouts, tokenizer_in
 
 from megalith.config.rl import RlConfig
+from megalith.data.chat.call_formats import ParseContext, ToolCall, call_format, hermes, llama3_json
 from megalith.errors import ConfigError
-from megalith.rl.agents.call_formats import ParseContext, ToolCall, call_format, hermes, llama3_json
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.agents.tool_functions import answer_text, tool_schema
 

@@ -130,7 +130,7 @@ def settings(model: Path, folder: Path, **more) -> dict:
 
 def calls_by_the_way(text, context):
     """A format in which every turn that is not the last calls the environment."""
-    from megalith.rl.agents.call_formats import ParsedTurn, ToolCall
+    from megalith.data.chat.call_formats import ParsedTurn, ToolCall
 
     return ParsedTurn({"role": "assistant", "content": "…"}, [ToolCall("guess", {"number": len(text) % 4})])
 

@@ -17,18 +17,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megalith.config.rl import RlConfig
-from megalith.data.chat.chat_template import template_of
-from megalith.data.chat.conversations import template_arguments
-from megalith.data.tokenizers.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.generation.requests import Completion, Sampling
-from megalith.rl.agents.call_formats import (
+from megalith.data.chat.call_formats import (
     ParseContext,
     ParsedTurn,
     ToolCall,
     call_format,
     tokenizer_response_template,
 )
+from megalith.data.chat.chat_template import template_of
+from megalith.data.chat.conversations import template_arguments
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.generation.requests import Completion, Sampling
 from megalith.rl.agents.environments import EnvironmentHost, EnvironmentKind, Factory
 from megalith.rl.agents.tool_functions import Schema, load_tools, tool_schema
 from megalith.rl.agents.tool_pool import Answer, ToolPool

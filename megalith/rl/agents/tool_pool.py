@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megalith.rl.agents.call_formats import ToolCall
+from megalith.data.chat.call_formats import ToolCall
 from megalith.rl.agents.environments import EnvironmentHost
 from megalith.rl.agents.tool_functions import run_tool
 from megalith.rl.reward_workers import RewardWorker, run_jobs

@@ -167,30 +167,31 @@ def tokenizer_response_template(tokenizer: Tokenizer) -> Any:
     return table.get("response_template") if isinstance(table, dict) else None
 
 
-def call_format(name: str, template: str, response: Any) -> CallFormat:
+def call_format(name: str, template: str, response: Any, setting: str = "rl.tool_call_format") -> CallFormat:
     """Return the format of `rl.tool_call_format`.
 
     Args:
         name: the setting's value.
         template: source of the chat template, which decides for "auto".
         response: the tokenizer's response template, if it has one.
+        setting: the setting or option that names it, for errors.
 
     Raises:
         ConfigError: if "auto" finds no format, or the response template is missing.
     """
     if name == "auto":
-        name = _format_of(template, response)
+        name = _format_of(template, response, setting)
     if name == "response_template":
         if response is None:
             raise ConfigError(
-                "rl.tool_call_format is response_template, but the tokenizer's tokenizer_config.json has no "
+                f"{setting} is response_template, but the tokenizer's tokenizer_config.json has no "
                 "response_template; choose hermes or llama3_json, or write path.py:function"
             )
         _transformers_parser()
-    return load_extension(name, CALL_FORMATS, "rl.tool_call_format")
+    return load_extension(name, CALL_FORMATS, setting)
 
 
-def _format_of(template: str, response: Any) -> str:
+def _format_of(template: str, response: Any, setting: str) -> str:
     if response is not None:
         return "response_template"
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
@@ -198,6 +199,6 @@ def _format_of(template: str, response: Any) -> str:
     if "python_tag" in template or '"parameters"' in template:
         return "llama3_json"
     raise ConfigError(
-        "rl.tool_call_format is auto, but the chat template shows no format of tool calls that is built in (hermes, "
+        f"{setting} is auto, but the chat template shows no format of tool calls that is built in (hermes, "
         "llama3_json), and tokenizer_config.json has no response_template; name the format, or write path.py:function"
     )
