@@ -19,7 +19,7 @@ from forked import run
 from transformers import PreTrainedTokenizerFast
 
 import megalith
-from megalith.cli.generation import _without_nproc
+from megalith.cli.generation import without_nproc
 from megalith.cli.main import build_parser, main
 from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
@@ -131,7 +131,7 @@ def test_the_processes_of_generate_get_its_words_without_nproc():
     words = ["run", "--prompt=-a b", "--prompt=c", "--top-k=3", "--seed=5", "--json"]
     args = build_parser().parse_args(["generate", *words, "--nproc", "2", "--temperature", "1"])
     again, given = (
-        vars(build_parser().parse_args(["generate", *each])) for each in (_without_nproc(args), words)
+        vars(build_parser().parse_args(["generate", *each])) for each in (without_nproc(args), words)
     )
     assert again | {"parser": None} == given | {"parser": None}
 

@@ -72,6 +72,8 @@ COMMANDS: dict[str, Command] = {
                       "parity_command:run_parity", "training:add_parity_arguments"),
     "generate": Command("generate text with a trained model",
                         "generation:run_generate", "generation:add_generate_arguments"),
+    "serve": Command("serve a trained model by OpenAI's API",
+                     "serve_command:run_serve", "serve_command:add_serve_arguments"),
     "rollout": Command("sample completions, score them and print pass@k",
                        "rollout_command:run_rollout", "generation:add_rollout_arguments"),
     "evaluate": Command("evaluate a checkpoint: loss and perplexity, or tasks",

@@ -88,7 +88,7 @@ def run_generate(args: Arguments) -> int:
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
-        return launch(args.nproc, ["-m", "megalith", "generate", *_without_nproc(args)])
+        return launch(args.nproc, ["-m", "megalith", "generate", *without_nproc(args)])
     from megalith.generation.requests import Sampling
     from megalith.hardware import pick_device
     from megalith.launch.launcher import this_process
@@ -105,7 +105,7 @@ def run_generate(args: Arguments) -> int:
     model, tokenizer = load_with_tokenizer(
         args.checkpoint, device if alone else "cpu", show_progress=process.is_first
     )
-    tokenizer = _tokenizer(args, tokenizer, model.config.vocab_size)
+    tokenizer = checkpoint_tokenizer(args, tokenizer, model.config.vocab_size)
     if model.config.encoder_layers and tokenizer.model_vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"{args.checkpoint} uses a WordPiece tokenizer with [BOS], [EOS] and sentinels appended: its decoder "
@@ -173,7 +173,7 @@ def _prompt_of(line: str, where: str) -> str:
     raise DataError(f'{where} is no object with a "prompt" that is text ({error}); give {{"prompt": "text"}}')
 
 
-def _without_nproc(args: Arguments) -> list[str]:
+def without_nproc(args: Arguments) -> list[str]:
     """Return the command's arguments without --nproc, for the processes that it starts."""
     words = [args.checkpoint]
     actions = {action.dest: action for action in args.parser._actions if action.option_strings}
@@ -187,7 +187,7 @@ def _without_nproc(args: Arguments) -> list[str]:
     return words
 
 
-def _tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_size: int) -> Tokenizer:
+def checkpoint_tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_size: int) -> Tokenizer:
     if args.tokenizer_type:
         from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 

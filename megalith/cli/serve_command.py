@@ -1,0 +1,172 @@
+"""`megalith serve`: an OpenAI-compatible server, in one or several processes."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalith.cli.generation import checkpoint_tokenizer, without_nproc
+from megalith.cli.parser import Arguments
+from megalith.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from megalith.generation.engine import Engine
+
+DEFAULT_LENGTH = 4096
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every network")
+    add("--port", type=int, default=8000, help="port to listen at; 0: a free one")
+    add("--api-key-file", metavar="FILE", help="file with the key that clients must send as a bearer token")
+    add(
+        "--served-model-name", metavar="NAME", help="name of the model in the API; default: the folder's name"
+    )
+    add("--rows", type=int, default=64, metavar="N", help="completions sampled at a time, per replica")
+    add(
+        "--max-length", type=int, metavar="N",
+        help=f"tokens of a prompt and its completion; default: the model's positions, at most {DEFAULT_LENGTH}",
+    )  # fmt: skip
+    add("--max-requests", type=int, default=1024, metavar="N", help="completions in progress; others get 429")
+    add("--tool-call-format", default="auto", metavar="NAME", help="as in rl.tool_call_format")
+    add("--nproc", type=int, metavar="N", help="start N processes; torchrun works too")
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="tensor-parallel size; replicas share the requests")  # fmt: skip
+    add("--tokenizer-type", help="replace the checkpoint's tokenizer; choices as in `preprocess`")
+    add("--tokenizer-model", help="file or folder of that tokenizer")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+
+
+def run_serve(args: Arguments) -> int:
+    for option in ("rows", "max_requests"):
+        if getattr(args, option) < 1:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
+            )
+    if args.nproc is not None:
+        from megalith.launch.launcher import launch
+
+        return launch(args.nproc, ["-m", "megalith", "serve", *without_nproc(args)])
+    from megalith.data.chat.chat_template import template_of
+    from megalith.generation.live_engine import LiveEngine
+    from megalith.hardware import pick_device
+    from megalith.launch.launcher import end_distributed, init_distributed, this_process
+    from megalith.serve.chat_format import ChatFormat
+    from megalith.training.loading import load_with_tokenizer
+
+    process, split = this_process(), args.tensor_model_parallel_size
+    if process.world_size == 1 != split:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {split}, but there is one process; start more with --nproc {split}"
+        )
+    key = _read_key(args.api_key_file)
+    device, is_alone = pick_device(args.device, process.local_rank), process.world_size == 1
+    model, tokenizer = load_with_tokenizer(
+        args.checkpoint, device if is_alone else "cpu", show_progress=process.is_first
+    )
+    tokenizer = checkpoint_tokenizer(args, tokenizer, model.config.vocab_size)
+    template = template_of(tokenizer)
+    chat = None if template is None else ChatFormat(tokenizer, template, args.tool_call_format)
+    positions = model.config.max_position_embeddings
+    sizes = dict(max_rows=args.rows, max_tokens=args.max_length or min(positions, DEFAULT_LENGTH))
+    if sizes["max_tokens"] > positions:
+        raise ConfigError(
+            f"--max-length is {args.max_length}, but the model has {positions} positions; lower it"
+        )
+    stop = () if tokenizer.eod is None else (tokenizer.eod,)
+    if is_alone:
+        live = LiveEngine(_engine_alone(model, sizes), stop, tokenizer.vocab_size)
+        return _serve(args, live, tokenizer, chat, key)
+    init_distributed(device)
+    try:
+        engine, group = _engine_of_ranks(model, sizes, device, split)
+        live = LiveEngine(engine, stop, tokenizer.vocab_size, group)
+        del model
+        if process.is_first:
+            return _serve(args, live, tokenizer, chat, key)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends the others
+            signal.signal(number, signal.SIG_IGN)
+        live.follow()
+        return 0
+    finally:
+        end_distributed()
+
+
+def _read_key(path: str | None) -> str | None:
+    """Return the key of a file."""
+    if path is None:
+        return None
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--api-key-file {path} cannot be read ({error}); give a file with one line"
+        ) from None
+    if not key or not key.isprintable() or " " in key:
+        raise ConfigError(f"--api-key-file {path} has no key; write one line without spaces")
+    return key
+
+
+def _engine_alone(model, sizes: dict[str, int]) -> Engine:
+    from megalith.generation.engine import Engine
+    from megalith.generation.sync import engine_for
+
+    if model.has_adapters:
+        return Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
+    return engine_for(model, **sizes)
+
+
+def _engine_of_ranks(model, sizes: dict[str, int], device, split: int):
+    """Return this rank's engine, and the axis of all ranks."""
+    from megalith.config import ParallelConfig
+    from megalith.generation.engine import Engine
+    from megalith.launch.launcher import this_process
+    from megalith.parallel.mesh import build_mesh
+
+    if model.has_adapters:
+        raise ConfigError(
+            "models with adapters are served by a single process; merge them (megalith lora merge)"
+        )
+    parallel = ParallelConfig(tensor_model_parallel_size=split)
+    mesh = build_mesh(parallel, this_process().world_size, device.type)
+    engine = Engine(model.config, device, model.compute_dtype, tp=mesh.tp, **sizes)
+    engine.load(model.state_dict().items())
+    return engine, mesh.world
+
+
+def _serve(args: Arguments, live, tokenizer, chat, key: str | None) -> int:
+    """Listen, and run the engine until a signal."""
+    from megalith.serve.http_server import HttpServer
+    from megalith.serve.openai_service import LOOPBACK, Access, OpenAiService
+
+    is_local = args.host in LOOPBACK_HOSTS
+    access = Access(key, LOOPBACK if is_local else None, args.max_requests)
+    name = args.served_model_name or Path(args.checkpoint).resolve().name
+    service = OpenAiService(live, tokenizer, chat, name, access)
+    server = HttpServer(service, args.host, args.port, report=lambda line: print(printable(line), flush=True))
+    server.start()
+    handlers = {
+        number: signal.signal(number, lambda *_: live.close()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    engine = live.engine
+    print(
+        f"serving {printable(name)} at {server.url}/v1: {engine.max_rows} rows of {engine.max_tokens:,} tokens"
+        + ("" if chat is None else ", with chat" + (" and tools" if chat.supports_tools else "")),
+        flush=True,
+    )
+    if not is_local and key is None:
+        print(
+            "warning: everyone who can reach this address can use the model; set --api-key-file", flush=True
+        )
+    try:
+        live.run()
+    finally:
+        server.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 0

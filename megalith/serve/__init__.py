@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server over Megalith's engine (docs/inference.md)."""

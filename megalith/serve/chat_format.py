@@ -1,0 +1,67 @@
+"""Chat with a model: from a conversation to its tokens, and from a sampled turn to a message with calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalith.data.chat.call_formats import (
+    CallFormat,
+    ParseContext,
+    ParsedTurn,
+    call_format,
+    tokenizer_response_template,
+)
+from megalith.data.chat.chat_template import ChatTemplate
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError
+
+Message = dict[str, Any]
+
+
+class ChatFormat:
+    """The chat template of a tokenizer, and the format of its calls."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, calls: str = "auto"):
+        """Choose the format of calls.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            template: its chat template.
+            calls: name of the format, or path.py:function; auto: by the template, none if it shows no format.
+
+        Raises:
+            ConfigError: if a format that is named cannot be used.
+        """
+        self._tokenizer, self._template = tokenizer, template
+        self._eos = "" if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
+        self._response_template = tokenizer_response_template(tokenizer)
+        self._parse: CallFormat | None = None
+        try:
+            self._parse = call_format(calls, template.source, self._response_template, "--tool-call-format")
+        except ConfigError:
+            if calls != "auto":
+                raise
+
+    def prompt_ids(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a conversation with a generation prompt. Raise ValueError if it cannot be rendered."""
+        text = self._template.render(list(messages), add_generation_prompt=True, **arguments)
+        ids = self._tokenizer.encode_marked([text], [[(0, len(text))]])[0]
+        if isinstance(ids, str):
+            raise ValueError(ids)
+        return [int(one) for one in ids[0]]
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if calls of tools can be parsed."""
+        return self._parse is not None
+
+    def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:
+        """Return the message of a turn. A turn with a malformed call is text without calls."""
+        plain = ParsedTurn({"role": "assistant", "content": text})
+        if not tools or self._parse is None:
+            return plain
+        prefix = self._tokenizer.decode(prompt_ids) if self._response_template else ""
+        context = ParseContext(prefix, tools, self._eos, self._response_template)
+        turn = self._parse(text, context)
+        return plain if any(call.error is not None for call in turn.calls) else turn

@@ -1,0 +1,82 @@
+"""The text of a choice while it is sampled: complete characters, up to a stop text or stop id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalith.data.tokenizers.tokenizer import Tokenizer
+
+UNFINISHED = "\ufffd"  # at the end of a text: the bytes of a character are not complete
+
+
+class ChoiceText:
+    """Decodes ids as they arrive.
+
+    A window of ids is decoded again with each new one, because an id's text depends on those before it; the window
+    begins at the last id whose text was complete.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: frozenset[int], ends_with_eod: bool
+    ):
+        """Begin without ids.
+
+        Args:
+            tokenizer: decodes ids.
+            stop: texts that end the choice; the choice's text ends before them.
+            stop_ids: ids that end the choice and have no text.
+            ends_with_eod: the engine ends with the tokenizer's end of document, which has no text either.
+        """
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._silent = stop_ids | (frozenset({tokenizer.eod}) if ends_with_eod else frozenset())
+        self._stop_ids = stop_ids
+        self._held_back = max((len(one) for one in stop), default=1) - 1
+        self._shown: list[int] = []  # ids with text
+        self._begin, self._end = (
+            0,
+            0,
+        )  # of the window: its first id, and the end of the ids whose text is in `_text`
+        self._text, self._emitted = "", 0
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.reason: str | None = None
+        """stop or length once it has ended."""
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
+        """Append ids. Those after a stop are dropped; then `reason` is stop."""
+        for at, (token, logprob) in enumerate(zip(ids, logprobs)):
+            if self.reason is not None:
+                return
+            self.ids.append(token)
+            self.logprobs.append(logprob)
+            is_last = reason is not None and at == len(ids) - 1
+            if token in self._stop_ids:
+                self.reason = "stop"
+            elif not (token in self._silent and is_last and reason == "stop"):
+                self._shown.append(token)
+                self._decode(is_last)
+        if self.reason is None and reason is not None:
+            self.reason = reason
+
+    def _decode(self, is_last: bool) -> None:
+        before = self._tokenizer.decode(self._shown[self._begin : self._end])
+        text = self._tokenizer.decode(self._shown[self._begin :])
+        if text.endswith(UNFINISHED) and not is_last:
+            return
+        self._text += text[len(before) :]
+        self._begin, self._end = self._end, len(self._shown)
+        positions = [at for at in (self._text.find(one, self._emitted) for one in self._stop) if at >= 0]
+        if positions:
+            self._text, self.reason = self._text[: min(positions)], "stop"
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return self._text
+
+    def take(self) -> str:
+        """Return the text since the last call, without what may become a stop text."""
+        end = len(self._text) - (self._held_back if self.reason is None else 0)
+        part = self._text[self._emitted : max(end, self._emitted)]
+        self._emitted += len(part)
+        return part

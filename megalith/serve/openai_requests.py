@@ -1,0 +1,273 @@
+"""Requests of OpenAI's API: chat completions and completions.
+
+Fields of vLLM's server are accepted too: top_k, min_p, ignore_eos, stop_token_ids, return_token_ids,
+chat_template_kwargs. A field that the server cannot honour is refused by name, unless its value changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalith.data.chat.conversations import unicode_text
+from megalith.serve.http_server import HttpError
+
+MAX_DEPTH = 64  # nested lists and objects of a request
+MAX_CHOICES, MAX_STOPS, MAX_PROMPTS = 128, 16, 1024
+MIN_TEMPERATURE = 1e-3  # below, sampling is greedy
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request for completions."""
+
+    model: str | None
+    messages: list[Message] | None
+    """Conversation of a chat completion."""
+    prompts: list[str | list[int]]
+    """Texts or token ids of a completion."""
+    max_tokens: int | None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """Return a body's JSON object. Raise HttpError for anything else, and for deep nesting."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is no JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise HttpError(400, "the body is no JSON object")
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            each
+            for one in level
+            if isinstance(one, dict | list)
+            for each in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return value
+    raise HttpError(400, f"the body has more than {MAX_DEPTH} nested lists and objects")
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_object_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _is_stop(value: Any) -> bool:
+    values = [value] if isinstance(value, str) else value
+    return (
+        isinstance(values, list)
+        and len(values) <= MAX_STOPS
+        and all(isinstance(v, str) and v for v in values)
+    )
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_int, value))
+
+
+Rule = tuple[Callable[[Any], bool], str]
+POSITIVE: Rule = (lambda v: _is_int(v) and 1 <= v < 2**31, "a whole number from 1")
+BOOLEAN: Rule = (lambda v: isinstance(v, bool), "true or false")
+COMMON: dict[str, Rule] = {
+    "model": (lambda v: isinstance(v, str), "text"),
+    "max_tokens": POSITIVE,
+    "temperature": (lambda v: _is_number(v) and 0 <= v <= 100, "a number from 0 to 100"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
+    "top_k": (lambda v: _is_int(v) and -1 <= v < 2**24, "a whole number; 0 or -1 is all tokens"),
+    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"a whole number from 1 to {MAX_CHOICES}"),
+    "seed": (lambda v: _is_int(v) and -(2**63) <= v < 2**63, "a whole number of 64 bits"),
+    "stop": (_is_stop, f"a text or a list of up to {MAX_STOPS} texts, none of them empty"),
+    "stop_token_ids": (_is_id_list, "a list of token ids"),
+    "ignore_eos": BOOLEAN,
+    "stream": BOOLEAN,
+    "stream_options": (lambda v: isinstance(v, dict) and set(v) <= {"include_usage"}, "{include_usage: …}"),
+    "return_token_ids": BOOLEAN,
+}
+CHAT: dict[str, Rule] = COMMON | {
+    "messages": (lambda v: _is_object_list(v) and bool(v), "a list of messages"),
+    "max_completion_tokens": POSITIVE,
+    "logprobs": BOOLEAN,
+    "tools": (_is_object_list, "a list of tools"),
+    "tool_choice": (lambda v: v in ("auto", "none"), "auto or none"),
+    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
+    "parallel_tool_calls": BOOLEAN,
+}
+TEXT: dict[str, Rule] = COMMON | {
+    "prompt": (
+        lambda v: bool(_prompts(v)),
+        "a text, a list of texts, token ids, or a list of lists of token ids",
+    ),
+    "logprobs": (
+        lambda v: _is_int(v) and v in (0, 1),
+        "0 or 1: log-probabilities of other tokens are not returned",
+    ),
+}
+FIXED: dict[str, tuple[Any, ...]] = {  # the only values of fields that the server does not honour
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True, False),
+}
+WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+def parse_request(body: Mapping[str, Any], is_chat: bool) -> CompletionRequest:
+    """Return the request of a body.
+
+    Raises:
+        HttpError: naming the field that is absent, malformed or not supported.
+    """
+    rules, values = CHAT if is_chat else TEXT, {}
+    for name, value in body.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name in FIXED:
+            if value not in FIXED[name]:
+                raise HttpError(400, f"{name} {_short(value)} is not supported; leave it out")
+            continue
+        if name not in rules:
+            raise HttpError(400, f"{name!r:.60} is no field of this request; leave it out")
+        is_valid, rule = rules[name]
+        if not is_valid(value):
+            raise HttpError(400, f"{name} is {_short(value)}; it must be {rule}")
+        values[name] = value
+    needed = "messages" if is_chat else "prompt"
+    if needed not in values:
+        raise HttpError(400, f"{needed} is absent; a request needs it")
+    try:
+        unicode_text(json.dumps(values, ensure_ascii=False))
+    except ValueError as error:
+        raise HttpError(400, f"the request is no text: {error}") from None
+    temperature = float(values.get("temperature", 1.0))
+    stop, tools = values.get("stop", ()), values.get("tools", [])
+    return CompletionRequest(
+        model=values.get("model"),
+        messages=[_message(number, one) for number, one in enumerate(values["messages"])]
+        if is_chat
+        else None,
+        prompts=[] if is_chat else _prompts(values["prompt"]),
+        max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_k=max(0, values.get("top_k", 0)),
+        top_p=values.get("top_p", 1.0),
+        min_p=values.get("min_p", 0.0),
+        n=values.get("n", 1),
+        seed=values.get("seed"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=frozenset(values.get("stop_token_ids", ())),
+        ignore_eos=values.get("ignore_eos", False),
+        stream=values.get("stream", False),
+        include_usage=bool(values.get("stream_options", {}).get("include_usage")),
+        logprobs=values.get("logprobs", False) is not False,
+        return_token_ids=values.get("return_token_ids", False),
+        tools=[] if values.get("tool_choice") == "none" else tools,
+        template_arguments=values.get("chat_template_kwargs", {}),
+    )
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a field `prompt`; empty if it is malformed."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id_list(value)):
+        return [value] if value else []
+    if not isinstance(value, list) or len(value) > MAX_PROMPTS:
+        return []
+    return value if all(bool(v) and (isinstance(v, str) or _is_id_list(v)) for v in value) else []
+
+
+def _message(number: int, value: Message) -> Message:
+    """Return a message for the chat template: content as text, arguments of calls as objects."""
+    where = f"messages[{number}]"
+    role = value.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise HttpError(400, f"{where}.role is {_short(role)}; it must be system, user, assistant or tool")
+    content = value.get("content")
+    if isinstance(content, list):
+        parts = [
+            one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None
+            for one in content
+        ]
+        if None in parts:
+            raise HttpError(400, f"{where}.content has a part that is not text, which the model cannot read")
+        content = "".join(parts)
+    if not isinstance(content, str | None):
+        raise HttpError(400, f"{where}.content is {_short(content)}; it must be text")
+    message = {"role": "system" if role == "developer" else role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(value.get(name), str):
+            message[name] = value[name]
+    if value.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(where, one) for one in _list(where, value["tool_calls"])]
+    return message
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise HttpError(400, f"{where}.tool_calls is {_short(value)}; it must be a list")
+    return value
+
+
+def _tool_call(where: str, value: Any) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise HttpError(400, f"{where}.tool_calls has {_short(value)}; it must have a function with a name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise HttpError(
+                400, f"{where}.tool_calls has arguments that are no JSON: {_short(arguments)}"
+            ) from None
+    return {
+        "id": value.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,0 +1,304 @@
+"""The API: routes, keys, prompts, and completions from a live engine.
+
+| route | |
+|---|---|
+| GET /health | 200 while requests are served |
+| GET /v1/models | the served model |
+| POST /v1/chat/completions | conversations, with tools |
+| POST /v1/completions | texts or token ids |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megalith.data.chat.call_formats import ParsedTurn
+from megalith.data.tokenizers.tokenizer import Tokenizer
+from megalith.errors import ConfigError
+from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.requests import MAX_GENERATIONS, MAX_KEYS
+from megalith.serve.chat_format import ChatFormat
+from megalith.serve.choice_text import ChoiceText
+from megalith.serve.http_server import HttpError, HttpRequest, HttpResponse
+from megalith.serve.openai_requests import CompletionRequest, parse_request, read_json
+from megalith.serve.openai_responses import DONE, ResponseWriter
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class Conversation(Protocol):
+    """Decides the prompts and sampling of a client's requests, and sees what was sampled (rl/agents)."""
+
+    def open_prompts(self, request: CompletionRequest) -> list[Any]:
+        """Return an object with `ids`, its tokens, per prompt. Raise ValueError if a prompt is impossible."""
+
+    def live_request(self, request: CompletionRequest, prompt: Any, choice: int, limit: int) -> LiveRequest:
+        """Return the engine's request for a choice of a prompt, of at most `limit` tokens."""
+
+    def end_choice(self, prompt: Any, choice: ChoiceText, turn: ParsedTurn | None) -> None:
+        """Take a complete choice."""
+
+
+@dataclass(frozen=True)
+class PlainPrompt:
+    """Tokens of a prompt."""
+
+    ids: list[int]
+
+
+class PlainConversation:
+    """Every request is on its own."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None):
+        self._tokenizer, self._chat = tokenizer, chat
+
+    def open_prompts(self, request: CompletionRequest) -> list[PlainPrompt]:
+        """Return the tokens of each prompt."""
+        if request.is_chat:
+            arguments = request.template_arguments | ({"tools": request.tools} if request.tools else {})
+            return [PlainPrompt(self._chat.prompt_ids(request.messages, arguments))]
+        encode = self._tokenizer.encode_prompt
+        return [PlainPrompt(encode(one) if isinstance(one, str) else list(one)) for one in request.prompts]
+
+    def live_request(
+        self, request: CompletionRequest, prompt: PlainPrompt, choice: int, limit: int
+    ) -> LiveRequest:
+        """Return the request. Its samples depend on the request's seed and the number of the choice."""
+        seed = secrets.randbits(64) if request.seed is None else request.seed
+        key = (seed >> 32) % (MAX_KEYS // MAX_GENERATIONS) * MAX_GENERATIONS + choice % MAX_GENERATIONS
+        sampling = request.temperature, request.top_k, request.top_p, request.min_p
+        return LiveRequest(prompt.ids, limit, *sampling, seed % 2**32, key, request.ignore_eos)
+
+    def end_choice(self, prompt: PlainPrompt, choice: ChoiceText, turn: ParsedTurn | None) -> None:
+        """Keep nothing."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Clients that are admitted."""
+
+    key: str | None = None
+    """Required as `Authorization: Bearer KEY`, except for /health."""
+    hosts: tuple[str, ...] | None = LOOPBACK
+    """Accepted names in the header Host, which keeps web pages from this machine's server; None: all."""
+    max_requests: int = 256
+    """Maximum number of completions that are sampled or wait; more are refused with 429."""
+
+
+class OpenAiService:
+    """Answers the requests of clients."""
+
+    def __init__(
+        self,
+        live: LiveEngine,
+        tokenizer: Tokenizer,
+        chat: ChatFormat | None,
+        name: str,
+        access: Access = Access(),
+        conversation: Callable[[str], Conversation | None] | None = None,
+    ):
+        """Prepare to answer.
+
+        Args:
+            live: samples.
+            tokenizer: the model's tokenizer.
+            chat: the chat template; None: there are no chat completions.
+            name: of the model.
+            access: clients that are admitted.
+            conversation: returns the conversation of a path's first part, `/PART/v1/…`; None if there is none.
+                Default: requests are on their own and have no such part.
+        """
+        self._live, self._tokenizer, self._chat, self._name, self._access = (
+            live,
+            tokenizer,
+            chat,
+            name,
+            access,
+        )
+        self._conversation = conversation
+        self._plain = PlainConversation(tokenizer, chat)
+        self._open = 0
+
+    async def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Return the response. Raise HttpError if the request is refused."""
+        self._check_access(request)
+        path, conversation = request.path, self._plain
+        if self._conversation is not None and "/v1/" in path:
+            part, _, rest = path.partition("/v1/")
+            conversation, path = self._conversation(part.strip("/")), f"/v1/{rest}"
+            if conversation is None:
+                raise HttpError(404, "there is no such session; it has ended, or its address is wrong")
+        routes = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/chat/completions"): lambda: self._complete(request, conversation, is_chat=True),
+            ("POST", "/v1/completions"): lambda: self._complete(request, conversation, is_chat=False),
+        }
+        if (route := routes.get((request.method, path))) is not None:
+            return await route()
+        if any(path == other for _, other in routes):
+            raise HttpError(405, f"{request.method} is not supported for {path}")
+        raise HttpError(
+            404, f"there is no {path}; the routes are {', '.join(sorted({p for _, p in routes}))}"
+        )
+
+    def _check_access(self, request: HttpRequest) -> None:
+        hosts = self._access.hosts
+        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        if hosts is not None and host.lower() not in hosts:
+            raise HttpError(403, f"the server does not serve the host {host!r:.60}, only {', '.join(hosts)}")
+        if self._access.key is not None and request.path != "/health":
+            expected = f"Bearer {self._access.key}".encode()
+            if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+                raise HttpError(401, "the key is absent or wrong; send Authorization: Bearer KEY")
+
+    async def _health(self) -> HttpResponse:
+        return HttpResponse({"status": "ok", "requests": self._open})
+
+    async def _models(self) -> HttpResponse:
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "megalith"}
+        model["max_model_len"] = self._live.engine.max_tokens
+        return HttpResponse({"object": "list", "data": [model]})
+
+    async def _complete(self, http: HttpRequest, conversation: Any, is_chat: bool) -> HttpResponse:
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise HttpError(415, f"the content type is {content_type!r:.60}; send application/json")
+        request = parse_request(read_json(http.body), is_chat)
+        self._check(request, conversation)
+        if self._open + request.n > self._access.max_requests:
+            raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
+        try:
+            prompts = await asyncio.to_thread(conversation.open_prompts, request)
+        except (ValueError, ConfigError) as error:
+            raise HttpError(400, str(error)) from None
+        writer = ResponseWriter(request, self._name, self._tokenizer, [prompt.ids for prompt in prompts])
+        sampler = _Choices(self._live, self._tokenizer, self._chat, conversation, request, prompts)
+        if self._open + len(sampler) > self._access.max_requests:
+            raise HttpError(429, f"{self._open} completions are in progress, the maximum; try again later")
+        try:
+            sampler.submit()
+        except ConfigError as error:
+            raise HttpError(400, str(error)) from None
+        parts = self._counted(sampler, self._stream(sampler, writer, request))
+        if request.stream:
+            return HttpResponse(first=await anext(parts), parts=parts)
+        async for _ in parts:
+            pass
+        return HttpResponse(writer.whole(sampler.choices, sampler.turns))
+
+    def _check(self, request: CompletionRequest, conversation: Any) -> None:
+        if conversation is self._plain and request.model not in (None, self._name):
+            raise HttpError(404, f"there is no model {request.model!r:.60}; the server has {self._name}")
+        if request.is_chat and self._chat is None:
+            raise HttpError(400, "the tokenizer has no chat template; use /v1/completions")
+        if request.tools and not self._chat.supports_tools:
+            raise HttpError(
+                400, "the chat template shows no format of tool calls; start with --tool-call-format"
+            )
+
+    async def _counted(self, sampler: _Choices, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Count the choices while they are open, and cancel them if the client leaves."""
+        self._open += len(sampler)
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            self._open -= len(sampler)
+            sampler.cancel()
+
+    async def _stream(
+        self, sampler: _Choices, writer: ResponseWriter, request: CompletionRequest
+    ) -> AsyncIterator[bytes]:
+        """Yield the chunks of the choices as they are sampled. The text of a turn that may call tools comes whole."""
+        count, sent = len(sampler), [0] * len(sampler)
+        if request.is_chat:
+            for index in range(count):
+                yield writer.first_chunk(index)
+        async for index, choice in sampler:
+            turn = sampler.turns[index]
+            if not request.tools:
+                text = choice.take()
+            else:
+                text = "" if turn is None else turn.message.get("content") or ""
+            if text:
+                yield writer.text_chunk(index, choice, text, sent[index])
+                sent[index] = len(choice.ids)
+            if choice.reason is not None:
+                yield writer.last_chunk(index, choice, turn)
+        if request.include_usage:
+            yield writer.usage_chunk(sampler.choices)
+        yield DONE
+
+
+class _Choices:
+    """The choices of a request while they are sampled, as an iterator over (index, choice) at each change."""
+
+    def __init__(
+        self,
+        live: LiveEngine,
+        tokenizer: Tokenizer,
+        chat: ChatFormat | None,
+        conversation: Any,
+        request: CompletionRequest,
+        prompts: Sequence[Any],
+    ):
+        self._live, self._chat, self._conversation = live, chat, conversation
+        self._request, self._prompts = request, prompts
+        stop = request.stop, request.stop_token_ids
+        count = len(prompts) * request.n
+        self.choices = [ChoiceText(tokenizer, *stop, not request.ignore_eos) for _ in range(count)]
+        self.turns: list[ParsedTurn | None] = [None] * count
+        self._request_ids: list[int] = []
+        self._events: asyncio.Queue[tuple[int, list[int], list[float], str | None]] = asyncio.Queue()
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def submit(self) -> None:
+        """Send the requests to the engine. Raise ConfigError if one does not fit."""
+        loop, request, room = asyncio.get_running_loop(), self._request, self._live.engine.max_tokens
+
+        def callback(index: int) -> Callable:
+            def on_tokens(ids: list[int], logprobs: list[float], reason: str | None) -> None:
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, ids, logprobs, reason))
+
+            return on_tokens
+
+        for at, prompt in enumerate(self._prompts):
+            limit = request.max_tokens or max(1, room - len(prompt.ids))
+            indices = range(at * request.n, (at + 1) * request.n)
+            requests = [self._conversation.live_request(request, prompt, index, limit) for index in indices]
+            self._request_ids += self._live.submit(requests, list(map(callback, indices)))
+
+    def cancel(self) -> None:
+        """End the choices that are still sampled."""
+        for number, choice in zip(self._request_ids, self.choices):
+            if choice.reason is None:
+                self._live.cancel(number)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, ChoiceText]]:
+        while any(choice.reason is None for choice in self.choices):
+            index, ids, logprobs, reason = await self._events.get()
+            choice = self.choices[index]
+            if choice.reason is not None:
+                continue
+            if reason == "closed":
+                raise HttpError(503, "the server is shutting down")
+            choice.add(ids, logprobs, reason)
+            if choice.reason is not None:
+                if reason is None:  # a stop of its own, which the engine does not know
+                    self._live.cancel(self._request_ids[index])
+                await asyncio.to_thread(self._end, index)
+            yield index, choice
+
+    def _end(self, index: int) -> None:
+        choice, prompt = self.choices[index], self._prompts[index // self._request.n]
+        if self._chat is not None and self._request.is_chat:
+            self.turns[index] = self._chat.parse(choice.text, prompt.ids, self._request.tools)
+        self._conversation.end_choice(prompt, choice, self.turns[index])
