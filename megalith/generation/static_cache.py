@@ -138,5 +138,5 @@ class Decode:
         return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        how = {name: how[name] for name in ("window", "softcap", "scale", "sink")}
+        how = {name: how[name] for name in ("window", "softcap", "scale", "sink", "alibi", "first_head")}
         return cached_attention(query, key, value, self.keys_values, self.positions, self.visible, **how)

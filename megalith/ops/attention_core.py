@@ -344,13 +344,15 @@ def cached_attention(
     softcap: float | None,
     scale: float | None,
     sink: Tensor | None = None,
+    alibi: int | None = None,  # as in `attention`
+    first_head: int = 0,
 ) -> Tensor:
     """Add the key and value of one new token per row to the cache, and return its attention over the cache.
 
     Returns [rows, 1, heads, head_dim].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_cuda and kernels.AVAILABLE and sink is None:
+    if query.is_cuda and kernels.AVAILABLE and sink is None and alibi is None:
         new = (x[:, 0] for x in (query, key, value))
         return decode_attention(*new, cache, positions, window or 0, softcap or 0.0, scale)[:, None]
     rows, room = cache.shape[1:3]
@@ -370,6 +372,13 @@ def cached_attention(
         inputs = (x.transpose(1, 2) for x in (groups, *filled))
         results = block_attention(*inputs, mask, None, False, None, scale)
         out = merge_sink(*results, sink.view(key.shape[2], -1))[0]
+        return out.flatten(1, 2)[:, None]
+    if alibi is not None:
+        slopes = alibi_slopes(alibi, first_head, query.shape[2], query.device).view(key.shape[2], -1, 1)
+        distances = torch.arange(visible.shape[1], device=positions.device) - positions[:, None]
+        bias = slopes * distances[:, None, None]  # [rows, groups, in group, keys]
+        inputs = (x.transpose(1, 2) for x in (groups, *filled))
+        out = _plain(*inputs, False, mask, softcap, scale, 0.0, None, first_head, bias=bias)
         return out.flatten(1, 2)[:, None]
     out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
     return out.transpose(1, 2).flatten(1, 2)[:, None]

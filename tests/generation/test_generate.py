@@ -8,7 +8,8 @@ from default_cases import by_default
 from models.reference import CASES, MECHANISMS, VOCAB, reference_and_ours
 
 from megalith.errors import ConfigError
-from megalith.generation.sampling import generate
+from megalith.generation.requests import Sampling
+from megalith.generation.sampling import complete, generate
 from megalith.ops.gumbel import sample
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [42]]
@@ -20,7 +21,7 @@ def model():
 
 
 @pytest.mark.parametrize("name", by_default(CASES, *MECHANISMS[1::2]))
-def test_greedy_is_that_of_transformers_on_the_same_weights(name):
+def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name):
     reference, ours = reference_and_ours(name)
     # The families' windows are of 11: the first leaves them behind as it goes, the second at once.
     for prompt, count in zip(PROMPTS[:2], (12, 3), strict=True):
@@ -32,7 +33,12 @@ def test_greedy_is_that_of_transformers_on_the_same_weights(name):
             eos_token_id=None,
             pad_token_id=0,
         )
-        assert generate(ours, [prompt], max_new_tokens=count, temperature=0) == expected.tolist()
+        [done] = complete(ours, [prompt], Sampling(max_new_tokens=count, temperature=0))
+        assert [[*prompt, *done.ids]] == expected.tolist()
+        with torch.no_grad():
+            logprobs = reference(expected).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        taken = logprobs.gather(1, expected[0, len(prompt) :, None])[:, 0]
+        assert (torch.tensor(done.logprobs) - taken).abs().max() <= 2e-5
 
 
 def test_prompts_of_any_lengths_in_a_batch_give_what_each_gives_alone(model):
