@@ -111,8 +111,8 @@ class ModelConfig(HybridModel):
     """Balance experts without a loss: add a bias to the scores for selection only and update it after each step
     (DeepSeek-V3)."""
 
-    moe_router_bias_update_rate: Annotated[PositiveFloat, Decides.UPDATES] = 1e-3
-    """Change of the expert bias per step, towards experts with fewer tokens than the mean."""
+    moe_router_bias_update_rate: Annotated[NonNegativeFloat, Decides.UPDATES] = 1e-3
+    """Change of the expert bias per step, towards experts with fewer tokens than the mean; 0 freezes it."""
 
     moe_router_load_balancing_type: Annotated[
         Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"], Decides.UPDATES

@@ -115,10 +115,10 @@ def _check_adapters(config: RunConfig) -> None:
             "or model.attention_output_gate its matrices differ and have no adapters; name linear_fc1 and linear_fc2 "
             "alone"
         )
-    if model.moe_router_enable_expert_bias:
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         raise ConfigError(
             f"lora.rank {lora.rank} freezes the model, but model.moe_router_enable_expert_bias moves the experts' "
-            "biases; turn it off"
+            "biases; set model.moe_router_bias_update_rate to 0"
         )
     if config.checkpoint.export_hf:
         raise ConfigError(
