@@ -30,12 +30,13 @@ MOST_LAYERS = 10_000
 LARGEST = 2**31 - 1
 
 # fmt: off
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace",
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "first_k_dense_replace",
                 "num_dense_layers")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
-    "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
+    "n_embd", "n_inner", "n_head", "n_heads", "n_positions", "max_seq_len", "num_experts", "num_local_experts",
+    "n_routed_experts", "moe_num_shared_experts", "dim_model_base",
     "n_shared_experts", "num_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
     "rotary_dim", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
@@ -50,11 +51,13 @@ NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "rotary_pct", "rotary_emb_base",
     "swiglu_limit", "swiglu_alpha", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-    "logits_scaling", "logit_scale",
+    "logits_scaling", "logit_scale", "scale_emb", "scale_depth", "softmax_scale",
 )
-FROM_ZERO = ("mscale", "mscale_all_dim")
+FROM_ZERO = ("mscale", "mscale_all_dim", "attn_pdrop")
 NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj", "dense_act_fn")
-OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # checked recursively
+OBJECTS = (  # checked recursively
+    "rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "attn_config",
+)
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
     "short_factor": float, "long_factor": float, "mlp_layer_types": str, "attention_layers": str,
@@ -146,6 +149,13 @@ class Family:
 
     tied: str
     """Hugging Face name of the output matrix. Files may contain it even if it is tied to the embedding."""
+
+    transformers_class: str = ""
+    """Class of transformers that runs the family, if it is another family's. Files name this class or
+    `architecture`."""
+
+    other_model_types: tuple[str, ...] = ()
+    """Further values of `model_type` that transformers reads as this family."""
 
     ignored: tuple[str, ...] = ()
     """Patterns of tensor names to ignore: masks and frequencies stored by older versions."""

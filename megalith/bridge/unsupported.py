@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-TABLES = "only needs tables, no new operator (docs/adding_a_family.md)"
 # Operator that is missing → model types that need it. A type is in the row of one operator, though some need several.
 OPERATORS: Mapping[str, str] = {
     "state-space layers (Mamba)": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
@@ -69,9 +68,6 @@ SCOPES: Mapping[str, str] = {
     "two models of any families": "encoder-decoder",
     "bytes in patches of varying length": "blt",
 }
-NEEDS_TABLES = (
-    "aria_text biogpt codegen exaone gpt-sw3 internlm3 iquestcoder minicpm3 mpt mt5 sarvam_mla sarvam_moe"
-)
 
 
 def reasons() -> dict[str, str]:
@@ -79,7 +75,6 @@ def reasons() -> dict[str, str]:
     return {
         **{kind: f"needs {name}" for name, kinds in OPERATORS.items() for kind in kinds.split()},
         **{kind: f"is out of scope: {name}" for name, kinds in SCOPES.items() for kind in kinds.split()},
-        **dict.fromkeys(NEEDS_TABLES.split(), TABLES),
     }
 
 
@@ -88,7 +83,6 @@ def markdown() -> str:
     rows = [
         *((f"operator: {name}", kinds) for name, kinds in OPERATORS.items()),
         *((f"out of scope: {name}", kinds) for name, kinds in SCOPES.items()),
-        ("tables only, [help is welcome](adding_a_family.md)", NEEDS_TABLES),
     ]
     lines = [
         f"| {name} | {', '.join(f'`{kind}`' for kind in sorted(kinds.split()))} |" for name, kinds in rows

@@ -172,7 +172,7 @@ class DenseModel(Section):
     """Add a norm between the embedding and the layers (BLOOM)."""
 
     scale_embeddings: bool = False
-    """Multiply the embedding's output by √hidden_size (Gemma)."""
+    """Multiply the word embedding by √hidden_size (Gemma, BioGPT)."""
 
     embedding_multiplier: PositiveFloat = 1.0
     """Factor on the embedding's output (Granite)."""

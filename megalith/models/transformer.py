@@ -383,7 +383,8 @@ class Transformer(Stack):
         if tokentype_ids is not None:
             tokentype_ids = self.shard_sequence(tokentype_ids, context.layout)
         x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
-        if self.config.scale_embeddings:  # rounded to the compute dtype, as in Gemma's code
+        if self.config.scale_embeddings and not self.config.learns_positions:
+            # rounded to the compute dtype, as in Gemma's code
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if self.config.embedding_multiplier != 1:
             x = x * self.config.embedding_multiplier

@@ -25,13 +25,14 @@ VOCABULARY = (
 class Embedding(nn.Module):
     """Sum of the word embedding and, if the model has them, position and token type embeddings, then an optional norm.
 
-    `lookup` is a seam of tensor parallelism.
+    With learned positions, scale_embeddings scales the word embedding alone. `lookup` is a seam of tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         width = config.hidden_size
         self.lookup = lookup
+        self.scale = width**0.5 if config.scale_embeddings and config.learns_positions else 1.0
         self.word_embeddings = _table(config.padded_vocab_size, width, device)
         self.position_embeddings = None
         if config.learns_positions:
@@ -51,6 +52,7 @@ class Embedding(nn.Module):
         With sequence parallelism, position_ids and tokentype_ids are this rank's shard, and the result is a shard too.
         """
         x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
+        x = x if self.scale == 1 else x * self.scale
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
         if self.tokentype_embeddings is not None:

@@ -41,6 +41,7 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "t5": lambda: _encoder(
         "T5ForConditionalGeneration", transformers.T5Config(**T5, feed_forward_proj="relu")
     ),
+    "mt5": lambda: _encoder("MT5ForConditionalGeneration", transformers.MT5Config(**T5)),
 }
 MODELS = [*CASES, *ENCODERS]
 # Keys that older versions of transformers wrote, or that stand in the classes of other families.

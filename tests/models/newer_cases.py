@@ -3,7 +3,21 @@
 from collections.abc import Callable
 
 import transformers
-from models.tiny import DEEPSEEK, GEMMA, LLAMA, OUR_DEEPSEEK, OUR_EXPERTS, OUR_GEMMA, OURS, VOCAB, YARN_ROPE
+from models.tiny import (
+    DEEPSEEK,
+    DEEPSEEK_ROPE,
+    GEMMA,
+    LINEAR_ROPE,
+    LLAMA,
+    OUR_DEEPSEEK,
+    OUR_EXPERTS,
+    OUR_GEMMA,
+    OUR_OPT,
+    OUR_PHI,
+    OURS,
+    VOCAB,
+    YARN_ROPE,
+)
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 OUR_MIXED = dict(window_size=[10, 0], window_attn_skip_freq=[1, 0, 1])
@@ -205,6 +219,63 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OUR_MIXED, vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, ffn_hidden_size=96,
              max_position_embeddings=64, softmax_scale=1.0, add_bias_linear=False, add_proj_bias=True,
              add_mlp_bias=True),
+    ),
+    "exaone, biases": (
+        lambda: transformers.ExaoneConfig(**LLAMA, attention_bias=True, mlp_bias=True, head_dim=24,
+                                          tie_word_embeddings=True, rope_parameters=FULL_YARN),
+        dict(OURS, add_bias_linear=True, kv_channels=24, layernorm_epsilon=1e-5, rope_scaling=OUR_YARN,
+             untie_embeddings_and_output_weights=False),
+    ),
+    "internlm3": (
+        lambda: transformers.InternLM3Config(**LLAMA, head_dim=24, attention_bias=True, mlp_bias=True),
+        dict(OURS, kv_channels=24, add_bias_linear=True, layernorm_epsilon=1e-5),
+    ),
+    "iquest-coder": (
+        lambda: transformers.IQuestCoderConfig(**LLAMA, head_dim=24, rope_parameters=LINEAR_ROPE),
+        dict(OURS, kv_channels=24, layernorm_epsilon=1e-5, rope_scaling=dict(type="linear", factor=2.0)),
+    ),
+    "sarvam-moe": (
+        lambda: transformers.SarvamMoEConfig(**LLAMA, **ROUTED, head_dim=24, n_shared_experts=2, n_group=4,
+                                             topk_group=2, attention_bias=True, pad_token_id=None),
+        dict(OUR_ROUTED, kv_channels=24, rotary_base=8e6, qk_layernorm=True, add_qkv_bias=True,
+             moe_layer_freq=[0, 1, 1], moe_router_topk_scaling_factor=2.5),
+    ),
+    "sarvam-mla": (
+        lambda: transformers.SarvamMLAConfig(**DEEPSEEK, rope_parameters=DEEPSEEK_ROPE),
+        dict(OUR_DEEPSEEK, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_topk_scaling_factor=2.5, rope_scaling=dict(OUR_YARN, mscale=0.7, mscale_all_dim=0.9)),
+    ),
+    "minicpm3": (
+        lambda: transformers.MiniCPM3Config(**{**LLAMA, "num_key_value_heads": 4}, q_lora_rank=36, rms_norm_eps=1e-6,
+                                            scale_emb=3.0, scale_depth=0.7, dim_model_base=32, mlp_bias=True,
+                                            **{key: DEEPSEEK[key] for key in LATENTS}),
+        dict({**OURS, "num_query_groups": 0}, multi_latent_attention=True, q_lora_rank=36, kv_lora_rank=20,
+             qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, untie_embeddings_and_output_weights=False,
+             embedding_multiplier=3.0, residual_multiplier=0.7 / 3**0.5, logits_scaling=2.0, add_mlp_bias=True),
+    ),
+    "mpt": (  # of heads that are no power of two
+        lambda: transformers.MptConfig(vocab_size=VOCAB, d_model=48, n_heads=6, n_layers=3, max_seq_len=64,
+                                       attn_config=dict(softmax_scale=0.3)),
+        dict(vocab_size=VOCAB, hidden_size=48, num_layers=3, num_attention_heads=6, max_position_embeddings=64,
+             position_embedding_type="alibi", add_norm_bias=False, activation="gelu", add_bias_linear=False,
+             softmax_scale=0.3, hidden_dropout=0.0, attention_dropout=0.0),
+    ),
+    "codegen": (
+        lambda: transformers.CodeGenConfig(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=8, n_positions=64,
+                                           rotary_dim=8, n_inner=112),
+        dict(OUR_PHI, hidden_size=96, num_attention_heads=8, max_position_embeddings=64, rotary_percent=2 / 3,
+             add_bias_linear=False, add_mlp_bias=True),
+    ),
+    "biogpt": (
+        lambda: transformers.BioGptConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=112,
+                                          num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64),
+        dict(OUR_OPT, activation="gelu", scale_embeddings=True),
+    ),
+    "aria": (
+        lambda: transformers.AriaTextConfig(**LLAMA, head_dim=24, moe_num_experts=6, attention_bias=True,
+                                            pad_token_id=None),
+        dict(OURS, kv_channels=24, num_experts=6, moe_router_topk=2, add_qkv_bias=True, add_proj_bias=True,
+             moe_shared_expert_intermediate_size=224),
     ),
     "gpt-bigcode": (
         lambda: transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64),

@@ -45,6 +45,8 @@ NEAREST = 3
 def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """Return the family of a config.json, by its `architectures`, else by its `model_type`.
 
+    Several families share a class of transformers, such as LlamaForCausalLM. Then `model_type` decides.
+
     Args:
         theirs: contents of config.json.
         where: the source of the file; errors begin with it.
@@ -58,10 +60,13 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     names = hf_config.get("architectures") or [
         family.architecture
         for family in FAMILIES.values()
-        if family.model_type == hf_config.get("model_type")
+        if hf_config.get("model_type") in (family.model_type, *family.other_model_types)
     ]
     name = names[0] if names else str(hf_config.get("model_type"))
-    if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
+    for family in FAMILIES.values():
+        if family.transformers_class == name and family.model_type == hf_config.get("model_type"):
+            return family
+    if all(name not in _names(family) for family in FAMILIES.values()):
         kind = hf_config.get("model_type")
         reason = f": model_type {kind} {reasons()[kind]}" if kind in reasons() else ""
         raise ConfigError(  # no suggestion: a similar name is a different model
@@ -71,10 +76,14 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     return family_named(name, where)
 
 
+def _names(family: Family) -> tuple[str, ...]:
+    return (family.architecture, family.model_type, *family.other_model_types)
+
+
 def family_named(name: str, where: str) -> Family:
     """Return the family with this architecture or model type; `where` is the source of the name, for errors."""
     for family in FAMILIES.values():
-        if name in (family.architecture, family.model_type):
+        if name in _names(family):
             return family
     raise ConfigError(
         f"{where} names the architecture {name}, which is not known{nearest_of(name, FAMILIES)}"

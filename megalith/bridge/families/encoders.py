@@ -389,4 +389,33 @@ T5 = T5Family(
 )
 
 
-FAMILIES = (BERT, BERT_MASKED_LM, BERT_MODEL, MEGATRON_BERT, MEGATRON_BERT_MASKED_LM, MEGATRON_BERT_MODEL, T5)
+# mT5: T5 1.1 that never scales the decoder's output. transformers 5 writes tie_word_embeddings for every model.
+MT5 = replace(
+    T5,
+    architecture="MT5ForConditionalGeneration",
+    model_type="mt5",
+    defaults={
+        "num_layers": 8,
+        "d_ff": 1024,
+        "num_heads": 6,
+        "feed_forward_proj": "gated-gelu",
+        "vocab_size": 250112,
+    },
+    settings=(
+        *[row for row in T5_SETTINGS if not isinstance(row, TieAndScale)],
+        TIED,
+        FixedSettings(scale_decoder_outputs=False),
+    ),
+)
+
+
+FAMILIES = (
+    BERT,
+    BERT_MASKED_LM,
+    BERT_MODEL,
+    MEGATRON_BERT,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MODEL,
+    T5,
+    MT5,
+)

@@ -293,10 +293,13 @@ class LatentHeads:
 
 
 class RotaryHeads:
-    """Check of `head_dim`, which transformers uses as the size of a head's rotary part."""
+    """Check of `head_dim`, which transformers uses as the size of a head's rotary part; `default` is that size."""
+
+    def __init__(self, default: int = 64):
+        self._default = default
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        size = hf_config.get("qk_rope_head_dim", 64)
+        size = hf_config.get("qk_rope_head_dim", self._default)
         if hf_config.get("head_dim") not in (None, size):
             raise ConfigError(
                 f"config.json has head_dim {hf_config['head_dim']} and qk_rope_head_dim {size}, which mean the same in "

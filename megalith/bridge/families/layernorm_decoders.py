@@ -125,6 +125,7 @@ GPT2_ALIASES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
+    other_model_types=("gpt-sw3",),
     tensors=GPT2_TENSORS,
     settings=(
         *GPT2_SETTINGS,

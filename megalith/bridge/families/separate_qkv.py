@@ -216,11 +216,14 @@ GPT_J = Family(
 
 
 class Positions:
-    """Row for `max_position_embeddings`, which excludes the table's unused rows."""
+    """Row for `max_position_embeddings`, which excludes the table's unused rows; by default `default`."""
+
+    def __init__(self, default: int = 2048):
+        self._default = default
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
         positions = hf_config.get("max_position_embeddings")
-        return {"max_position_embeddings": (2048 if positions is None else positions) + TOKENLESS}
+        return {"max_position_embeddings": (self._default if positions is None else positions) + TOKENLESS}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"max_position_embeddings": model.max_position_embeddings - TOKENLESS}
