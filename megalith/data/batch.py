@@ -42,7 +42,9 @@ class Batch:
     A subclass adds the fields that another model or loss reads.
     """
 
-    of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids", "padding")
+    of_tokens: ClassVar[Sequence[str]] = (
+        "input_ids", "labels", "loss_mask", "position_ids", "padding", "all_padding"
+    )  # fmt: skip
     """Fields with one value per token, [batch, seq], which context parallelism shards."""
     of_encoder_tokens: ClassVar[Sequence[str]] = ()
     """Fields with one value per encoder token. If there are any, so is a field `encoder_token_index`."""
@@ -57,6 +59,10 @@ class Batch:
     padding: Tensor | None = field(default=None, kw_only=True)
     """bool [batch, seq], True for padding tokens, which no token attends to, though they may have labels. With
     document_ends they are documents of their own; without, they attend to the tokens before them. None: no padding.
+    """
+    all_padding: Tensor | None = field(default=None, kw_only=True)
+    """bool [batch, seq], True for every padding token, also where attention needs no mask, as at the end of a row.
+    They do not count in the balance of experts. None: only `padding`.
     """
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -75,14 +81,18 @@ class Batch:
         return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
 
 
-def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:
+def make_batch(
+    samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules, pads: bool = False
+) -> Batch:
     """Return a Batch.
 
     Args:
         samples: int64 [batch, seq + 1]; PADDING after the last token. It has no loss, and no token attends to it.
         sample_numbers: int64 [batch], positions in the sample stream.
         rules: treatment of document boundaries.
+        pads: samples may have PADDING, so the batch has `all_padding` whether these do or not.
     """
+    all_padding = None
     input_ids = samples[:, :-1]  # [batch, seq]
     position_ids = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
     loss_mask = np.ones(input_ids.shape, dtype=np.float32)
@@ -97,7 +107,8 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
             position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0), axis=1)
         if rules.reset_attention_mask:
             document_end_positions = document_ends(starts)
-    if samples.min() == PADDING:
+    if pads or samples.min() == PADDING:
+        all_padding = torch.from_numpy(input_ids == PADDING)
         loss_mask[samples[:, 1:] == PADDING] = 0.0
         samples = np.where(samples == PADDING, 0 if rules.eod is None else rules.eod, samples)
         input_ids = samples[:, :-1]
@@ -108,6 +119,7 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
         position_ids=torch.from_numpy(np.array(position_ids, dtype=np.int64)),
         document_ends=document_end_positions,
         sample_numbers=torch.from_numpy(sample_numbers),
+        all_padding=all_padding,
     )
 
 

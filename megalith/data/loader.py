@@ -159,6 +159,7 @@ class _MicroBatchMaker:
         self.rules = rules
         self.collate = collate
         self.pin_memory = pin_memory
+        self._pads = getattr(dataset, "pads", False)
 
     def __call__(self, request: Request) -> Batch:
         positions, indices = request
@@ -170,11 +171,11 @@ class _MicroBatchMaker:
             batch = self.collate(samples, sample_numbers)
         else:
             self._check_tokens(samples, indices)
-            batch = make_batch(samples, sample_numbers, self.rules)
+            batch = make_batch(samples, sample_numbers, self.rules, self._pads)
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:
-        lowest = PADDING if getattr(self.dataset, "pads", False) else 0
+        lowest = PADDING if self._pads else 0
         if samples.min() >= lowest and samples.max() < self.vocab_size:
             return
         row, at = np.argwhere((samples < lowest) | (samples >= self.vocab_size))[0]

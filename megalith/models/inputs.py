@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megalith.models.loss import Objective
@@ -14,7 +15,7 @@ from megalith.models.mtp import MTPTargets
 class TokenInputs:
     """Properties of a pass's tokens besides their ids.
 
-    Context parallelism shards position_ids, token_index and padding along the sequence, and nothing else.
+    Context parallelism shards position_ids, token_index, padding and all_padding along the sequence, and nothing else.
     """
 
     position_ids: Tensor | None = None  # int64 [batch, seq]; None: token_index
@@ -23,7 +24,18 @@ class TokenInputs:
     # bool [batch, seq] of full sequences, False for padding; None: no padding
     padding_mask: Tensor | None = None
     padding: Tensor | None = None  # bool [batch, seq], as in Batch
+    all_padding: Tensor | None = None  # the same
     sample_numbers: Tensor | None = None  # int64 [batch], positions in the data stream; keys of dropout
+
+    def real_tokens(self, token_index: Tensor) -> Tensor | None:
+        """Return which tokens are no padding, bool [batch, seq]; None: all.
+
+        `token_index`: int64 [seq], each token's index in the full sequence.
+        """
+        paddings = [each for each in (self.padding, self.all_padding) if each is not None]
+        if self.padding_mask is not None:
+            paddings.append(~self.padding_mask[:, token_index])
+        return ~torch.stack(paddings).any(0) if paddings else None
 
     def with_padding_mask(self, padding_mask: Tensor | None) -> TokenInputs:
         return self if padding_mask is None else replace(self, padding_mask=padding_mask)

@@ -7,6 +7,9 @@ expert e by their scores, without the expert bias:
     seq aux   the same per sequence, averaged over the sequences
     z         1 / T · Σ_t (log Σ_e exp logit_te)²          (Zoph et al. 2022)
 
+Padding counts neither among the tokens nor in any sum, as in Megatron core from 0.16 on. In `seq aux` each sequence has
+its own T there, and those without tokens are left out; Megatron divides by the mean T of the sequences instead.
+
 The gradient of coefficient · loss, averaged over the micro-batches of the global batch, is added to the gradient of the
 tokens' mean loss. The losses are defined per micro-batch: ranks that share one add the terms of their own tokens, with
 counts over all tokens. They therefore depend on micro_batch_size, and on no other part of the layout.
@@ -57,10 +60,12 @@ def auxiliary_losses(
     chosen: Tensor,  # int64 [tokens, topk], best experts by score
     sequences: Tensor,  # int64 [tokens], each token's sequence
     batch: int,
+    real: Tensor | None,  # bool [tokens], False for padding; None: all are real
     local_tokens: LocalTokens,
 ) -> tuple[Tensor, Tensor]:
     """Return these tokens' terms of the micro-batch's losses: float32 [aux, z], and their sum with coefficients."""
-    tokens, experts = len(logits) * local_tokens.shards, config.num_experts
+    tokens, topk, experts = len(logits) * local_tokens.shards, config.moe_router_topk, config.num_experts
+    counts = None if real is None else real.float()  # [tokens], 1 for tokens that count
     kind = config.moe_router_load_balancing_type
     aux = z = torch.zeros((), device=logits.device)
     if config.moe_aux_loss_coeff and kind != "none":
@@ -69,13 +74,24 @@ def auxiliary_losses(
         if kind == "aux_loss":
             sequences, batch = torch.zeros_like(sequences), 1
         cells = (sequences[:, None] * experts + chosen).flatten()
-        loads = scores.new_zeros(batch * experts).scatter_add(
-            0, cells, torch.ones_like(cells, dtype=torch.float32)
+        ones = (
+            torch.ones_like(cells, dtype=torch.float32) if counts is None else counts.repeat_interleave(topk)
         )
+        loads = scores.new_zeros(batch * experts).scatter_add(0, cells, ones)
         loads = local_tokens.all_reduce(loads).view(batch, experts)
-        aux = (scores * loads[sequences]).sum() * (experts * batch / (config.moe_router_topk * tokens**2))
+        if counts is None:
+            factor = experts * batch / (topk * tokens**2)
+        else:
+            scores = scores * counts[:, None]
+            lengths = loads.sum(1, keepdim=True) / topk  # [batch, 1], tokens of each sequence
+            factor = experts / (topk * lengths.square() * (lengths > 0).sum()).clamp(min=1)
+        aux = (scores * (loads * factor)[sequences]).sum()
     if config.moe_z_loss_coeff:
-        z = logits.logsumexp(-1).square().sum() / tokens
+        squares = logits.logsumexp(-1).square()
+        if counts is None:
+            z = squares.sum() / tokens
+        else:
+            z = (squares * counts).sum() / local_tokens.all_reduce(counts.sum()).clamp(min=1)
     return torch.stack([aux, z]).detach(), config.moe_aux_loss_coeff * aux + config.moe_z_loss_coeff * z
 
 
@@ -105,9 +121,16 @@ def tallied(
     tally: Tensor,
     experts: Tensor,  # int64 [tokens, topk]
     kept: Tensor | None,  # bool [tokens, topk]
+    real: Tensor | None,  # bool [tokens], False for padding; None: all are real
 ) -> Tensor:
     """Return `weights`; the backward pass starts the losses' gradient with `scale` and adds to the tally."""
-    counts = count_values(experts.flatten(), len(tally) - 3).float()
+    count = len(tally) - 3
+    if real is not None:  # padding counts for one expert more, which is left out
+        experts, kept = (
+            experts.masked_fill(~real[:, None], count),
+            None if kept is None else kept | ~real[:, None],
+        )
+    counts = count_values(experts.flatten(), count + 1)[:count].float()
     dropped = torch.zeros_like(counts[:1]) if kept is None else (~kept).sum().float()[None]
     values, loss = losses
     return _AttachLosses.apply(weights, loss, scale, torch.cat([counts, dropped, values]), tally)

@@ -48,6 +48,8 @@ class Context:
     cache: Cache | None = None  # earlier tokens, in generation
     global_token_ids: Tensor | None = None
     """int64 [tokens of the residual stream], token_index · batch + sequence, for experts."""
+    real: Tensor | None = None
+    """bool [tokens of the residual stream], False for padding, which the balance of experts omits. None: no padding."""
     mtp_embeddings: Tensor | None = None  # [batch, seq, hidden], embeddings of an MTP layer's input tokens
     max_label_tokens: int | None = None  # local tokens with a nonzero loss_mask, at most; None: unknown
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass

@@ -14,7 +14,8 @@ chosen, and their scores are the weights of their outputs. Variants:
                        a token's experts are on about as many ranks as with random choices
 
 With a capacity, an expert takes at most ⌈T · topk / E · factor⌉ of the T tokens of a micro-batch, over all ranks, so
-what is dropped depends on micro_batch_size and on no other part of the layout. Evaluation and generation drop nothing.
+what is dropped depends on micro_batch_size and on no other part of the layout. Padding is dropped first. Evaluation and
+generation drop nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from megalith.models.load_balance import (
 )
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.permute import index_in_group
+
+AFTER_ALL_TOKENS = 1 << 40  # more than the tokens of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class Router(nn.Module):
         )
         self.register_buffer("tally", empty_tally(config.num_experts, device), persistent=False)
 
-    def forward(self, x: Tensor, token_ids: Tensor, batch: int, scale: Tensor | None) -> Routing:
+    def forward(
+        self, x: Tensor, token_ids: Tensor, batch: int, scale: Tensor | None, real: Tensor | None = None
+    ) -> Routing:
         """Choose the experts of tokens.
 
         Args:
@@ -84,6 +89,7 @@ class Router(nn.Module):
             batch: sequences in the micro-batch.
             scale: float32 scalar that multiplies the gradient of the balancing losses; None without a backward pass:
                 there are then no losses and no capacity.
+            real: bool [tokens], False for padding; None: all are real.
         """
         logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         if self.bias is not None:
@@ -92,20 +98,21 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
         if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":
             shares = logits.detach().softmax(-1)
-            experts = self._best(shares * sinkhorn_factors(self.local_tokens.all_gather(shares)))
+            counted = shares if real is None else shares * real[:, None]
+            experts = self._best(shares * sinkhorn_factors(self.local_tokens.all_gather(counted)))
         else:
             experts = self._choose(scores.detach(), token_ids)
         weights = self._weights(logits, scores, experts)
         if scale is None:
             return Routing(experts, weights)
-        kept, capacity = self._keep(experts, weights.detach(), token_ids)
+        kept, capacity = self._keep(experts, weights.detach(), token_ids, real)
         by_score = experts
         if self.expert_bias is not None and self.config.moe_aux_loss_coeff:
             by_score = self._best(scores.detach())
         losses = auxiliary_losses(
-            self.config, logits, scores, by_score, token_ids % batch, batch, self.local_tokens
+            self.config, logits, scores, by_score, token_ids % batch, batch, real, self.local_tokens
         )
-        weights = tallied(weights, losses, scale, self.tally, experts, kept)
+        weights = tallied(weights, losses, scale, self.tally, experts, kept, real)
         return Routing(experts, weights, kept, capacity)
 
     def _choose(self, scores: Tensor, token_ids: Tensor) -> Tensor:
@@ -143,11 +150,16 @@ class Router(nn.Module):
             weights = logits.gather(1, experts).softmax(-1)
         return weights if config.expert_weight_factor == 1 else weights * config.expert_weight_factor
 
-    def _keep(self, experts: Tensor, weights: Tensor, token_ids: Tensor) -> tuple[Tensor | None, int | None]:
+    def _keep(
+        self, experts: Tensor, weights: Tensor, token_ids: Tensor, real: Tensor | None
+    ) -> tuple[Tensor | None, int | None]:
         """Return which pairs [tokens, topk] are within the capacity, and the capacity."""
         config = self.config
         if config.moe_expert_capacity_factor is None:
             return None, None
+        if real is not None:  # padding comes last in either order
+            token_ids = torch.where(real, token_ids, token_ids + AFTER_ALL_TOKENS)
+            weights = weights.masked_fill(~real[:, None], -1.0)
         experts, weights, token_ids = (self.local_tokens.all_gather(x) for x in (experts, weights, token_ids))
         tokens, topk = experts.shape
         share = tokens * topk / config.num_experts

@@ -143,6 +143,8 @@ class Stack(nn.Module):
         if self.config.num_experts:
             token_ids = token_index[None] * batch + torch.arange(batch, device=device)[:, None]
             context.global_token_ids = self.shard_sequence(token_ids, layout).flatten()
+            if (real := inputs.real_tokens(token_index)) is not None:
+                context.real = self.shard_sequence(real, layout).flatten()
         if padding_mask is not None:
             documents = padding_mask.long() - 1  # PADDING, and document 0
             if inputs.document_ends is not None:

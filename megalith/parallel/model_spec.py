@@ -255,6 +255,7 @@ class TransformerSpec(ModelSpec):
                 token_index=micro_batch.token_index,
                 document_ends=batch.document_ends,
                 padding=batch.padding,
+                all_padding=batch.all_padding,
                 sample_numbers=batch.sample_numbers,
             ),
             labels=batch.labels,

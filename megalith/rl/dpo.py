@@ -18,7 +18,7 @@ from torch import Tensor
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig, require_run_config
 from megalith.data.batch import Batch
-from megalith.data.chat.chat_dataset import make_chat_batch
+from megalith.data.chat.chat_dataset import documents_and_padding, make_chat_batch
 from megalith.errors import ConfigError
 from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss, chosen_counts
 from megalith.rl.reference import StepData, reference_logprobs
@@ -79,7 +79,7 @@ def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Prefe
         rows.reshape(batch * answers, 4, seq),
         (sample_numbers[:, None] * answers + np.arange(answers)).reshape(-1),
     )
-    documents = rows[:, :, 3]  # [batch, 2, seq]
+    documents, _ = documents_and_padding(rows[:, :, 3])  # [batch, 2, seq]
     max_sequences = int(documents.max()) + 1
     pairs = np.arange(batch)[:, None, None] * max_sequences + documents
     sequence_ids = torch.from_numpy(

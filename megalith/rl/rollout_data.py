@@ -402,7 +402,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     shape = (len(rows), config.data.seq_length)
     ids, labels, positions, sequence_ids = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     mask, advantage, logprobs = (np.zeros(shape, dtype=np.float32) for _ in range(3))
-    starts = np.zeros(shape, dtype=bool)
+    starts, padding = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
     tokens: list[float] = []
     for index, row in enumerate(rows):
         start = 0
@@ -421,6 +421,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
             tokens.append(float(mask[index, start:end].sum()))
             start = end
         starts[index, start : start + 1] = True  # padding
+        padding[index, start:] = True
     tensors = map(torch.from_numpy, (ids, labels, mask, positions, advantage, sequence_ids, logprobs))
     ids, labels, mask, positions, advantage, sequence_ids, logprobs = tensors
     return RolloutBatch(
@@ -435,6 +436,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
         sequence_ids,
         torch.tensor(tokens),
         None if logprobs[mask > 0].isnan().all() else logprobs,
+        all_padding=torch.from_numpy(padding),
     )
 
 

@@ -141,6 +141,82 @@ def test_losses_and_their_gradient(x, score, kind):
     assert router.tally[:8].tolist() == counts and router.tally[DROPPED] == 0
 
 
+REAL = (7, 16, 11)
+"""Tokens of the three sequences that are no padding."""
+
+
+def real_tokens() -> torch.Tensor:
+    """bool [tokens]: the sequences end after as many tokens as REAL says."""
+    return torch.cat([torch.arange(TOKENS // BATCH) < length for length in REAL])
+
+
+def padded_grads(router: Router, x: torch.Tensor) -> torch.Tensor:
+    routing = router(x, numbers(), BATCH, torch.tensor(5.0), real_tokens())
+    (routing.weights.sum() * 0).backward()
+    gradient, router.weight.grad = router.weight.grad, None
+    return gradient
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_padding_counts_in_no_loss_and_in_no_tally(x, score, kind):
+    settings = dict(moe_router_score_function=score, moe_router_load_balancing_type=kind)
+    router = router_of(**settings, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)
+    gradient = padded_grads(router, x)
+
+    logits = x @ router.weight.T
+    p = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    p, experts = p / p.sum(-1, keepdim=True), logits.topk(2).indices
+    real = real_tokens()
+    parts = [real]
+    if kind == "seq_aux_loss":
+        parts = [torch.arange(i * 16, i * 16 + length) for i, length in enumerate(REAL)]
+    aux = sum(auxiliary(p[part], experts[part]) for part in parts) / len(parts)
+    z = sum(torch.logsumexp(row, 0) ** 2 for row in logits[real]) / sum(REAL)
+    (5.0 * (0.3 * aux + 0.02 * z)).backward()
+    torch.testing.assert_close(gradient, router.weight.grad, rtol=1e-5, atol=1e-6)
+    assert router.tally[AUX].item() == pytest.approx(aux.item(), rel=1e-5)
+    assert router.tally[Z].item() == pytest.approx(z.item(), rel=1e-5)
+    assert router.tally[:8].tolist() == [(experts[real] == e).sum().item() for e in range(8)]
+
+    router.tally.zero_()
+    router.weight.grad = None
+    changed = torch.where(real[:, None], x, 3.0)  # what padding has does not matter
+    torch.testing.assert_close(padded_grads(router, changed), gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_micro_batch_of_padding_has_no_loss(x):
+    router = router_of(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)
+    routing = router(x, numbers(), BATCH, torch.tensor(1.0), torch.zeros(TOKENS, dtype=torch.bool))
+    (routing.weights.sum() * 0).backward()
+    assert not router.weight.grad.any() and not router.tally.any()
+
+
+def test_padding_does_not_change_what_sinkhorn_chooses(x):
+    router, real = router_of(moe_router_load_balancing_type="sinkhorn"), real_tokens()
+    padded = router(x, numbers(), BATCH, torch.tensor(1.0), real)
+    alone = router(x[real], torch.arange(sum(REAL)), 1, torch.tensor(1.0))
+    assert padded.experts[real].equal(alone.experts)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_padding_takes_no_capacity_from_tokens(policy):
+    """Padding comes first and scores highest, yet is dropped before any token."""
+    router = router_of(moe_expert_capacity_factor=1.0, moe_token_drop_policy=policy)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
+    real = torch.arange(TOKENS) >= 24
+    x[~real] = 4.0 * x[30]
+    routing = router(x, torch.arange(TOKENS), 1, torch.tensor(1.0), real)
+    alone = router(x[real], torch.arange(24), 1, torch.tensor(1.0))
+    chosen = routing.experts[real]
+    for e in range(8):
+        pairs = torch.where(chosen == e)
+        assert routing.kept[real][pairs].sum() == min(routing.capacity, len(pairs[0]))
+    assert alone.experts.equal(chosen)
+    routing.weights.sum().backward()
+    assert router.tally[DROPPED] == (~routing.kept[real]).sum()
+
+
 def test_the_losses_count_experts_by_score_without_the_bias(x):
     router = router_of(**SIGMOID, moe_router_enable_expert_bias=True, moe_aux_loss_coeff=1.0)
     router.expert_bias[3] = 9.0  # everyone is sent to it

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from traced_layers import tracing
 from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, local_chunk
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import check_expert_parallel
+from megalith.data.indexed import IndexedWriter
 from megalith.errors import ConfigError
+from megalith.models.inputs import TokenInputs
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
 from megalith.parallel.expert.expert_parallel import ExpertParallel, max_micro_batches
@@ -194,3 +197,29 @@ def test_odd_hidden_size_is_refused_where_tokens_travel():
         check_expert_parallel(model, ParallelConfig(expert_model_parallel_size=2), 2)
     gathered = ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
     check_expert_parallel(model, gathered, 2)
+
+
+@pytest.mark.parametrize(
+    "layout", by_default(["tp2-sp-ep2", "cp2-ep2", "pp2-ep2", "ep4-zero3"], "tp2-sp-ep2")
+)
+@pytest.mark.parametrize("kind", by_default(["aux_loss", "seq_aux_loss"], "seq_aux_loss"))
+def test_padding_is_left_out_of_the_balance_on_every_rank(pool, tmp_path, layout, kind):
+    """Rows of one or two documents with padding after them; the losses' coefficients are large."""
+    with IndexedWriter(tmp_path / "texts", np.int32) as writer:
+        for length in [9, 14, 5, 20, 11, 17] * 12:
+            writer.add_document(1 + np.arange(length) * 7 % 89)
+    changes = {
+        "model": {
+            "num_layers": 2, "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": kind,
+        },
+        "data": {"mock": False, "data_path": [str(tmp_path / "texts")], "split": "100,0,0", "packing": "best_fit"},
+        "train": {"train_iters": 2, "eval_iters": 0},
+    }  # fmt: skip
+    one = run_job(run_config("moe", None, "", **changes))
+    ranks = pool.run(run_job, run_config("moe", layout, "", **changes), size=LAYOUTS[layout].processes)
+    errors = compare(ranks, one)
+    assert errors.within(), errors
+    with mock.patch.object(TokenInputs, "real_tokens", lambda self, token_index: None):
+        counted = run_job(run_config("moe", None, "", **changes))
+    assert not compare([counted], one).within()

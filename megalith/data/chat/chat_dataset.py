@@ -29,9 +29,9 @@ from megalith.errors import DataError
 class ChatDataset:
     """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
-    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index of the sample within
-    the row. `make_chat_batch` collates rows. Padding counts to the last sample. For pairs it is [2, 4, seq_length]: a
-    row with the chosen answers and one with the rejected ones.
+    Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample
+    within the row; for padding ~n of the last sample. `make_chat_batch` collates rows. For pairs row i is
+    [2, 4, seq_length]: the chosen answers, and the rejected ones.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class ChatDataset:
             row[2, at : at + length - 1] = self.samples.learned[start + 1 : end]
             row[3, at:] = number
             at += length
+        row[3, at:] = ~max(len(sequences) - 1, 0)
         return row
 
     def _samples_of(self, i: int) -> list[int]:
@@ -121,7 +122,8 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
     """Collate rows, int64 [batch, 4, seq], at stream positions `sample_numbers`, int64 [batch]."""
     tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
     positions = np.broadcast_to(np.arange(rows.shape[2]), tokens.shape)
-    starts = np.diff(rows[:, 3], axis=1, prepend=rows[:, 3, :1]) != 0
+    documents, padding = documents_and_padding(rows[:, 3])
+    starts = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
     positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
     return Batch(
         input_ids=tokens,
@@ -130,7 +132,17 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
         position_ids=torch.from_numpy(positions),
         document_ends=document_ends(starts),
         sample_numbers=torch.from_numpy(sample_numbers),
+        all_padding=torch.from_numpy(padding),
     )
+
+
+def documents_and_padding(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token's document, which for padding is the last one, and which tokens are padding.
+
+    `numbers`: the fourth line of rows, int64 [..., seq].
+    """
+    padding = numbers < 0
+    return np.where(padding, ~numbers, numbers), padding
 
 
 class ChatSplits(NamedTuple):

@@ -139,6 +139,7 @@ def next_token_batch(batch: Mapping[str, Any], masked_rows: int, eod: int | None
         document_ends=None if documents is None else document_ends_of(documents),
         sample_numbers=torch.arange(len(tokens)),
         padding=padding,
+        all_padding=None if mask is None else mask == 0,
     )
 
 
