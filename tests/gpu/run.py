@@ -58,8 +58,8 @@ def stages(gpus: Sequence[str], workers: int) -> list[list[Job]]:
     if len(pairs) == 1:
         several = Job("two_gpus", (folder, "-m", "(two_gpus or four_gpus) and not quiet"), pairs, 6)
         return [[measured], [compared], [several, one_gpu]]
-    two_gpus = Job("two_gpus", (folder, "-m", "two_gpus and not four_gpus and not quiet"), pairs, 4)
-    four_gpus = Job("four_gpus", (folder, "-m", "four_gpus and not quiet"), [gpus[:4]], 3)
+    two_gpus = Job("two_gpus", (folder, "-m", "two_gpus and not four_gpus and not quiet"), pairs, 7)
+    four_gpus = Job("four_gpus", (folder, "-m", "four_gpus and not quiet"), [gpus[:4]], 5)
     return [[measured, compared], [four_gpus, two_gpus, one_gpu]]
 
 

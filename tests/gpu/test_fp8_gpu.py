@@ -253,8 +253,9 @@ def test_two_gpus_train_as_one(tmp_path, gpus, kind):
         assert worst < 2e-3, name
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [("delayed", False), ("delayed", True), ("tensorwise", True), ("blockwise", True)]
+)
 def test_weights_that_are_gathered_are_cast_once_to_the_same_bits(tmp_path, gpus, kind, compiled):
     """Of two micro-batches a step, with an evaluation between the steps."""
     settings = RECIPES[kind] | {"train.global_batch_size": 8, "train.eval_iters": 1}

@@ -27,8 +27,12 @@ class Machine:
     """Bytes of the GPU with the least memory; 0 without GPUs."""
     ranks: int = 0
     """Number of ranks of the run; 0: unknown."""
-    least_work: float = 1.5e12
-    """FLOPs of a layer's forward and backward pass of a micro-batch below which the host launches halves too slowly."""
+    least_work: float = 3.5e12
+    """FLOPs of a layer's forward and backward pass of a micro-batch below which the host launches halves too slowly.
+
+    Measured with TP2 and SP: with 2.5 TFLOP a step took 213 ms whole and 325 ms in halves, on a host that needs about
+    9 µs to launch a kernel; with 3.9 TFLOP (GPT-2-large) 423 ms whole and 379 ms in halves, on another host.
+    """
     no_nvlink: str = "no NVLink"
     """Reason for `nvlink` being False."""
     launch: float = 0.0

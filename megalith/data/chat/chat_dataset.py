@@ -136,13 +136,13 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
     )
 
 
-def documents_and_padding(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each token's document, which for padding is the last one, and which tokens are padding.
 
-    `numbers`: the fourth line of rows, int64 [..., seq].
+    `line`: the fourth line of rows, int64 [..., seq].
     """
-    padding = numbers < 0
-    return np.where(padding, ~numbers, numbers), padding
+    padding = line < 0
+    return np.where(padding, ~line, line), padding
 
 
 class ChatSplits(NamedTuple):
