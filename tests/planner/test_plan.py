@@ -546,7 +546,7 @@ def test_a_dry_run_on_a_measured_gpu_is_that_on_one_of_its_name(tmp_path, capsys
         ({"recompute_granularity": "full"}, {}, "recompute_saves_attention true"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            {"micro_batch_size": 1200, "global_batch_size": 2400},
+            {"micro_batch_size": 2800, "global_batch_size": 5600},
             "tp_comm_overlap true",
         ),
         ({"context_parallel_size": 2}, {}, "cp_comm_type a2a"),
