@@ -67,9 +67,9 @@ def refused(folder: Path, kind: type[Exception] = CheckpointError, **options: bo
 
 
 def test_an_unknown_architecture_is_told_with_the_known_ones(folder: Path) -> None:
-    with_config(folder, architectures=["MptForCausalLM"])
+    with_config(folder, architectures=["RwkvForCausalLM"])
     text = refused(folder, ConfigError)
-    assert f"{folder} names the architecture MptForCausalLM" in text and "Qwen3ForCausalLM" in text
+    assert f"{folder} names the architecture RwkvForCausalLM" in text and "Qwen3ForCausalLM" in text
     assert "did you mean" not in text
 
 
@@ -281,7 +281,7 @@ def test_the_commands_convert_and_tell_mistakes_in_a_sentence(
     assert main(["export-hf", run, out]) == 4
     assert "already exists" in capsys.readouterr().err
     assert main(["export-hf", str(tmp_path / "nothing"), out]) == 4
-    with_config(folder, architectures=["MptForCausalLM"])
+    with_config(folder, architectures=["RwkvForCausalLM"])
     assert main(["import-hf", str(folder), str(tmp_path / "other")]) == 2
 
 
