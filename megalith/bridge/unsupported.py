@@ -13,7 +13,8 @@ OPERATORS: Mapping[str, str] = {
     "state-space layers (Mamba)": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
     "zamba2",
     "a recurrence (RWKV, xLSTM, RG-LRU)": "recurrent_gemma rwkv xlstm",
-    "short convolutions as mixers": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text inkling2_loop_text",
+    "short convolutions, as mixers or inside attention": "lfm2 lfm2_moe lfm3 inkling_text inkling2_text "
+    "inkling2_loop_text",
     "lightning attention": "minimax",
     "gated delta nets with separate projections": "lara_mini olmo_hybrid qwen3_5 qwen3_5_text qwen3_5_moe "
     "qwen3_5_moe_text qwen4_exp qwen4_exp_text",
@@ -38,24 +39,24 @@ OPERATORS: Mapping[str, str] = {
     "a norm after experts only": "axk1",
     "softplus gates on attention's output": "laguna",
     "value heads of another size than key heads": "mimo_v2_flash",
-    "compressed convolutional attention": "zaya",
+    "convolutions inside attention, and routers that read the previous layer's": "zaya",
     "embeddings per layer and shared keys and values": "gemma3n_text gemma4_text gemma4_unified_text",
     "drafting from another model's states": "gemma4_assistant gemma4_unified_assistant",
     "clipping of queries, keys and values": "dbrx",
     "sinusoidal positions": "ctrl xglm",
     "biases in the last layer only": "gpt_neox_japanese",
     "post-norm layers without a norm after the embedding": "openai-gpt",
-    "rotary positions in three dimensions": "cohere_compass_text",
     "a head with a dense layer and a norm": "modernbert-decoder",
     "LSH attention": "reformer",
-    "block-sparse attention": "big_bird bigbird_pegasus led longt5",
-    "permuted or two-stream attention": "xlnet prophetnet",
+    "block-sparse or local attention with global tokens": "big_bird bigbird_pegasus led longt5 pegasus_x",
+    "permuted or two-stream attention, with relative positions": "xlnet prophetnet",
     "relative positions in segments": "cpmant",
     "relative positions in every layer": "umt5",
     "experts in an encoder-decoder": "nllb-moe switch_transformers",
     "learned or sinusoidal positions in an encoder-decoder": "bart blenderbot blenderbot-small fsmt "
-    "m2m_100 marian mbart mvp pegasus pegasus_x plbart trocr",
-    "RoPE in an encoder-decoder": "t5gemma t5gemma2",
+    "m2m_100 marian mbart mvp pegasus plbart trocr",
+    "an encoder with windows in both directions": "t5gemma",
+    "self-attention and cross-attention in one softmax": "t5gemma2",
 }
 SCOPES: Mapping[str, str] = {
     "an encoder that transformers can also run as a decoder; train its masked form": "bert-generation camembert "

@@ -277,6 +277,15 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, kv_channels=24, num_experts=6, moe_router_topk=2, add_qkv_bias=True, add_proj_bias=True,
              moe_shared_expert_intermediate_size=224),
     ),
+    "cohere-compass": (
+        lambda: transformers.CohereCompassTextConfig(
+            **LLAMA, sliding_window=11, layer_types=MIXED, logit_scale=0.25, pad_token_id=None,
+            rope_parameters=dict(full_attention=None, sliding_attention=dict(
+                rope_type="default", rope_theta=5e4))),
+        dict(OURS, **OUR_MIXED, normalization="LayerNorm", add_norm_bias=False, parallel_attn_mlp=True,
+             shared_layernorm=True, logits_scaling=4.0, layernorm_epsilon=1e-5, no_rope_freq=[0, 1, 0],
+             rotary_base=1e4, rotary_base_local=5e4, untie_embeddings_and_output_weights=False),
+    ),
     "gpt-bigcode": (
         lambda: transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64),
         dict(vocab_size=VOCAB, hidden_size=64, num_layers=3, num_attention_heads=4, num_query_groups=1,
