@@ -246,6 +246,8 @@ def export_hf(
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
+    copies = {copy: name for copy, name in chosen.copies(config.model).items() if name in tensors}
+    tensors |= {copy: tensors[name] for copy, name in copies.items()}
     codes = quantized_names(groups, quantize, chosen.not_in_fp8) if quantize else set()
     notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
@@ -264,6 +266,7 @@ def export_hf(
                     parts = {name: value}
                     if name in codes:
                         parts = dict(zip((name, name + SUFFIX[quantize]), quantized(value, quantize)))
+                    parts |= {copy: value for copy, original in copies.items() if original == name}
                     for part, values in parts.items():
                         writer.write(part, values)
                         progress.add(values.nbytes)

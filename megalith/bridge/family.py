@@ -31,7 +31,7 @@ LARGEST = 2**31 - 1
 
 # fmt: off
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "first_k_dense_replace",
-                "num_dense_layers")
+                "num_dense_layers", "num_nextn_predict_layers")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -157,6 +157,9 @@ class Family:
     other_model_types: tuple[str, ...] = ()
     """Further values of `model_type` that transformers reads as this family."""
 
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a multi-token prediction layer that repeat tensors of the model → these. An export writes them."""
+
     ignored: tuple[str, ...] = ()
     """Patterns of tensor names to ignore: masks and frequencies stored by older versions."""
 
@@ -227,6 +230,14 @@ class Family:
     def table(self, model: ModelConfig) -> Mapping[str, Rule]:
         """Return the tensor table of a model. Overridden by families whose names depend on the configuration."""
         return self.tensors
+
+    def copies(self, model: ModelConfig) -> dict[str, str]:
+        """Return the tensors of the model's multi-token prediction layers that repeat others → these."""
+        return {
+            copy.format(layer=layer): original
+            for layer in model.mtp_layers
+            for copy, original in self.mtp_copies.items()
+        }
 
     def groups(self, model: ModelConfig) -> list[Group]:
         """Return the model's tensors, in its order, each with the Hugging Face tensors that it is made of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,13 +79,24 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     _check_counts(source, model)
     if family.trusts_stored_head and not model.untie_embeddings_and_output_weights:
         model = _as_stored(source, family, model)
+    if model.mtp_num_layers:
+        model = _with_stored_mtp(source, family, model)
+    copies = family.copies(model)
     groups = family.groups(model)
     expected = {name: shape for group in groups for name, shape in group.sources.items()}
     present = {
         name: stored
         for name, stored in source.tensors.items()
-        if name in expected or not any(re.search(pattern, name) for pattern in family.ignored)
+        if name in expected
+        or not (name in copies or any(re.search(pattern, name) for pattern in family.ignored))
     }
+    _warn_of_unread_mtp(source, {*present, *copies}, model)
+    for copy, original in copies.items():
+        if _differs(source, copy, original):
+            raise CheckpointError(
+                f"{source.path}: {copy} is not {original}, but the layers of multi-token prediction share it; a "
+                "model with another one is not supported"
+            )
     if not model.untie_embeddings_and_output_weights and present.pop(family.tied, None):
         _check_tied(source, family, groups)
     missing = [name for name in expected if name not in present]
@@ -176,6 +187,42 @@ def _as_stored(source: SourceFolder, family: Family, model: ModelConfig) -> Mode
         stacklevel=2,
     )
     return model.model_copy(update={"untie_embeddings_and_output_weights": True})
+
+
+def _with_stored_mtp(source: SourceFolder, family: Family, model: ModelConfig) -> ModelConfig:
+    """Return a model without multi-token prediction if config.json has it and the files do not.
+
+    transformers saves no such layers.
+    """
+    layers = {str(number) for number in model.mtp_layers}
+    names = [name for group in family.groups(model) if group.layer in layers for name in group.names()]
+    if any(name in source.tensors for name in names):
+        return model
+    warnings.warn(
+        f"{source.path}: config.json says {model.mtp_num_layers} layers of multi-token prediction, but the files have "
+        "none: the model gets none",
+        stacklevel=2,
+    )
+    return model.model_copy(update={"mtp_num_layers": None})
+
+
+MTP_NAME = re.compile(r"(?:^|\.)mtp(?:_[a-z]+)?\.|^model\.layers\.(\d+)\.")
+
+
+def _warn_of_unread_mtp(source: SourceFolder, read: Collection[str], model: ModelConfig) -> None:
+    """Warn of tensors of multi-token prediction that no row reads."""
+    unread = [
+        name
+        for name in source.tensors
+        if name not in read
+        and (number := MTP_NAME.search(name))
+        and (number[1] is None or int(number[1]) >= model.num_layers)
+    ]
+    if unread:
+        warnings.warn(
+            f"{source.path}: the layers of multi-token prediction are not read ({shorten(unread)}); an export has none",
+            stacklevel=2,
+        )
 
 
 def _embedding(groups: list[Group]) -> str:

@@ -120,8 +120,9 @@ def compare_logits(checkpoint: Checkpoint, matched: Match) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(SEED)
     shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
     ids = torch.randint(0, model.vocab_size, shape, generator=generator)
-    against = "transformers" if importlib.util.find_spec("transformers") else "megalith"
-    theirs = _their_logits(matched, ids) if against == "transformers" else _megalith_logits(matched, ids)
+    theirs = _their_logits(matched, ids)
+    against = "megalith" if theirs is None else "transformers"
+    theirs = _megalith_logits(matched, ids) if theirs is None else theirs
     difference, largest = (ours(ids) - theirs).abs().max().item(), theirs.abs().max().item()
     return {
         "against": against,
@@ -149,11 +150,18 @@ def _round(model: Transformer, matched: Match) -> None:
             state[group.name].copy_(state[group.name].to(kinds.pop()))
 
 
-def _their_logits(matched: Match, ids: Tensor) -> Tensor:
+def _their_logits(matched: Match, ids: Tensor) -> Tensor | None:
+    """Return the logits of transformers; None if it is not installed or does not have the model's class."""
+    if not importlib.util.find_spec("transformers"):
+        return None
     import transformers
 
     family = family_of(matched.source.config, str(matched.source.path))
-    kind = getattr(transformers, matched.source.wrapper or family.architecture)
+    shared = "AutoModelForCausalLM" if family.transformers_class else family.architecture
+    name = matched.source.wrapper or shared
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        return None
     with no_progress_bars():
         model = kind.from_pretrained(matched.source.path, dtype=torch.float32, attn_implementation="eager")
     decoder_inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}

@@ -112,6 +112,7 @@ class Fuzzed:
         reference = _decoder(name) if name in CASES else ENCODERS[name]()
         reference.save_pretrained(folder)
         self.kind, self.folder = type(reference), folder
+        self.config_class = type(reference.config)  # several share a class of models
         self.tree = json.loads((folder / "config.json").read_text())
         self.state = copy.deepcopy(reference.state_dict())
         self.source = SourceFolder(folder)
@@ -122,7 +123,7 @@ class Fuzzed:
     def defaults(self) -> dict[str, Any]:
         """Every key that transformers reads of such a configuration, with its value here."""
         with _read_keys() as read:
-            config = self.kind.config_class(**copy.deepcopy(self.tree))
+            config = self.config_class(**copy.deepcopy(self.tree))
             self._run(self._build(self.tree))
         tree = json.loads(config.to_json_string(use_diff=False)) | self.tree
         keys = [
@@ -189,7 +190,7 @@ class Fuzzed:
             return None
 
     def _build(self, tree: dict[str, Any]) -> nn.Module:
-        config = self.kind.config_class(**copy.deepcopy(tree))
+        config = self.config_class(**copy.deepcopy(tree))
         config.dtype = torch.float32
         return self.kind._from_config(config, attn_implementation="eager").eval()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
+from megalith.bridge.mtp_rows import MTP, MTP_COPIES, MTPLayers
 from megalith.bridge.rows import gate_up, interleaved_heads, same
 from megalith.bridge.settings import (
     MSCALES,
@@ -21,7 +22,6 @@ from megalith.bridge.settings import (
     SameInAllLayers,
     Tree,
     Window,
-    WrittenKeys,
     rope_settings,
 )
 from megalith.config import ModelConfig
@@ -232,6 +232,9 @@ class RouterGroups:
         self._method = method
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        for key in ("n_group", "topk_group"):
+            if hf_config.get(key) == 0:
+                raise ConfigError(f"config.json has {key} 0; use 1 for choosing among all experts")
         groups, best = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
         if groups == 1 or (self._method and hf_config.get("topk_method", "greedy") == "greedy"):
             return {}
@@ -419,20 +422,21 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     defaults={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
             "routed_scaling_factor": 2.5},
-    tensors=ROWS,
+    tensors=ROWS | MTP,
+    mtp_copies=MTP_COPIES,
     settings=(
         *SETTINGS,
         RouterGroups(method=False),
         RotaryHeads(),
         SigmoidScores(),
         RequiredKeys(norm_topk_prob=True, rope_interleave=True),
-        WrittenKeys(num_nextn_predict_layers=0),
+        MTPLayers(default=1),
     ),
     tied="lm_head.weight",
-    ignored=(*IGNORED, r"layers\.61\."),  # the published model's module that predicts a second token
+    ignored=(*IGNORED, r"layers\.61\."),  # of the published model's MTP layer, if config.json says it has none
 )
 # fmt: on
 

@@ -27,6 +27,7 @@ from megalith.bridge.families.experts import (
 )
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
+from megalith.bridge.mtp_rows import MTP, MTP_COPIES, MTPLayers
 from megalith.bridge.rows import gate_up, same
 from megalith.bridge.settings import (
     Field,
@@ -93,7 +94,8 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    tensors={**TENSORS, **EXPERTS, **SHARED, **QK_NORMS},
+    tensors={**TENSORS, **EXPERTS, **SHARED, **QK_NORMS, **MTP},
+    mtp_copies=MTP_COPIES,
     settings=(
         *WITHOUT_ROPE,
         PartialRope(0.5),
@@ -103,10 +105,10 @@ GLM4_MOE = Family(
         Field("add_qkv_bias", "attention_bias", default=False),
         Field("qk_layernorm", "use_qk_norm", default=False),
         RequiredKeys(norm_topk_prob=True),
-        WrittenKeys(num_nextn_predict_layers=0),
+        MTPLayers(default=1),
     ),
     tied="lm_head.weight",
-    ignored=(*IGNORED, r"layers\.(46|92)\."),  # the published models' modules that predict a second token
+    ignored=(*IGNORED, r"layers\.(46|92)\."),  # of the published models' MTP layers, if config.json says 0
 )
 
 SOLAR_OPEN = Family(
@@ -135,8 +137,10 @@ GLM4_MOE_LITE = Family(
     defaults={"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
               "n_shared_experts": 1, "routed_scaling_factor": 1.8},
     tensors=DEEPSEEK_V3.tensors,
+    mtp_copies=MTP_COPIES,
     settings=(
-        *[row for row in DEEPSEEK_V3.settings if not isinstance(row, DenseFirst | SharedExperts | WrittenKeys)],
+        *[row for row in DEEPSEEK_V3.settings if not isinstance(row, DenseFirst | SharedExperts | MTPLayers)],
+        MTPLayers(),
         MlpLayerTypes(dense=1),
         SharedExperts(absent=0),
     ),

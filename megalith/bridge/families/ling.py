@@ -23,6 +23,7 @@ from megalith.bridge.families.glm import GLM4_MOE, WITHOUT_ROPE
 from megalith.bridge.families.llama import IGNORED
 from megalith.bridge.families.more_experts import RotaryDim
 from megalith.bridge.family import Family
+from megalith.bridge.mtp_rows import MTPLayers
 from megalith.bridge.rows import qkv, same
 from megalith.bridge.settings import Field, FixedSettings, PartialRope, RequiredKeys, Tree, WrittenKeys
 
@@ -59,8 +60,9 @@ SARVAM_MOE = Family(
               "first_k_dense_replace": 1, "use_qk_norm": True},
     tensors=TENSORS,
     settings=(
-        *[row for row in GLM4_MOE.settings if not isinstance(row, PartialRope)],
+        *[row for row in GLM4_MOE.settings if not isinstance(row, PartialRope | MTPLayers)],
         PartialRope(1.0),
+        MTPLayers(),
         WrittenKeys(pad_token_id=None),
     ),
     tied="lm_head.weight",
@@ -118,7 +120,8 @@ SARVAM_MLA = Family(
               "routed_scaling_factor": 2.5, "q_lora_rank": None, "initializer_range": 0.006},
     tensors=DEEPSEEK_V3.tensors,
     settings=(  # head_dim is not read: the published file has the latent's width there, for vLLM
-        *[row for row in DEEPSEEK_V3.settings if not isinstance(row, MscaleRope | RotaryHeads)],
+        *[row for row in DEEPSEEK_V3.settings if not isinstance(row, MscaleRope | RotaryHeads | MTPLayers)],
+        MTPLayers(),
         DeepseekYarn(),
     ),
     tied="lm_head.weight",

@@ -22,7 +22,7 @@ class DepthScale:
     """Row for `scale_depth`, which is divided by the square root of the number of layers; null means no factor."""
 
     def read(self, hf_config: Mapping[str, Any]) -> Tree:
-        scale, root = hf_config.get("scale_depth", 1.4), math.sqrt(hf_config["num_hidden_layers"])
+        scale, root = hf_config.get("scale_depth", 1.4), math.sqrt(hf_config["num_hidden_layers"] or 1)
         return {"residual_multiplier": 1.0 if scale is None else scale / root}
 
     def write(self, model: ModelConfig) -> Tree:

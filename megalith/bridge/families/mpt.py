@@ -14,6 +14,7 @@ from megalith.bridge.family import Family
 from megalith.bridge.rows import qkv, same
 from megalith.bridge.settings import Field, FixedSettings, RequiredKeys, Tree
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 ATTENTION = RequiredKeys(
     attn_type="multihead_attention", clip_qkv=None, prefix_lm=False, qk_ln=False, attn_uses_sequence_id=False,
@@ -33,6 +34,21 @@ class AttentionConfig:
     def write(self, model: ModelConfig) -> Tree:
         fields = {"attn_pdrop": model.attention_dropout or 0, "softmax_scale": model.softmax_scale}
         return {"attn_config": ATTENTION.write(model) | fields}
+
+
+class Length:
+    """Row for `max_seq_len`. transformers has no ALiBi at a length of 1, which is rejected."""
+
+    def read(self, hf_config: Mapping[str, Any]) -> Tree:
+        length = hf_config.get("max_seq_len", 2048)
+        if length == 1:
+            raise ConfigError(
+                "config.json has max_seq_len 1, at which transformers uses no positions; correct it"
+            )
+        return {"max_position_embeddings": length}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"max_seq_len": model.max_position_embeddings}
 
 
 # fmt: off
@@ -66,7 +82,7 @@ MPT = Family(
         Field("hidden_size", "d_model"),
         Field("num_attention_heads", "n_heads"),
         Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "max_seq_len", default=2048),
+        Length(),
         Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
         Field("init_method_std", "initializer_range", default=0.02),
         TIED,

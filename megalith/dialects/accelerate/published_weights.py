@@ -55,6 +55,8 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
             f"model to prepare (torch.compile: leave it out; {ADAPTERS})"
         )
     hf_config = {**config.to_dict(), "architectures": [kind.__name__]}
+    if "num_nextn_predict_layers" in hf_config:
+        hf_config["num_nextn_predict_layers"] = 0  # the module has no layers of multi-token prediction
     return family_of(hf_config, kind.__name__), hf_config
 
 
