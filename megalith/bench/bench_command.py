@@ -22,6 +22,7 @@ OTHERS = {  # module by name
     "grpo": "grpo_speed",
     "generate": "generation_speed",
     "optimizers": "optimizer_speed",
+    "mup": "mup_check",
     "checkpoint": "checkpoint_speed",
     "convert": "conversion_speed",
     "preprocess": "preprocessing_speed",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import numpy as np
 
 from megalith.data.preprocessing.corpus import write_stdlib_corpus
 from megalith.data.preprocessing.preprocess import preprocess
@@ -54,3 +57,23 @@ def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE
     tokenizer = tokenizer_of(folder)
     summary = preprocess([text], folder / "text", tokenizer, append_eod=True, show_progress=False)
     return summary.prefixes[0], summary.tokens
+
+
+class TextBytes:
+    """Samples of the bytes of Python modules, int64 [seq_length + 1], which need no tokenizer and no file."""
+
+    def __init__(self, seq_length: int, num_samples: int, seed: int, megabytes: float = 1.0):
+        """Read the first `megabytes` of the modules next to the standard library's `os`, in order of their names."""
+        self.seq_length, self.num_samples, self.seed = seq_length, num_samples, seed
+        text, size = bytearray(), int(megabytes * 1e6)
+        for file in sorted(Path(os.__file__).parent.glob("*.py")):
+            if len(text) < size:
+                text += file.read_bytes()
+        self.text = np.frombuffer(bytes(text[:size]), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        first = np.random.default_rng([self.seed, i]).integers(len(self.text) - self.seq_length)
+        return self.text[first : first + self.seq_length + 1].astype(np.int64)

@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     base = RunConfig.load(None, args.settings)
-    unset = {path: value for path, value in DEFAULTS.items() if not _is_set(base, path)}
+    unset = {path: value for path, value in DEFAULTS.items() if not is_set(base, path)}
     print("| optimizer | lr | bytes of state per parameter | update, ms | loss |\n|---|---|---|---|---|")
     for name in args.only:
         for factor in args.factors:
@@ -155,7 +155,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for value in values if isinstance(value, (torch.Tensor, Moment)))
 
 
-def _is_set(config: RunConfig, path: str) -> bool:
+def is_set(config: RunConfig, path: str) -> bool:
+    """Return True if the configuration sets `path`, section.key, itself."""
     section, _, key = path.partition(".")
     return key in getattr(config, section).model_fields_set
 

@@ -474,11 +474,15 @@ class DenseModel(Section):
 
     @property
     def attention_scale(self) -> float:
-        """Factor on attention scores: 1 / √divisor, times the squared magnitude of YaRN's mscale_all_dim."""
+        """Factor on attention scores: `plain_attention_scale` times the squared magnitude of YaRN's mscale_all_dim."""
         scaling = self.rope_scaling
         stretched = scaling is not None and scaling.type == "yarn" and scaling.mscale_all_dim
-        plain = self.softmax_scale or self.attention_divisor**-0.5
-        return plain * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
+        return self.plain_attention_scale * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
+
+    @property
+    def plain_attention_scale(self) -> float:
+        """Factor on attention scores without YaRN."""
+        return self.softmax_scale or self.attention_divisor**-0.5
 
     @property
     def layers_without_rope(self) -> list[int] | None:

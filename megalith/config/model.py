@@ -1,6 +1,6 @@
 """Model shape, independent of parallelism.
 
-This file has the settings of linear attention and experts; all others are in dense.py.
+This file has the settings of linear attention and experts; all others are in dense.py and mup.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megalith.config.base import Decides, RequiresSetting, Resolved
-from megalith.config.dense import DenseModel
+from megalith.config.mup import MupModel
 
 LINEAR = RequiresSetting("experimental_attention_variant", strict=True)
 
 
-class HybridModel(DenseModel):
+class HybridModel(MupModel):
     """Model settings for layers with linear attention, and for attention's output gate (Qwen3-Next).
 
     A gated delta net (Yang et al. 2024) stores one matrix per head, [key_head_dim, value_head_dim], for all earlier

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.config.mup import is_hidden_matrix
 from megalith.local_shards import local, local_shape_and_offset
 from megalith.progress import Progress
 
@@ -33,6 +34,9 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int, show_progress: 
     are 1, or 0 if zero-centered. Biases, buffers and the rows of the padded vocabulary are 0. In adapters B is 0 and A
     is N(0, 1 / (3 · in)), which is PEFT's variance; a convolution's taps have it too. In a gated delta net e^weight of
     the decays is uniform between 0 and 16, and their bias is 1.
+
+    With µP, matrices of layers are divided by the root of the width ratio, and `layers` is the number in the base model
+    if mup_base_num_layers is set.
 
     Args:
         model: on a device with storage. A DTensor's local shard gets its slice of the global tensor.
@@ -80,11 +84,13 @@ def initial_value(
         return torch.zeros(slice_shape)
     if "layernorm" in name:
         return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
-    std = config.init_method_std
+    std, ratios = config.init_method_std, config.mup_ratios
+    if ratios is not None and is_hidden_matrix(name, len(shape)):
+        std /= math.sqrt(ratios.width)
     if ".lora_A." in name or name.endswith("conv.weight"):
         std = 1 / math.sqrt(3 * shape[-1])
     if name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight")):
-        std /= math.sqrt(2 * config.depth(name))
+        std /= math.sqrt(2 * config.depth(name) / (1.0 if ratios is None else ratios.depth))
     value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])
     for dim in range(1, len(shape)):
         value = value.narrow(dim, slice_first[dim], slice_shape[dim])

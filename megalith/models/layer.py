@@ -2,7 +2,7 @@
 
 A layer has mixers (mixers/), in which tokens see each other, and a feed-forward half, an MLP or experts, which takes
 each token by itself. Their outputs are branches: normalized where `norm_placement` says, scaled by
-`residual_multiplier`, dropped out, and added to the residual stream.
+`branch_factor`, dropped out, and added to the residual stream.
 
     class                     formula                                                     models
     SequentialLayer           x + mixer(norm(x)), then x + mlp(norm(x))                   GPT-2, Llama, OLMo 2, Gemma
@@ -65,7 +65,7 @@ class TransformerLayer(Runnable):
         super().__init__()
         self.number = number
         self.dropout = config.hidden_dropout
-        self.multiplier = config.residual_multiplier
+        self.multiplier = config.branch_factor
 
         def norm(*placements: str) -> Norm | None:
             return Norm(config, config.hidden_size, device) if config.norm_placement in placements else None

@@ -348,8 +348,8 @@ class Transformer(Stack):
 
     def head_input(self, x: Tensor) -> Tensor:
         """Return the output matrix's input for the last norm's output x [batch, seq, hidden]."""
-        scaling = self.config.logits_scaling
-        return x if scaling == 1 else x / scaling
+        divisor = self.config.logits_divisor
+        return x if divisor == 1 else x / divisor
 
     def _call_head(self, function: Callable, x: Tensor, *args):
         """Call function(x, output matrix, *args), with the output bias if there is one."""

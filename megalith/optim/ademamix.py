@@ -39,7 +39,7 @@ class AdEMAMix(FunctionalOptimizer):
         fast = state["exp_avg"].lerp(gradient, 1 - config.adam_beta1)
         slow = state["exp_avg_slow"].lerp(gradient, 1 - beta3)
         square = state["exp_avg_sq"].lerp(gradient.square(), 1 - config.adam_beta2)
-        root = (square / bias_correction(config.adam_beta2, step)).sqrt() + config.adam_eps
+        root = (square / bias_correction(config.adam_beta2, step)).sqrt() + group["eps"]
         update = (fast / bias_correction(config.adam_beta1, step) + alpha * slow) / root
         value = item.parameter * (1 - lr * group["weight_decay"]) - lr * update
         return value, {"step": step, "exp_avg": fast, "exp_avg_slow": slow, "exp_avg_sq": square}

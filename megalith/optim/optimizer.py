@@ -14,18 +14,20 @@ An optimizer is a file in this folder with a builder that `register_optimizer` d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
+from megalith.config.mup import MupRatios
 from megalith.config.optim import ParamGroup
 from megalith.config.rules.optim_rules import check_muon, check_param_groups
 from megalith.errors import ConfigError, nearest_of
 from megalith.optim.averages import add_ema
 from megalith.optim.combined import combine
+from megalith.optim.mup_rates import RateFactors, rate_factors
 from megalith.optim.offload import OffloadedOptimizer, select_for_offload
 from megalith.optim.patterns import check_patterns, group_of
 
@@ -72,6 +74,10 @@ class TrainedParameter:
     """The state belongs in host memory."""
     group: ParamGroup | None = None
     """Entry of `optim.param_groups` that applies."""
+    ratios: MupRatios | None = None
+    """Size of the model relative to its base model. None: no µP."""
+    factors: RateFactors = field(default_factory=RateFactors)
+    """Factors of µP on rate, epsilon and decay; `build_named` sets them."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -210,6 +216,7 @@ def build_optimizer(
     placements: Mapping[str, Placement] | None = None,
     precision: str = "fp32",
     all_names: Collection[str] | None = None,
+    ratios: MupRatios | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.optimizer` names, with its state at zero.
 
@@ -225,6 +232,7 @@ def build_optimizer(
         placements: position of each shard in its global parameter, by name.
         precision: fp32, bf16 or fp16.
         all_names: trained parameters of all ranks. Default: those of this one.
+        ratios: size of the model relative to its base model. None: no µP.
 
     Raises:
         ConfigError: `lr` is not set, a trained parameter is not fp32, the name is not registered, or a pattern of
@@ -247,7 +255,12 @@ def build_optimizer(
     offloaded = select_for_offload(on_gpu, fraction, shared_names if fraction < 1 else ())
     items = [
         TrainedParameter(
-            name, parameter, placements.get(name, Placement()), name in offloaded, group_of(name, config)
+            name,
+            parameter,
+            placements.get(name, Placement()),
+            name in offloaded,
+            group_of(name, config),
+            ratios,
         )
         for name, parameter in trained
     ]
@@ -264,7 +277,11 @@ def build_optimizer(
 def build_named(
     name: str, items: Sequence[TrainedParameter], config: OptimConfig, precision: str
 ) -> torch.optim.Optimizer:
-    """Build the registered optimizer `name` for `items`."""
+    """Build the registered optimizer `name` for `items`, with the rates of µP that belong to it."""
+    items = [
+        replace(item, factors=rate_factors(item.name, item.parameter.ndim, name, item.ratios))
+        for item in items
+    ]
     return _REGISTERED[name].build(items, config, precision)
 
 
@@ -285,7 +302,7 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups for torch, split by weight decay, by `decoupled_lr` and by the rates of `param_groups`.
+    """Return parameter groups for torch, split by weight decay, `decoupled_lr`, and the rates of `param_groups` and µP.
 
     The list is never empty, although a pipeline rank may hold no parameter.
     """
@@ -294,9 +311,14 @@ def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) ->
         group = item.group or ParamGroup(pattern=item.name)
         has_rate = group.lr is not None
         decoupled = config.decoupled_lr is not None and item.name in DECOUPLED and not has_rate
-        factor = group.lr / config.lr if has_rate else 1.0 if group.lr_mult is None else group.lr_mult
+        if has_rate:
+            factor = group.lr / config.lr
+        else:
+            factor = (1.0 if decoupled else item.factors.lr) * (
+                1.0 if group.lr_mult is None else group.lr_mult
+            )
         decays = _decays(item) if group.weight_decay is None else group.weight_decay > 0
-        kind = decays, decoupled, factor, group.weight_decay
+        kind = decays, decoupled, factor, group.weight_decay, item.factors.eps, item.factors.weight_decay
         by_kind.setdefault(kind, []).append((item.name, item.parameter))
     groups = [
         {
@@ -305,8 +327,10 @@ def decay_groups(parameters: Sequence[TrainedParameter], config: OptimConfig) ->
             "decoupled": kind[1],
             "lr_mult": kind[2],
             "fixed_decay": kind[3],
+            "eps": config.adam_eps * kind[4],
+            "decay_mult": kind[5],
         }
-        for kind in sorted(by_kind, key=lambda kind: (not kind[0], *kind[1:3], kind[3] or 0.0))
+        for kind in sorted(by_kind, key=lambda kind: (not kind[0], *kind[1:3], kind[3] or 0.0, *kind[4:]))
     ]
     return groups or [{"params": [], "param_names": [], "decays": False, "decoupled": False}]
 
@@ -319,7 +343,8 @@ def set_learning_rate(
         base = lr if decoupled_lr is None or not group.get("decoupled") else decoupled_lr
         group["lr"] = base * group.get("lr_mult", 1.0)
         fixed = group.get("fixed_decay")
-        group["weight_decay"] = fixed if fixed is not None else weight_decay if group["decays"] else 0.0
+        decay = weight_decay * group.get("decay_mult", 1.0) if group["decays"] else 0.0
+        group["weight_decay"] = decay if fixed is None else fixed
 
 
 def _decays(item: TrainedParameter) -> bool:

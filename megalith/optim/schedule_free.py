@@ -40,7 +40,7 @@ class ScheduleFreeAdamW(FunctionalOptimizer):
         weight_sum = state["weight_sum"] + lr_max.square()
         share = torch.where(weight_sum > 0, lr_max.square() / weight_sum, 0.0)
         square = state["exp_avg_sq"].lerp(gradient.square(), 1 - config.adam_beta2)
-        update = gradient / (square.sqrt() + config.adam_eps) + group["weight_decay"] * y
+        update = gradient / (square.sqrt() + group["eps"]) + group["weight_decay"] * y
         value = y.lerp(z, share) + lr * (config.adam_beta1 * (1 - share) - 1) * update
         scalars = {"step": step, "weight_sum": weight_sum, "lr_max": lr_max}
         return value, scalars | {"z": z - lr * update, "exp_avg_sq": square}

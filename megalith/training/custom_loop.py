@@ -103,6 +103,7 @@ class Optimizer:
             model.placements(),
             precision,
             all_names,
+            None if model.config is None else model.config.mup_ratios,
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(

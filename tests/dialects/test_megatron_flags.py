@@ -13,6 +13,7 @@ import pytest
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
+from megalith.config.mup import MupRatios
 from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS, MODELOPT, OLDER
@@ -277,6 +278,13 @@ CASES = [
      {"optim.optimizer": "muon", "optim.muon_nesterov": True, "optim.muon_fp32_matmul_prec": "medium",
       "optim.muon_coefficient_type": "polar_express", "optim.muon_split_qkv": False,
       "optim.muon_scalar_optimizer": "lion", "optim.lion_beta1": 0.9, "optim.muon_num_ns_steps": 8}, ""),
+    ("--use-mup --mup-base-hidden-size 16 --mup-base-head-dim 8 --mup-embedding-mult 2 --mup-output-mult 0.5 "
+     "--mup-width-mult 9",
+     {"model.use_mup": True, "model.mup_ratios": MupRatios(4.0), "model.attention_scale": 8**0.5 / 16,
+      "model.embedding_multiplier": 2.0, "model.logits_divisor": 2.0}, "--mup-width-mult"),
+    ("--use-mup", {"model.mup_ratios": MupRatios(1.0), "model.attention_scale": 1 / 16,
+                   "model.logits_divisor": 1.0}, ""),
+    ("--mup-base-hidden-size 16 --mup-output-mult 0.5", {"model.use_mup": False, "model.logits_divisor": 1.0}, ""),
     ("--decoupled-lr 2e-3 --decoupled-min-lr 1e-4",
      {"optim.decoupled_lr": 2e-3, "optim.decoupled_min_lr": 1e-4}, ""),
     ("--sequence-parallel", {"parallel.sequence_parallel": False}, "no effect with --tensor-model-parallel-size 1"),

@@ -28,9 +28,12 @@ OPTIMIZERS = {
     "schedule_free_adamw": dict(optimizer="schedule_free_adamw", lr_decay_style="constant"),
     "adafactor": dict(optimizer="adafactor", lr=3e-2),
 }
-MODELS = {"gated": GATED, "experts": EXPERTS, "latent": LATENT}
+SCALED = GATED | dict(
+    use_mup=True, mup_base_hidden_size=16, mup_base_num_layers=1, mup_scale_weight_decay=True
+)
+MODELS = {"gated": GATED, "scaled": SCALED, "experts": EXPERTS, "latent": LATENT}
 BY_DEFAULT = [
-    ("groups", "gated", ["tp2-sp-pp2"]),
+    ("groups", "scaled", ["tp2-sp-pp2"]),
     ("adafactor", "experts", ["ep2-dp4-zero3"]),
     ("muon", "gated", ["tp2-dp2-zero2"]),
 ]

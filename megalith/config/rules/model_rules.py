@@ -43,7 +43,20 @@ def check_model(model: ModelConfig) -> None:
     _check_alibi(model)
     _check_window(model)
     _check_linear_attention(model)
+    _check_mup(model)
     check_experts(model)
+
+
+def _check_mup(model: ModelConfig) -> None:
+    if model.use_mup and model.model_type != "gpt":
+        raise ConfigError(
+            f"model.use_mup is true, but model.model_type is {model.model_type}; µP supports gpt: leave use_mup out"
+        )
+    if model.mup_base_num_layers is not None and model.apply_residual_connection_post_layernorm:
+        raise ConfigError(
+            f"model.mup_base_num_layers {model.mup_base_num_layers} scales branches of a residual stream, which "
+            "model.apply_residual_connection_post_layernorm normalizes after each; leave out one of the two"
+        )
 
 
 def _check_gate(model: ModelConfig) -> None:

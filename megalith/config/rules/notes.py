@@ -32,7 +32,18 @@ GROUP_SETTINGS: dict[str, tuple[str, ...]] = {
 def idle_notes(config: RunConfig) -> list[str]:
     """Return a note for each setting with a non-default value that this run does not read."""
     notes = [note for name in RunConfig.model_fields for note in _idle(getattr(config, name), name, config)]
-    return notes + _estimator_notes(config) + _clip_notes(config)
+    return notes + _estimator_notes(config) + _clip_notes(config) + _mup_notes(config)
+
+
+def _mup_notes(config: RunConfig) -> list[str]:
+    """Return a note if the size of Muon's updates grows with the width in spite of µP."""
+    optim = config.optim
+    if not config.model.use_mup or "muon" not in optim.optimizers or optim.muon_scale_mode != "spectral":
+        return []
+    return [
+        "model.use_mup: with optim.muon_scale_mode spectral, Muon's best learning rate depends on the width, as in "
+        "Megatron-LM; unit_rms_norm follows µP"
+    ]
 
 
 def _clip_notes(config: RunConfig) -> list[str]:

@@ -45,7 +45,17 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     )
     check_schedule(config.optim, config.train)
     check_loss_scale(config.optim, config.train.precision)
+    _check_mup(config)
     _check_profile(config.log)
+
+
+def _check_mup(config: RunConfig) -> None:
+    base = config.model.mup_base_num_layers
+    if base is not None and "sgd" in config.optim.optimizers:
+        raise ConfigError(
+            f"model.mup_base_num_layers {base} scales rates by depth for optimizers whose updates do not grow with the "
+            "gradient, but sgd's do; choose another optimizer, or leave mup_base_num_layers out"
+        )
 
 
 def check_base(config: RunConfig) -> None:

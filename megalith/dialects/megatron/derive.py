@@ -686,6 +686,33 @@ def experts(flags: ParsedFlags) -> None:
     flags.set("model.moe_aux_loss_coeff", weights[0])
 
 
+def mup(flags: ParsedFlags) -> None:
+    """Set model.use_mup, its base sizes and attention scale; model.embedding_multiplier for --mup-embedding-mult.
+
+    --mup-output-mult sets model.logits_scaling; 1 stands for 1 / width ratio, as in Megatron. With
+    --multi-latent-attention, Megatron does not change the attention scale.
+    """
+    if not flags["--use-mup"]:
+        return
+    flags.set("model.use_mup", True)
+    base, hidden = flags["--mup-base-hidden-size"], flags["--hidden-size"]
+    if base is not None:
+        flags.set("model.mup_base_hidden_size", base)
+    if flags["--multi-latent-attention"]:
+        flags.set("model.mup_attn_scale_power", 0.5)
+    else:
+        flags.set("model.mup_attn_scale_power", flags["--mup-attn-scale-power"])
+        if flags["--mup-base-head-dim"] is not None:
+            flags.set("model.mup_base_head_dim", flags["--mup-base-head-dim"])
+    if flags["--mup-embedding-mult"] != 1.0:
+        flags.set("model.embedding_multiplier", flags["--mup-embedding-mult"])
+    factor = flags["--mup-output-mult"]
+    if factor <= 0:
+        flags.problems.append(f"--mup-output-mult is {factor}, but logits need a positive factor; give one")
+    elif factor != 1.0:
+        flags.set("model.logits_scaling", (base or hidden) / (hidden * factor))
+
+
 def muon(flags: ParsedFlags) -> None:
     """Set optim.muon_split_gate_up, as Megatron orthogonalizes gate and up as one matrix. Reject what is not supported.
 

@@ -253,9 +253,8 @@ BY_REASON = {
     "TP's communication needs no extra buffers; parallel.tp_comm_overlap selects ping-pong instead": """
         --tp-comm-overlap
     """,
-    "it is read only with --use-mup, which is refused": """
-        --mup-base-hidden-size=int --mup-attn-scale-power=float --mup-base-head-dim=float --mup-embedding-mult=float
-        --mup-output-mult=float --mup-width-mult=float
+    "Megatron replaces it by --hidden-size / --mup-base-hidden-size": """
+        --mup-width-mult=float
     """,
     "initial weights are the same on every device and in every layout": """
         --use-cpu-initialization --no-initialization
