@@ -4,6 +4,7 @@ import, so that its workers start 2 s earlier."""
 import gc
 
 import pytest
+from default_cases import COLLECTED
 from durations import Durations
 from fault_items import FaultItems
 
@@ -29,7 +30,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     for item in items:
         if item.path.parent.name in ("faults", "launch") or {"pool", "pool_of_eight"} & set(
             item.fixturenames

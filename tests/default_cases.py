@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
+COLLECTED = pytest.StashKey[set[str]]()  # nodes of a session, those that `-m` leaves out included
+
 
 def in_full(*values: object, id: str | None = None):
     """Return a case that only `make test-all` runs."""

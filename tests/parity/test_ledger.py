@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from default_cases import COLLECTED
 
 from megalith.errors import ConfigError
 from megalith.parity import ledger
@@ -32,6 +33,8 @@ def test_every_case_is_a_test_and_most_run_by_default(request):
     for case in CASES:
         path, _, test = case.partition("::")
         assert test.partition("[")[0] in marks_by_test(path), case
+    if not any("::" in word for word in request.config.args):
+        assert not absent_cases(CASES, request.config.stash[COLLECTED])
     collected = {item.nodeid for item in request.session.items}
     files = {name.partition("::")[0] for name in collected}
     if not files >= {case.partition("::")[0] for case in CASES} or request.config.option.keyword:
@@ -40,6 +43,17 @@ def test_every_case_is_a_test_and_most_run_by_default(request):
         case for case in CASES if case in collected or any(name.startswith(f"{case}[") for name in collected)
     ]
     assert len(by_default) > 0.8 * len(CASES)
+
+
+def absent_cases(cases: list[str], nodes: set[str]) -> list[str]:
+    """Return the cases with parameters that are none of these nodes, although their files are among them."""
+    files = {node.partition("::")[0] for node in nodes}
+    return [case for case in cases if "[" in case and case.partition("::")[0] in files and case not in nodes]
+
+
+def test_cases_whose_parameters_have_changed_are_noticed():
+    assert not absent_cases(["a.py::test[x]", "b.py::test[x]", "a.py::test"], {"a.py::test[x]"})
+    assert absent_cases(["a.py::test[x]"], {"a.py::test[y]"}) == ["a.py::test[x]"]
 
 
 def test_reports_are_named_once_and_enough_of_them_have_a_case():
@@ -67,9 +81,10 @@ def test_the_command_runs_nodes_and_counts_what_failed(tmp_path, monkeypatch, ca
         "def test_skipped(): pytest.skip()\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    named = {name: f"tests/test_some.py::test_{name}" for name in ("all", "one", "skipped", "one[1]")}
+    names = "all", "one", "skipped", "one[1]", "no_longer_there[1]"
+    named = {name: f"tests/test_some.py::test_{name}" for name in names}
     results = run_cases(named.values(), tmp_path)
-    assert [results[named[name]].passed for name in named] == [True, False, False, True]
+    assert [results[named[name]].passed for name in names] == [True, False, False, True, False]
     capfd.readouterr()
     monkeypatch.setattr(
         ledger,
