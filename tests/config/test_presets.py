@@ -81,6 +81,17 @@ PUBLISHED = {
     "gpt-neox-20b": (44, 6144, 64, 64, 96, 24576, 50432, 2048, 20_554_567_680),
     "falcon-7b": (32, 4544, 71, 1, 64, 18176, 65024, 2048, 6_921_720_704),
     "falcon-40b": (60, 8192, 128, 8, 64, 32768, 65024, 2048, 41_303_293_952),
+    "olmo3-7b": (32, 4096, 32, 32, 128, 11008, 100278, 65536, 7_298_011_136),
+    "smollm3-3b": (36, 2048, 16, 4, 128, 11008, 128256, 65536, 3_075_098_624),
+    "seed-oss-36b": (64, 5120, 80, 8, 128, 27648, 155136, 524288, 36_151_104_512),
+    "exaone4-32b": (64, 5120, 40, 8, 128, 27392, 102400, 131072, 32_003_216_384),
+    "glm4-9b": (40, 4096, 32, 2, 128, 13696, 151552, 32768, 9_400_279_040),
+    # without the layers of multi-token prediction
+    "glm4.5-air": (46, 4096, 96, 8, 128, 10944, 151552, 131072, 106_852_245_504),
+    "glm4.5": (92, 5120, 96, 8, 128, 12288, 151552, 131072, 352_797_814_784),
+    "kimi-k2": (61, 7168, 64, 64, 192, 18432, 163840, 131072, 1_026_408_209_408),
+    "moonlight-16b-a3b": (27, 2048, 16, 16, 192, 11264, 163840, 8192, 15_960_108_544),
+    "minimax-m2": (62, 3072, 48, 8, 128, 1536, 200064, 196608, 228_689_748_992),
 }
 
 
@@ -178,6 +189,11 @@ WINDOWS = {
     "gemma3-12b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "gemma3-27b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "olmo2-7b": (None, 0, (5e5, None), (None, None), "post", 1e-6),
+    "olmo3-7b": (4096, 5, (5e5, 5e5), (None, None), "post", 1e-6),
+    "exaone4-32b": (4096, 5, (1e6, None), (None, None), "post", 1e-5),
+    "smollm3-3b": (None, 0, (5e6, None), (None, None), "pre", 1e-6),
+    "seed-oss-36b": (None, 0, (1e7, None), (None, None), "pre", 1e-6),
+    "glm4-9b": (None, 0, (1e4, None), (None, None), "sandwich", 1e-5),
     "phi3-mini": (2047, 6, (1e4, None), (None, None), "pre", 1e-5),
 }
 
@@ -199,8 +215,8 @@ def test_windows_caps_and_norms_are_those_of_the_family(name):
     gemma = "gemma" in name
     assert model.scale_embeddings == model.layernorm_zero_centered_gamma == gemma
     assert model.mlp_activation == ("gelu_tanh" if gemma else "silu") and model.gated
-    assert model.untie_embeddings_and_output_weights != gemma
-    assert model.qk_layernorm == ("gemma3" in name or name == "olmo2-7b")
+    assert model.untie_embeddings_and_output_weights != (gemma or name == "smollm3-3b")
+    assert model.qk_layernorm == ("gemma3" in name or "olmo" in name or "exaone" in name)
 
 
 # name: experts, layers with them, topk, widths of an expert and of the shared one, billions of parameters a token meets
@@ -212,7 +228,13 @@ EXPERTS = {
     "deepseek-v3": (256, 59, 8, 2048, 2048, 38.2),  # with the layer of multi-token prediction
     "deepseek-v2-lite": (64, 26, 6, 1408, 2816, 2.7),
     "olmoe-1b-7b": (64, 16, 8, 1024, None, 1.3),
+    "glm4.5-air": (128, 45, 8, 1408, 1408, 13.4),
+    "glm4.5": (160, 89, 8, 1536, 1536, 33.6),
+    "kimi-k2": (384, 60, 8, 2048, 2048, 32.9),
+    "moonlight-16b-a3b": (64, 26, 6, 1408, 2816, 2.9),
+    "minimax-m2": (256, 62, 8, 1536, None, 11.0),
 }
+BASES = {"glm4.5": 1e6, "glm4.5-air": 1e6, "kimi-k2": 5e4, "moonlight-16b-a3b": 5e4, "minimax-m2": 5e6}
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -228,8 +250,8 @@ def test_experts_are_those_of_the_family(name):
     ]
     assert count_parameters(model, padded_vocab=False).active / 1e9 == pytest.approx(active, abs=0.06)
     assert model.moe_router_pre_softmax == (name in ("deepseek-v2-lite", "olmoe-1b-7b"))
-    assert model.multi_latent_attention == name.startswith("deepseek")
-    assert model.rotary_base == (1e6 if name.startswith(("mixtral", "qwen")) else 1e4)
+    assert model.multi_latent_attention == name.startswith(("deepseek", "kimi", "moonlight"))
+    assert model.rotary_base == BASES.get(name, 1e6 if name.startswith(("mixtral", "qwen")) else 1e4)
 
 
 def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():

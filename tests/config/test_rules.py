@@ -47,7 +47,7 @@ IMPOSSIBLE = [
     ({"model": {"qk_layernorm_full_width": True}}, "requires model.qk_layernorm true, which is False"),
     ({"model": {"rope_scaling": {"factor": 2}}}, "it requires model.position_embedding_type rope, which is learned"),
     ({"model": {**ROPE, "rope_scaling": {"low_freq_factor": 4}}}, "low_freq_factor 4.0 is not below high_freq"),
-    ({"model": {**ROPE, "rope_scaling": {"type": "yarn", "beta_fast": 1}}}, "beta_slow 1.0 is not below beta_fast 1.0"),
+    ({"model": {**ROPE, "rope_scaling": {"type": "yarn", "beta_fast": 0.5}}}, "1.0 is not below beta_fast 0.5"),
     ({"lora": {"rank": 2, "targets": ["q_pro"]}}, "lora.targets names 'q_pro'; did you mean 'q_proj'"),
     ({"lora": {"rank": 2, "targets": ["gate_proj"]}}, "names gate_proj, but the MLP has no gate"),
     ({"lora": {"rank": 2, "targets": ["c_attn", "q_proj"]}}, "gives linear_qkv an adapter for all its rows and others"),

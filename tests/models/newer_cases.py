@@ -245,6 +245,15 @@ NEWER_CASES: dict[str, tuple[Callable, dict]] = {
         dict(OUR_DEEPSEEK, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
              moe_router_topk_scaling_factor=2.5, rope_scaling=dict(OUR_YARN, mscale=0.7, mscale_all_dim=0.9)),
     ),
+    "kimi-k2": (  # bounds of YaRN that are equal, no groups
+        lambda: transformers.DeepseekV3Config(
+            **DEEPSEEK, q_lora_rank=36, n_group=1, topk_group=1, routed_scaling_factor=2.827, num_mtp_layers=0,
+            rope_parameters=dict(YARN_ROPE, rope_theta=5e4, beta_fast=1.0, beta_slow=1.0, mscale=1.0,
+                                 mscale_all_dim=1.0)),
+        dict(OUR_DEEPSEEK, q_lora_rank=36, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_topk_scaling_factor=2.827, rotary_base=5e4,
+             rope_scaling=dict(OUR_YARN, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)),
+    ),
     "minicpm3": (
         lambda: transformers.MiniCPM3Config(**{**LLAMA, "num_key_value_heads": 4}, q_lora_rank=36, rms_norm_eps=1e-6,
                                             scale_emb=3.0, scale_depth=0.7, dim_model_base=32, mlp_bias=True,

@@ -45,6 +45,11 @@ CASES = {
         dict(type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=1.01, beta_slow=1.0),
         60,
     ),
+    "yarn, equal bounds": (
+        5e4,
+        dict(type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=1.0, beta_slow=1.0),
+        60,
+    ),
     "yarn, a factor of its own": (
         1e4,
         dict(type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.7),

@@ -273,8 +273,11 @@ def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
             )
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
-        if getattr(scaling, low) >= getattr(scaling, high):
+        values = getattr(scaling, low), getattr(scaling, high)
+        if values[0] > values[1] or (
+            values[0] == values[1] and scaling.type != "yarn"
+        ):  # Kimi-K2's are equal
             raise ConfigError(
-                f"model.rope_scaling.{low} {getattr(scaling, low)} is not below {high} {getattr(scaling, high)}; "
-                "frequencies between the two are blended: raise one or lower the other"
+                f"model.rope_scaling.{low} {values[0]} is not below {high} {values[1]}; frequencies between the two "
+                "are blended: raise one or lower the other"
             )
