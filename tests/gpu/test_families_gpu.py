@@ -31,8 +31,19 @@ FAMILIES = {
     "granite": dict(DENSE, preset="tiny-llama", residual_multiplier=0.22, embedding_multiplier=12.0,
                     logits_scaling=8.0, softmax_scale=0.015625),
     "gptj": dict(DENSE, preset="tiny-llama", rotary_interleaved=True, parallel_attn_mlp=True, rotary_percent=0.5),
+    "mpt": dict(DENSE, preset="bloom-560m", embedding_layernorm=False, add_norm_bias=False, add_bias_linear=False,
+                activation="gelu"),
+    "biogpt": dict(DENSE, preset="gpt2", activation="gelu", scale_embeddings=True),
+    "minicpm3": dict(DENSE, preset="tiny-llama", num_query_groups=0, multi_latent_attention=True, q_lora_rank=64,
+                     kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=32, v_head_dim=64, embedding_multiplier=12.0,
+                     residual_multiplier=0.3, logits_scaling=2.0),
+    "exaone4": dict(DENSE, preset="exaone4-32b", kv_channels=64, num_query_groups=2, window_size=[99, 0],
+                    rope_scaling=None),
+    "glm4.5": dict(ROUTED, preset="glm4.5", moe_layer_freq=[0, 1], moe_shared_expert_intermediate_size=128,
+                   ffn_hidden_size=256),
+    "minimax-m2": dict(ROUTED, preset="minimax-m2"),
 }  # fmt: skip
-ROUTES = {"gpt-oss", "qwen3-next"}  # where rounding may send a token elsewhere
+ROUTES = {"gpt-oss", "qwen3-next", "glm4.5", "minimax-m2"}  # where rounding may send a token elsewhere
 BF16 = {"t5": 8e-2}  # whose scores are not scaled; of the others 4e-2
 SCALE = 2.0**10
 

@@ -27,6 +27,7 @@ FAMILIES = {
         position_embedding_type="learned_absolute", normalization="LayerNorm", swiglu=False, add_bias_linear=True,
         num_query_groups=0,
     ),
+    "alibi": dict(position_embedding_type="alibi", num_query_groups=0),
     "experts": dict(num_experts=4, moe_ffn_hidden_size=64, moe_router_topk=2),
     "latent": dict(
         multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16,

@@ -13,7 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from megalith.data.batch import document_ends
 from megalith.ops import attention_blocks, attention_kernels
 from megalith.ops import attention_core as chosen
-from megalith.ops.attention_core import Visibility, _flex, _on_gpu, _plain, attention, supports_heads
+from megalith.ops.attention_core import (
+    Visibility,
+    _flex,
+    _on_gpu,
+    _plain,
+    attention,
+    cached_attention,
+    supports_heads,
+    visible_positions,
+)
 from megalith.ops.documents import cumulative_lengths, document_ids, ends_in_spans, same_document_mask
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
@@ -509,3 +518,21 @@ def test_torchs_causal_kernels_take_grouped_heads_that_are_short_and_narrow(
     monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: widest)
     query, key = (torch.empty(1, count, 32, head_dim, dtype=dtype) for count in (heads, groups))
     assert supports_heads(query, key) == taken
+
+
+@pytest.mark.parametrize(("heads", "groups", "first"), [(6, 6, 0), (6, 2, 0), (4, 2, 4)])
+def test_a_token_decoded_with_a_cache_has_the_alibi_bias_of_its_position(heads, groups, first):
+    """Against the attention of the whole sequence; `first`: the rank's first head of 12."""
+    random, length, room = torch.Generator().manual_seed(0), 9, 13
+    query = torch.randn(1, length, heads, 8, generator=random)
+    key, value = (torch.randn(1, length, groups, 8, generator=random) for _ in range(2))
+    how = dict(scale=0.3, alibi=12, first_head=first)
+    expected = attention(query, key, value, **how)[:, -1:]
+    cache = torch.full((2, 1, room, groups, 8), torch.nan)
+    cache[:, :, : length - 1] = torch.stack([key, value])[:, :, :-1]
+    cache[:, :, length:] = 0
+    new, position = (x[:, -1:] for x in (query, key, value)), torch.tensor([length - 1])
+    found = cached_attention(
+        *new, cache, position, visible_positions(position, length), window=None, softcap=None, **how
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
