@@ -6,10 +6,11 @@ The folder is written as `NAME.partial`, synced and renamed, so that it is eithe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +44,7 @@ from megalith.bridge.quantized import (
 from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, conversion_notes, differences
 from megalith.bridge.transfer import Scratch, to_theirs
+from megalith.bridge.wrapper import WrapperFolder
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.averaged_checkpoint import with_average
 from megalith.checkpoint.files import Layout, RandomAccessWriter, byte_count
@@ -210,6 +212,7 @@ def export_hf(
     replace: bool = False,
     show_progress: bool = True,
     averaged: bool = True,
+    multimodal: str | Path | None = None,
 ) -> Export:
     """Write a checkpoint as a Hugging Face folder.
 
@@ -224,6 +227,8 @@ def export_hf(
         replace: replace an existing folder, after the new one is complete.
         show_progress: draw a progress bar.
         averaged: export the averaged weights of the optimizer state, if there are any, instead of the trained ones.
+        multimodal: folder of the multimodal model that the language model was imported from; the export is that model
+            with this language model. Not with `family` or `quantize`.
 
     Raises:
         ConfigError: no family can express the model.
@@ -238,6 +243,12 @@ def export_hf(
         )
     opened, has_average = with_average(opened) if averaged else (opened, False)
     origin = _origin(opened, config.model)
+    if multimodal is not None and (family or quantize):
+        raise ConfigError("--multimodal writes the whole original model; omit --family and --quantize")
+    wrapper = None if multimodal is None else WrapperFolder(multimodal)
+    if wrapper is not None:
+        origin = dataclasses.replace(origin, config=wrapper.language_config)
+        family = family_of(wrapper.language_config, str(wrapper.path)).architecture
     chosen, notes = export_family(config.model, origin, family)
     if has_average:
         notes.append("these are the averaged weights; --weights trained writes those of the last step")
@@ -251,6 +262,8 @@ def export_hf(
     codes = quantized_names(groups, quantize, chosen.not_in_fp8) if quantize else set()
     notes += notes_on_blocks(tensors, codes, quantize) if quantize else []
     stored = with_scales(tensors, codes, quantize) if quantize else tensors
+    if wrapper is not None:
+        stored = wrapper.rename(tensors, chosen.tied)
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
     with (
         Progress("export", total, show=show_progress) as progress,
@@ -268,16 +281,29 @@ def export_hf(
                         parts = dict(zip((name, name + SUFFIX[quantize]), quantized(value, quantize)))
                     parts |= {copy: value for copy, original in copies.items() if original == name}
                     for part, values in parts.items():
-                        writer.write(part, values)
+                        writer.write(part if wrapper is None else wrapper.name(part), values)
                         progress.add(values.nbytes)
         model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
         tree = _config_json(chosen, config.model, origin, model_dtype, tokenizer)
         if quantize:
             tree["quantization_config"] = quantization_config(quantize, tensors, codes, chosen.tied)
-        writer.write_json(CONFIG, tree)
-        writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
-        notes += _write_tokenizer(writer, origin, tokenizer)
+        if wrapper is not None:
+            _write_around(writer, wrapper, wrapper.with_language_model(chosen, config.model, tree), progress)
+        else:
+            writer.write_json(CONFIG, tree)
+            writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
+            notes += _write_tokenizer(writer, origin, tokenizer)
     return Export(open_location(out), chosen, opened, groups, dtypes, notes)
+
+
+def _write_around(writer: FolderWriter, wrapper: WrapperFolder, tree: Tree, progress: Progress) -> None:
+    """Write everything of a multimodal model but its language model."""
+    writer.write_json(CONFIG, tree)
+    for file in wrapper.files():
+        writer.copy(file)
+    for name, tensor in wrapper.outside():
+        writer.write(name, tensor)
+        progress.add(tensor.nbytes)
 
 
 def merge_hf(opened: Checkpoint, path: Path) -> None:
@@ -334,7 +360,7 @@ def _origin(checkpoint: Checkpoint, model: ModelConfig) -> Origin:
     contents = {file.name: read_folder_file(file) for file in origin_files.files}
     vocabularies = [file for file in saved.files if file.name in VOCABULARY_FILES]
     if any(contents.get(file.name) != read_folder_file(file) for file in vocabularies):
-        return replace(origin_files, files=saved.files)
+        return dataclasses.replace(origin_files, files=saved.files)
     return origin_files
 
 

@@ -61,7 +61,7 @@ class SourceFolder:
         self.path = resolve_folder(path)
         self.wrapper = wrapper_of(read_json(self.path / CONFIG))
         self.config = read_config_json(self.path)
-        tensors = _list_weights(self.path)
+        tensors = list_weights(self.path)
         if self.wrapper is not None:
             tensors = language_tensors(tensors)
         self.tensors = unpack_quantized(tensors, self.config, DTYPE_CODES[self.dtype or torch.bfloat16])
@@ -189,7 +189,8 @@ def _instead_of(folder: Path) -> str:
     return "give a folder of a Hugging Face model"
 
 
-def _list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
+def list_weights(folder: Path) -> dict[str, SafetensorsEntry | Pickled]:
+    """Return the tensors of a folder by name. Raises CheckpointError if files are missing or damaged."""
     file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")

@@ -1,7 +1,7 @@
 """The language model inside a multimodal model of transformers: its configuration and its tensors.
 
 A wrapper's config.json contains the language model's under `text_config`. Its files also contain the tensors of a
-vision tower and a projector, which are ignored.
+vision tower and a projector. An import ignores them; an export can take them from the wrapper's folder (wrapper.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from megalith.errors import ConfigError
 
 # For each wrapper the model_type of its language model where text_config leaves it out.
 WRAPPERS = {
+    "AriaForConditionalGeneration": "aria_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "InternVLForConditionalGeneration": "qwen2",
     "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral",
 }
 TOP_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # what the wrapper decides
-LEFT_OUT = ("vision_tower.", "multi_modal_projector.")
+LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "image_newline")
 T = TypeVar("T")
 
 
@@ -44,14 +47,15 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": WRAPPERS[wrapper], **without, **top}
 
 
+def language_name(name: str) -> str | None:
+    """Return the name that a wrapper's tensor has in a language model of its own; None outside the language model."""
+    plain = name.removeprefix("model.")
+    if plain.startswith("language_model."):
+        inner = plain.removeprefix("language_model.")
+        return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    return None if plain.startswith(LEFT_OUT) else name
+
+
 def language_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of the language model under the names that they have in a model of their own."""
-    named = {}
-    for name, tensor in tensors.items():
-        plain = name.removeprefix("model.")
-        if plain.startswith("language_model."):
-            inner = plain.removeprefix("language_model.")
-            named[inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"] = tensor
-        elif not plain.startswith(LEFT_OUT):
-            named[name] = tensor
-    return named
+    return {plain: tensor for name, tensor in tensors.items() if (plain := language_name(name)) is not None}

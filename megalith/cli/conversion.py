@@ -165,6 +165,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="quantize the layers' matrices for inference: fp8 in blocks of 128 × 128, int8 by row",
     )
     parser.add_argument(
+        "--multimodal",
+        metavar="HF_DIR",
+        help="write the multimodal model in HF_DIR with this language model; the rest of it is copied",
+    )
+    parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="maximum file size in 10⁹ bytes"
     )
     parser.add_argument(
@@ -190,6 +195,7 @@ def run_export(args: argparse.Namespace) -> int:
         quantize=args.quantize,
         shard_bytes=int(args.shard_gb * 1e9),
         averaged=args.weights == "averaged",
+        multimodal=args.multimodal,
     )
     for note in result.notes:
         print(printable(note), file=sys.stderr)

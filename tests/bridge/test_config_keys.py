@@ -1,5 +1,6 @@
 """Every key of a config.json that changes transformers' function changes Megalith's too, or is rejected."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -7,15 +8,16 @@ import pytest
 import torch
 import transformers
 from config_fuzz import MODELS, Fuzzed
-from default_cases import in_full
+from default_cases import by_default, in_full
 from models.reference import random_parameters
+from safetensors.torch import load_file
 
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
 from megalith.bridge.verify import certify
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
 
 EACH = ("rope_scaling", "rope_parameters", "is_causal", "per_layer_config", "layer_types")
 
@@ -74,6 +76,18 @@ WRAPPERS = {
     "Llava": dict(
         text_config=dict(TEXT, model_type="llama"), vision_config=dict(VISION, model_type="clip_vision_model")
     ),
+    "LlavaNext": dict(
+        text_config=dict(TEXT, model_type="mistral", sliding_window=None),
+        vision_config=dict(VISION, model_type="clip_vision_model"), image_grid_pinpoints=[[28, 28]],
+    ),
+    "InternVL": dict(
+        text_config=dict(TEXT, model_type="qwen2"),
+        vision_config=dict(VISION, model_type="internvl_vision", image_size=[28, 28], patch_size=[14, 14]),
+    ),
+    "Aria": dict(
+        text_config=dict(TEXT, moe_num_experts=4, pad_token_id=0),
+        vision_config=dict(VISION, model_type="idefics3_vision"), projector_patch_to_query_dict={4: 2},
+    ),
     "Mistral3": dict(
         text_config=dict(TEXT, model_type="mistral", sliding_window=None),
         vision_config=dict(VISION, model_type="pixtral", head_dim=16),
@@ -81,7 +95,7 @@ WRAPPERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", by_default(WRAPPERS, "Gemma3", "Llava", "Mistral3"))
 def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, f"{name}Config")(**WRAPPERS[name])
     reference = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(
@@ -103,3 +117,25 @@ def test_a_multimodal_model_gives_its_language_model(name: str, tmp_path: Path) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         certify(tmp_path / "run", tmp_path / "hf", tmp_path / "out")
+    whole = export_hf(
+        tmp_path / "run", tmp_path / "whole", multimodal=tmp_path / "hf", show_progress=False
+    ).path
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((whole / file).read_text()) == json.loads((tmp_path / "hf" / file).read_text())
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", whole))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_language_model_is_written_only_into_its_own_multimodal_model(hf_folder, tmp_path: Path) -> None:
+    import_hf(hf_folder("llama"), tmp_path / "run", show_progress=False)
+    with pytest.raises(
+        ConfigError, match=r"holds \['LlamaForCausalLM'\], which has no language model to replace"
+    ):
+        export_hf(tmp_path / "run", tmp_path / "out", multimodal=hf_folder("llama"), show_progress=False)
+    other = dict(WRAPPERS["Llava"], text_config=dict(TEXT, model_type="llama", num_hidden_layers=2))
+    config = transformers.LlavaConfig(**other)
+    transformers.LlavaForConditionalGeneration._from_config(config).save_pretrained(tmp_path / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"another language model than the checkpoint: model\.layers\.2\."
+    ):
+        export_hf(tmp_path / "run", tmp_path / "out", multimodal=tmp_path / "hf", show_progress=False)

@@ -1,0 +1,109 @@
+"""The multimodal model that an exported language model is written back into.
+
+The vision tower, the projector and the processor's files come unchanged from the folder of the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalith.bridge.family import Family
+from megalith.bridge.folder import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER_FILES,
+    list_weights,
+    read_json,
+    resolve_folder,
+)
+from megalith.bridge.multimodal import WRAPPERS, language_config, language_name, wrapper_of
+from megalith.bridge.settings import Tree, differences
+from megalith.checkpoint.files import DTYPES, Layout
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError, ConfigError, shorten
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+class WrapperFolder:
+    """A multimodal model's folder, whose language model an export replaces."""
+
+    def __init__(self, path: str | Path):
+        """Open a folder or hub name.
+
+        Raises:
+            CheckpointError: files are missing or damaged.
+            ConfigError: it is not a multimodal model that can be read.
+        """
+        self.path = resolve_folder(path)
+        self.config = read_json(self.path / CONFIG)
+        if wrapper_of(self.config) is None:
+            raise ConfigError(
+                f"{self.path} holds {self.config.get('architectures')}, which has no language model to replace; give "
+                f"the folder of one of {', '.join(WRAPPERS)}"
+            )
+        self._tensors = list_weights(self.path)
+        self._names = {language_name(name): name for name in self._tensors}
+        self._names.pop(None, None)
+
+    @property
+    def language_config(self) -> dict[str, Any]:
+        """The config.json of the language model."""
+        return language_config(self.config)
+
+    def rename(self, tensors: Layout, tied: str) -> Layout:
+        """Return the layout of the whole model for that of the language model; `tied` may be left out of it.
+
+        Raises CheckpointError if the folder has another language model.
+        """
+        missing = [name for name in tensors if name not in self._names]
+        extra = [name for name in self._names if name not in tensors and name != tied]
+        others = [
+            name
+            for name, (_, shape) in tensors.items()
+            if name in self._names and tuple(self._tensors[self._names[name]].shape) != tuple(shape)
+        ]
+        if unequal := [*missing, *extra, *others]:
+            raise CheckpointError(
+                f"{self.path} has another language model than the checkpoint: {shorten(unequal)} differ; give the "
+                "folder that the model was imported from"
+            )
+        renamed = {self._names[name]: entry for name, entry in tensors.items()}
+        return renamed | {
+            name: (DTYPES[self._tensors[name].dtype], tuple(self._tensors[name].shape))
+            for name in self._outside
+        }
+
+    def name(self, plain: str) -> str:
+        """Return the name of a tensor of the language model in this folder."""
+        return self._names[plain]
+
+    def outside(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each tensor outside the language model."""
+        for name in self._outside:
+            yield name, self._tensors[name].read()
+
+    @property
+    def _outside(self) -> list[str]:
+        return [name for name in self._tensors if language_name(name) is None]
+
+    def with_language_model(self, family: Family, model: ModelConfig, tree: Mapping[str, Any]) -> Tree:
+        """Return the wrapper's config.json for a language model whose own config.json is `tree`.
+
+        It is unchanged if its text_config describes the model.
+        """
+        if not differences(family.read_config(self.language_config), model):
+            return self.config
+        text = {**self.config["text_config"], **family.write_config(model)}
+        text.pop("rope_parameters", None)
+        top = {key: tree[key] for key in ("tie_word_embeddings",) if key in self.config and key in tree}
+        return {**self.config, "text_config": {**text, "model_type": family.model_type}, **top}
+
+    def files(self) -> list[Path]:
+        """Return the small files of the tokenizer and of the processor."""
+        names = (GENERATION, *TOKENIZER_FILES, *PROCESSOR_FILES)
+        return [self.path / name for name in names if (self.path / name).exists()]
