@@ -70,6 +70,8 @@ COMMANDS: dict[str, Command] = {
                              "planning:run_pipeline_show", "planning:add_pipeline_show"),
     "parity": Command("compare a small run in many layouts with one process",
                       "parity_command:run_parity", "training:add_parity_arguments"),
+    "audit": Command("rerun recorded steps of any system's job, and name what departs",
+                     "audit_command:run_audit", "audit_command:add_arguments"),
     "generate": Command("generate text with a trained model",
                         "generation:run_generate", "generation:add_generate_arguments"),
     "serve": Command("serve a trained model by OpenAI's API",

@@ -1,0 +1,162 @@
+"""Recorded gradients of one step compared with combinations of the reference's gradients.
+
+A rank's recorded gradient is compared with Σ w[d, m] · g[d, m] over the data-parallel ranks d and micro-batches m. g is
+the reference's sum over the tokens of a micro-batch. In a right job each w is 1 / (valid tokens of the step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megalith.audit_hook import BUCKETS
+from megalith.parity.audit.dump import RankDump
+from megalith.parity.audit.recorded_parameters import Entry
+from megalith.parity.audit.rerun import Key, Reference
+from megalith.parity.audit.tokens import TokenBatch
+
+FLOOR = 1e-6
+"""Smallest norm that an error is relative to, as a part of the norm of all gradients."""
+
+CLIPPED_NORM = 0.02
+"""Relative difference of a clipped norm from its bound that the precision may cause."""
+ESTIMATED_NORM = 0.15
+"""Relative error of a norm that a sketch estimates."""
+
+Change = Callable[[TokenBatch], TokenBatch]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The reference's results of every micro-batch of a step."""
+
+    losses: Tensor  # float64 [dp, micro-batches]
+    counts: Tensor  # float64 [dp, micro-batches], valid tokens
+    gradients: Tensor  # float32 [dp, micro-batches, keys, 256]
+
+
+class StepEvidence:
+    """Recorded gradients of a step, [entries, 256], and the functions that compare them.
+
+    Args:
+        ranks: the dumps.
+        entries: trained parameters of all ranks.
+        batches: micro-batches by data-parallel rank.
+        keys: distinct names and shards of the entries.
+        exact: the reference's sums.
+        noisy: the sums in the job's precision, which bound what rounding explains.
+        floor: smallest bound of a relative error.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankDump],
+        entries: Sequence[Entry],
+        batches: Sequence[Sequence[TokenBatch]],
+        keys: Sequence[Key],
+        exact: Sums,
+        noisy: Sums,
+        floor: float,
+    ):
+        self.ranks, self.entries, self.batches, self.exact = ranks, entries, batches, exact
+        index = {key: number for number, key in enumerate(keys)}
+        self.key_index = torch.tensor([index[entry.key] for entry in entries])
+        self.rank_index = torch.tensor([entry.rank for entry in entries])
+        recorded = [dump.vectors("gradient") for dump in ranks]
+        zero = torch.zeros(BUCKETS + 1)
+        vectors = torch.stack([recorded[entry.rank].get(entry.job_name, zero) for entry in entries])
+        self.observed, self.norms = vectors[:, :BUCKETS], vectors[:, BUCKETS]
+        self.dp = torch.tensor([dump.at("dp") for dump in ranks])
+        self.expected = self._clipped(self.combine(self.weights_of_mean(), exact))
+        noise = self._clipped(self.combine(self.weights_of_mean(), noisy)) - self.expected
+        self.scale = self._scale(self.expected)
+        self.bound = torch.clamp(4 * noise.norm(dim=1) / self.scale, min=floor)
+        losses = noisy.losses / exact.losses - 1
+        self.loss_bound = max(floor, 4 * losses.nan_to_num().abs().max().item())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of data-parallel ranks and of micro-batches."""
+        return self.exact.counts.shape
+
+    @cached_property
+    def tokens(self) -> float:
+        """Number of valid tokens of the step."""
+        return self.exact.counts.sum().item() or 1.0
+
+    def weights_of_mean(self) -> Tensor:
+        """Return the weights of a right job, [ranks, dp, micro-batches]."""
+        return torch.full((len(self.ranks), *self.shape), 1 / self.tokens)
+
+    def combine(self, weights: Tensor, sums: Sums) -> Tensor:
+        """Return Σ weights · gradients for each entry, [entries, 256]; weights are [ranks, dp, micro-batches]."""
+        by_rank = torch.tensordot(weights.float(), sums.gradients, dims=2)  # [ranks, keys, 256]
+        return by_rank[self.rank_index, self.key_index]
+
+    def errors(self, predicted: Tensor, observed: Tensor | None = None) -> Tensor:
+        """Return ‖observed − predicted‖ / ‖predicted‖ of each entry; infinite if it is not finite."""
+        difference = (self.observed if observed is None else observed) - predicted
+        return (difference.norm(dim=1) / self._scale(predicted)).nan_to_num(torch.inf, torch.inf)
+
+    def explains(self, predicted: Tensor) -> bool:
+        """Return whether a prediction equals every recorded gradient within the precision."""
+        return bool((self.errors(predicted) <= self.bound).all())
+
+    def factor(self, predicted: Tensor, chosen: Tensor | None = None) -> float:
+        """Return the c that minimizes ‖observed − c · predicted‖ over the entries, or the chosen ones."""
+        observed = self.observed
+        if chosen is not None:
+            observed, predicted = observed[chosen], predicted[chosen]
+        square = predicted.square().sum()
+        return ((observed * predicted).sum() / square).item() if square > 0 else 0.0
+
+    @cached_property
+    def departing(self) -> Tensor:
+        """Entries that depart from the reference, bool [entries]."""
+        return self.errors(self.expected) > self.bound
+
+    def first_copies(self) -> Tensor:
+        """Return one entry of each name and shard, int64."""
+        first: dict[int, int] = {}
+        for i, key in enumerate(self.key_index.tolist()):
+            first.setdefault(key, i)
+        return torch.tensor(list(first.values()))
+
+    def recorded_norm(self, rank: int | None = None) -> float:
+        """Return the norm of all recorded gradients, or of those that one rank has."""
+        chosen = self.first_copies() if rank is None else self.rank_index == rank
+        return self.norms[chosen].norm().item()
+
+    def _clipped(self, gradients: Tensor) -> Tensor:
+        """Return the gradients with the clipping that the job declared, if their norm shows that it took place.
+
+        A sketch estimates a norm only to some percent, so the factor is that of the recorded gradients.
+        """
+        bound = max(dump.header.max_norm for dump in self.ranks)
+        if bound <= 0 or abs(self.recorded_norm() / bound - 1) > CLIPPED_NORM:
+            return gradients
+        factor, norm = self.factor(gradients), gradients[self.first_copies()].norm().item()
+        is_plausible = 0 < factor <= 1 and abs(factor * norm / bound - 1) < ESTIMATED_NORM
+        return gradients * factor if is_plausible else gradients
+
+    def _scale(self, gradients: Tensor) -> Tensor:
+        norms = gradients.norm(dim=1)
+        return norms.clamp(min=max(FLOOR * norms.norm().item(), 1e-30))
+
+
+def run_batches(
+    reference: Reference, batches: Sequence[Sequence[TokenBatch]], change: Change | None = None
+) -> Sums:
+    """Return the sums of every micro-batch, computed after a change."""
+    most, keys = max(map(len, batches)), len(reference.keys)
+    losses, counts = (torch.zeros(len(batches), most, dtype=torch.float64) for _ in range(2))
+    gradients = torch.zeros(len(batches), most, keys, BUCKETS)
+    for d, of_rank in enumerate(batches):
+        for m, batch in enumerate(of_rank):
+            result = reference.run(batch if change is None else change(batch))
+            losses[d, m], counts[d, m], gradients[d, m] = result.loss, result.count, result.gradients
+    return Sums(losses, counts, gradients)
