@@ -154,6 +154,10 @@ PYTHON: dict[str, tuple[Block, ...]] = {
         Block('import torch\nsmall_run("runs/gpt2")\ntensor, part = torch.ones(4, 4), torch.ones(512, 64)',
               (("(50, 768)", "(50, 32)"), ("offset=(128, 0)", "offset=(0, 0)"))),
     ),
+    "docs/audit.md": (
+        Block(not_run="page_trials.py runs it as a file"),
+        *[Block(not_run="lines of jobs; tests/parity/audit_jobs.py has such jobs")] * 6,
+    ),
     "docs/cluster.md": (Block(not_run="NeMo-Run is not installed"),),
     "docs/data.md": (Block('small_tokenizer("tokenizer")'),),
     "docs/data_format.md": (Block(instead=(("/tmp/", ""),)),),
