@@ -24,7 +24,21 @@ class ToolSettings(Section):
     """Environment that the policy acts in: path.py:Class with reset and tools as methods (TRL) or with init and step
     (SkyRL), or skyrl_gym:ID. Each completion has its own instance."""
 
-    max_turns: Annotated[PositiveInt | None, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = None
+    agent: Annotated[str | None, RequiresSetting("prompts", strict=True), Decides.SAMPLES] = None
+    """Agent that writes each completion: path.py:function, an async function of (client, row). The client is OpenAI's,
+    with an endpoint that samples with the policy (docs/agents.md). It returns the reward, if rl.reward_funcs is not
+    set."""
+
+    agent_workers: Annotated[NonNegativeInt, RequiresSetting("agent"), Decides.NOTHING] = 64
+    """Agents that run at a time per replica, each in a process of its own. 0: all run in the trainer's process, as
+    asynchronous tasks."""
+
+    agent_timeout: Annotated[PositiveFloat, RequiresSetting("agent"), Decides.SAMPLES] = 600.0
+    """Time limit of an agent for a completion, in seconds."""
+
+    max_turns: Annotated[
+        PositiveInt | None, RequiresSetting("tools_environment_or_agent"), Decides.SAMPLES
+    ] = None
     """Maximum number of times that the policy samples in a completion. Default: no limit other than
     max_completion_length, which counts the tokens of all turns and answers."""
 
@@ -40,14 +54,16 @@ class ToolSettings(Section):
     """Processes per rank for tools. Each instance of an environment has its own process. 0: call them in the
     trainer's process, without a time limit."""
 
-    tool_call_format: Annotated[str, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = "auto"
+    tool_call_format: Annotated[str, RequiresSetting("tools_environment_or_agent"), Decides.SAMPLES] = "auto"
     """Format of the policy's tool calls: hermes (Hermes, Qwen), llama3_json, response_template (the tokenizer's, by
     transformers), or path.py:function. auto: by the tokenizer and its chat template."""
 
-    @field_validator("environment", "tool_call_format")
+    @field_validator("environment", "tool_call_format", "agent")
     @classmethod
     def _check_tool_extension(cls, value: Any, info: ValidationInfo) -> Any:
-        built_in = {"tool_call_format": [*CALL_FORMATS, "auto"], "environment": [FACTORY]}[info.field_name]
+        built_in = {
+            "tool_call_format": [*CALL_FORMATS, "auto"], "environment": [FACTORY], "agent": [FUNCTION]
+        }[info.field_name]  # fmt: skip
         library, _, identity = (value or "").partition(":")
         is_in_library = info.field_name == "environment" and library in ENVIRONMENTS and identity
         if value is not None and not is_in_library and not is_extension(value, dict.fromkeys(built_in)):
@@ -67,10 +83,18 @@ class ToolSettings(Section):
         return self.tools or self.environment
 
     @property
+    def tools_environment_or_agent(self) -> str | list[str] | None:
+        """Setting that makes completions of several turns: rl.agent, rl.tools or rl.environment."""
+        return self.agent or self.tools_or_environment
+
+    @property
     def uses_turns(self) -> bool:
         """True if a completion can have several turns."""
-        return bool(self.tools or self.environment)
+        return bool(self.tools_environment_or_agent)
 
+
+FUNCTION = "agent"
+"""Value of `rl.agent` in a run whose agent is an argument of megalith.grpo."""
 
 FACTORY = "environment_factory"
 """Value of `rl.environment` in a run whose environment is an argument of GRPOTrainer."""

@@ -19,14 +19,7 @@ from typing import Any
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine
-from megalith.generation.requests import (
-    MAX_KEYS,
-    RowSequence,
-    Sampling,
-    check_keys,
-    check_prompt,
-    noise_keys,
-)
+from megalith.generation.requests import RowSequence, Sampling, check_prompt, noise_keys
 from megalith.generation.running_batch import RunningBatch
 
 HEARTBEAT = 20.0  # seconds after which idle ranks exchange a message, so that no collective times out
@@ -47,7 +40,8 @@ class LiveRequest:
     min_p: float = 0.0
     seed: int = 0
     key: int = 0
-    """Number that its samples depend on in addition to the seed, 0 to 2^47 - 1."""
+    """Number that its samples depend on in addition to the seed, 0 to 2^63 - 1. In a batch call it is 2^16 times the
+    prompt's key plus the completion's number."""
     ignores_stop: bool = False
     """Continue after stop ids."""
 
@@ -117,7 +111,8 @@ class LiveEngine:
                 request.max_new_tokens, request.temperature, request.top_k, request.top_p, request.min_p, request.seed
             ).check()  # fmt: skip
             check_prompt(0, request.prompt, request.max_new_tokens, engine.config, engine.max_tokens)
-            check_keys([request.key % MAX_KEYS if request.key >= 0 else -1], 1, 1)
+            if not 0 <= request.key < 2**63:
+                raise ConfigError(f"the key of a request is {request.key}; it must be from 0 to 2^63 - 1")
         with self._changed:
             if self._is_over:
                 raise ConfigError("the engine is closed; send the request to a running one")

@@ -7,7 +7,8 @@ from megalith.rl.grpo_trainer import GRPOTrainer
 from megalith.rl.losses import GrpoLoss
 from megalith.rl.objective import PolicyLoss, RolloutBatch
 from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 __all__ = [
     "GRPOTrainer",

@@ -16,18 +16,20 @@ from torch import Tensor
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig, require_run_config
-from megalith.config.rl_tools import FACTORY
+from megalith.config.rl_tools import FACTORY, FUNCTION
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.report.metrics import ExpertStepMetrics
+from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
 from megalith.rl.reference import reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
-from megalith.rl.rollout_data import FileRollouts, RolloutData
-from megalith.rl.rollouts import RolloutFiles
+from megalith.rl.rollout_data import RolloutData
+from megalith.rl.rollout_reader import RolloutFiles
+from megalith.rl.rollout_source import FileRollouts
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
 from megalith.training.run_state import Run, Task
@@ -43,6 +45,7 @@ def train_grpo(
     eval_dataset: Iterable[Mapping[str, Any]] | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[..., Any] | None = None,
+    agent: Callable[..., Any] | None = None,
 ) -> TrainingResult:
     """Train a policy with GRPO. Exported as `megalith.grpo`.
 
@@ -53,6 +56,7 @@ def train_grpo(
         eval_dataset: records with prompts that replace `rl.eval_prompts`.
         tools: functions that replace `rl.tools` (docs/agents.md).
         environment_factory: class or function that makes environments, which replaces `rl.environment`.
+        agent: function of (client, row) that replaces `rl.agent`.
 
     Returns:
         The result, as for `megalith.train`.
@@ -75,8 +79,10 @@ def train_grpo(
         config = config.with_settings({"rl.tools": [getattr(one, "__name__", "tool") for one in tools]})
     if environment_factory is not None:
         config = config.with_settings({"rl.environment": FACTORY})
+    if agent is not None:
+        config = config.with_settings({"rl.agent": FUNCTION})
     require_source(config)
-    task = PolicyTask(reward_funcs, train_dataset, eval_dataset, tools or None, environment_factory)
+    task = PolicyTask(reward_funcs, train_dataset, eval_dataset, tools or None, environment_factory, agent)
     try:
         return train(config, task)
     finally:
@@ -110,8 +116,12 @@ def open_agent(
     tokenizer: Tokenizer | None,
     tools: Sequence[Callable] | None = None,
     environment: Callable[..., Any] | None = None,
-) -> PolicyAgent | None:
-    """Return the run's tools and environment, or None without them. Raise ConfigError if they are unusable."""
+    agent: Callable[..., Any] | None = None,
+) -> PolicyAgent | EndpointAgent | None:
+    """Return the run's agent, or its tools and environment, or None without them. Raise ConfigError if they are
+    unusable."""
+    if config.rl.agent:
+        return EndpointAgent(config.rl, tokenizer, agent)
     return PolicyAgent(config.rl, tokenizer, tools, environment) if config.rl.uses_turns else None
 
 
@@ -140,10 +150,11 @@ class PolicyTask(Task):
         held_out: Iterable[Mapping[str, Any]] | None = None,
         tools: Sequence[Callable] | None = None,
         environment: Callable[..., Any] | None = None,
+        agent: Callable[..., Any] | None = None,
     ):
-        """Take replacements for `rl.reward_funcs`, `rl.prompts`, `rl.eval_prompts`, `rl.tools` and
-        `rl.environment`."""
-        self._tools, self._environment = tools, environment
+        """Take replacements for `rl.reward_funcs`, `rl.prompts`, `rl.eval_prompts`, `rl.tools`, `rl.environment` and
+        `rl.agent`."""
+        self._tools, self._environment, self._agent = tools, environment, agent
         self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
         self._metric_names = {one.name for one in fields(ExpertStepMetrics)}  # the run's, not the rewards'
@@ -160,7 +171,7 @@ class PolicyTask(Task):
                 run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
             )
         is_first, rl = run.mesh.world.rank == 0, config.rl
-        agent = open_agent(config, run.tokenizer, self._tools, self._environment)
+        agent = open_agent(config, run.tokenizer, self._tools, self._environment, self._agent)
         schemas = [] if agent is None else agent.schemas
         prompts = run_prompts(config, run.tokenizer, self._records, is_first, schemas)
         held_out = held_out_prompts(config, run.tokenizer, self._held_out, is_first, schemas)

@@ -12,30 +12,35 @@ attention. Rows are distributed over the data-parallel ranks and padded with emp
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.config import RlConfig, RunConfig
+from megalith.config import RunConfig
 from megalith.data.batch import document_ends
-from megalith.errors import DataError
 from megalith.parallel.pipeline.stages import padded_micro_batches
-from megalith.remote import open_location
 from megalith.report.report import TokenCounts
-from megalith.rl.advantages import ZERO_STD, Advantages, compute_advantages
+from megalith.rl.advantages import ZERO_STD
 from megalith.rl.objective import RolloutBatch, entropy_weight
 from megalith.rl.prompts import policy_vocab_size
 from megalith.rl.reference import LogProbs
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, RolloutFiles
+from megalith.rl.rollout_metrics import (
+    absent_message,
+    absent_rewards,
+    batch_advantages,
+    reward_metrics,
+    stale_tokens,
+    staleness_metrics,
+)
+from megalith.rl.rollout_source import RolloutSource
+from megalith.rl.rollouts import PromptGroup, RatedCompletion
 from megalith.rl.row_logprobs import (
     RowKey,
     RowLogprobs,
@@ -75,68 +80,6 @@ class RolloutStep:
 
     rows: list[list[Sample]]
     metrics: dict[str, float]
-
-
-class RolloutSource(Protocol):
-    """A source of rollout batches."""
-
-    notes: list[str]
-    rewards: list[str]
-    """Names of the rewards."""
-    can_prefetch: bool
-    """True if a thread may request the next batch while the model trains on this one."""
-
-    def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        """Return the groups of a rollout batch, the same on every rank. Every rank calls it."""
-
-    def files(self) -> dict[str, dict[str, int | str]]:
-        """Return checksums and sizes by file name, to detect changed data."""
-
-    def timed(self, phase: str) -> AbstractContextManager:
-        """Time a phase of the step."""
-
-
-class FileRollouts:
-    """Rollout batches from files."""
-
-    can_prefetch = True
-
-    def __init__(self, run: Run, rollouts: RolloutFiles):
-        rl, self.notes, self.rewards = run.config.rl, [], rollouts.rewards
-        self._rollouts, self._entries, self._paths = rollouts, rollouts.entries, rl.files
-        if rl.old_logprobs == "rollout" or rl.use_decoupled_loss:
-            setting = (
-                "old_logprobs is rollout" if rl.old_logprobs == "rollout" else "use_decoupled_loss is set"
-            )
-            _require_logprobs(map(rollouts.group, self._entries), setting)
-        if rl.filter_zero_std:
-            self._drop_zero_std_groups(rl)
-        completions = len(self._entries) * rl.num_generations
-        epochs = run.total_steps // rl.num_iterations * run.config.train.global_batch_size / completions
-        if epochs > 1:
-            self.notes.append(
-                f"the run reads the rollouts {epochs:.1f} times ({len(self._entries):,} prompts)"
-            )
-
-    def _drop_zero_std_groups(self, rl: RlConfig) -> None:
-        group_std = batch_advantages(rl, [*map(self._rollouts.group, self._entries)]).group_std
-        kept = [entry for entry, deviation in zip(self._entries, group_std) if deviation > ZERO_STD]
-        dropped = len(self._entries) - len(kept)
-        if dropped:
-            self.notes.append(
-                f"rl.filter_zero_std removes {dropped:,} of {len(self._entries):,} groups, whose rewards are equal"
-            )
-        self._entries = kept or self._entries
-
-    def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        positions = range(number * groups, (number + 1) * groups)
-        return self._rollouts.read(self._entries[at % len(self._entries)] for at in positions)
-
-    def files(self) -> dict[str, dict[str, int | str]]:
-        return {path: _identity(path) for path in self._paths}
-
-    def timed(self, phase: str) -> AbstractContextManager:
-        return nullcontext()
 
 
 class RolloutData:
@@ -198,26 +141,41 @@ class RolloutData:
         count = self._size * rl.mini_batches // rl.num_generations
         groups = self.source.batch(number, count)
         advantages, first_step = batch_advantages(rl, groups), number * rl.steps_per_batch
-        metrics = _reward_metrics(groups, advantages) | _staleness_metrics(rl, groups, first_step)
+        metrics = reward_metrics(groups, advantages) | staleness_metrics(rl, groups, first_step)
         self._log_absent(number * rl.steps_per_batch + 1, groups)
-        samples = []
+        samples: list[list[Sample]] = []  # of each completion: one, and one for each of its branches
         for group, values, std in zip(groups, advantages.values.tolist(), advantages.group_std.tolist()):
             is_used = std > ZERO_STD or not (rl.filter_zero_std and rl.prompts)
+            name = group.where if group.id is None else f"prompt {group.id}"
             for n, (one, advantage) in enumerate(zip(group.completions, values)):
-                in_loss = is_used and not (rl.mask_truncated_completions and one.truncated)
-                if in_loss and (stale := stale_tokens(rl, one, first_step)).any():
-                    in_loss = ~stale
-                if one.segments is not None:
-                    in_loss = in_loss & one.sampled
-                name, prompt_ids = (
-                    group.where if group.id is None else f"prompt {group.id}",
-                    group.prompt_of(one),
+                samples.append(
+                    [
+                        Sample(
+                            group.prompt_of(part),
+                            part,
+                            advantage,
+                            is_used and self._tokens_in_loss(part, first_step),
+                            f"{name}, completion {n}" + (f", branch {at}" if at else ""),
+                        )
+                        for at, part in enumerate([one, *one.branches])
+                    ]
                 )
-                samples.append(Sample(prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         row_length = self._run.config.data.seq_length if rl.packing else 0
         cuts = range(0, len(samples), self._size)
-        packed = [pack_rows(samples[cut : cut + self._size], row_length) for cut in cuts]
+        packed = [
+            pack_rows([one for parts in samples[cut : cut + self._size] for one in parts], row_length)
+            for cut in cuts
+        ]
         return [RolloutStep(rows, metrics | _packing_metrics(rows, row_length)) for rows in packed]
+
+    def _tokens_in_loss(self, one: RatedCompletion, first_step: int) -> bool | np.ndarray:
+        """Return the tokens of a completion that are in the loss, for all of them or bool [tokens]."""
+        rl = self._rl
+        if rl.mask_truncated_completions and one.truncated:
+            return False
+        stale = stale_tokens(rl, one, first_step)
+        in_loss = ~stale if stale.any() else True
+        return in_loss if one.segments is None else in_loss & one.sampled
 
     def _log_absent(self, step: int, groups: Sequence[PromptGroup]) -> None:
         absent = absent_rewards(self.source.rewards, groups)
@@ -449,84 +407,3 @@ def has_rollout_logprobs(rows: Sequence[Sequence[Sample]]) -> bool:
         if sample.completion.logprobs is not None
     ]
     return not all(np.isnan(values).all() for values in logprobs)
-
-
-def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
-    for group in groups:
-        for number, completion in enumerate(group.completions):
-            if completion.logprobs is None:
-                raise DataError(
-                    f"{group.where}, sample {number} has no logprobs, but rl.{setting}; sample with log-probabilities, "
-                    "or leave that out"
-                )
-
-
-def batch_advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
-    rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
-    lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
-    return compute_advantages(rl, rewards, lengths)
-
-
-def absent_rewards(names: Sequence[str], groups: Sequence[PromptGroup]) -> list[str]:
-    """Return the names of the rewards that no completion has."""
-    absent = np.isnan([one.rewards for group in groups for one in group.completions]).all(0)
-    return [name for name, is_absent in zip(names, absent) if is_absent]
-
-
-def absent_message(name: str, groups: Sequence[PromptGroup], streak: str = "") -> str:
-    count = sum(len(group.completions) for group in groups)
-    return (
-        f"the reward {name} is None or NaN for all {count:,} completions{streak} and has no effect; correct "
-        "the function, or remove it from the rewards"
-    )
-
-
-def stale_tokens(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
-    """Return which tokens were sampled by weights older than rl.max_staleness allows, bool [tokens].
-
-    They leave the loss.
-    """
-    if not rl.max_staleness or one.version is None:
-        return np.zeros(len(one.ids), dtype=bool)
-    oldest = first_step - rl.max_staleness * rl.steps_per_batch
-    return np.broadcast_to(one.version < oldest, len(one.ids))
-
-
-def _staleness_metrics(rl: RlConfig, groups: Sequence[PromptGroup], first_step: int) -> dict[str, float]:
-    """Return staleness in steps over all tokens; empty without rl.max_staleness."""
-    if not rl.max_staleness:
-        return {}
-    completions = [one for group in groups for one in group.completions]
-    lags = first_step - np.concatenate([np.broadcast_to(one.version, len(one.ids)) for one in completions])
-    dropped = sum(int(stale_tokens(rl, one, first_step).sum()) for one in completions)
-    return {"staleness": float(lags.mean()), "staleness_max": int(lags.max()), "tokens_dropped": dropped}
-
-
-def _reward_metrics(groups: Sequence[PromptGroup], advantages: Advantages) -> dict[str, float]:
-    """Return the metrics of a rollout batch for metrics.jsonl."""
-    completions = [completion for group in groups for completion in group.completions]
-    rewards, lengths = (
-        advantages.rewards[~np.isnan(advantages.rewards)],
-        [one.sampled_tokens for one in completions],
-    )
-    return {
-        "rewards_mean": float(rewards.mean()) if len(rewards) else float("nan"),
-        "rewards_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
-        "rewards_absent": int(np.isnan(advantages.rewards).sum()),
-        "advantages_mean": float(advantages.values.mean()),
-        "advantages_std": float(advantages.values.std(ddof=1)) if advantages.values.size > 1 else 0.0,
-        "groups_without_spread": float((advantages.group_std <= ZERO_STD).mean()),
-        "completion_length": float(np.mean(lengths)),
-        "completion_length_max": max(lengths),
-        "completions_truncated": float(np.mean([one.truncated for one in completions])),
-    }
-
-
-def _identity(path: str) -> dict[str, int | str]:
-    """Return size and SHA-256 of a file in the form of a DataRecord, with an index of 0 bytes."""
-    digest, size = hashlib.sha256(), 0
-    with open_location(path).open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            size += len(piece)
-    return {"bin_bytes": size, "idx_bytes": 0, "idx_sha256": digest.hexdigest()}

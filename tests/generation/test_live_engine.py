@@ -91,7 +91,7 @@ def test_requests_that_do_not_fit_are_refused_and_closing_ends_the_open_ones(mod
         (LiveRequest([1] * 30, 3), "room for 32"),
         (LiveRequest([1000], 3), "token 1000"),
         (LiveRequest([1], 3, top_p=0), "top_p is 0"),
-        (LiveRequest([1], 3, key=-1), "from 0 to 2\\^47 - 1"),
+        (LiveRequest([1], 3, key=-1), "from 0 to 2\\^63 - 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             live.submit([request], [on_tokens])

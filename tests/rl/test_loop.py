@@ -27,7 +27,7 @@ from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
 from megalith.rl.prompts import run_prompts
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollouts import load_rollouts
+from megalith.rl.rollout_reader import load_rollouts
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.rollout_sampler import RolloutSampler
 from megalith.training.build import prepare

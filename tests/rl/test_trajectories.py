@@ -16,7 +16,8 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.rl import GRPOTrainer
 from megalith.rl.grpo import train_grpo
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 VOCAB, SEQ = 272, 96
 LLAMA = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -79,7 +80,7 @@ def test_files_keep_trajectories(tmp_path):
             assert np.array_equal(ours.prompt_of(a), theirs.prompt_of(b))
             assert np.array_equal(a.logprobs, b.logprobs, equal_nan=True)
     header, *lines = (tmp_path / "a.jsonl").read_text().splitlines()
-    for wrong in ([5, 7, 3], [5, -1, 12], [0, 16], "all", [5.0, 7, 4]):
+    for wrong in ([5, 7, 3], [5, -1, 12], [16, 1], "all", [5.0, 7, 4]):
         group = json.loads(lines[0])
         group["samples"][0]["segments"] = wrong
         (tmp_path / "b.jsonl").write_text(f"{header}\n{json.dumps(group)}\n")

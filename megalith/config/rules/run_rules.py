@@ -386,12 +386,22 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}; either sample or read: leave out one"
         )
-    if not rl.rewards and not rl.environment:
+    if not rl.rewards and not rl.environment and not rl.agent:
         raise ConfigError("rl.prompts is set but rl.reward_funcs is not; say how completions are judged")
     if rl.uses_turns and rl.max_staleness:
         raise ConfigError(
-            f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment) are "
-            "sampled on policy; leave it at 0"
+            f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment, "
+            "rl.agent) are sampled on policy; leave it at 0"
+        )
+    if rl.agent and rl.tools_or_environment:
+        raise ConfigError(
+            f"rl.agent is {rl.agent!r}, which runs its own tools and environments; leave out rl.tools and "
+            "rl.environment"
+        )
+    if rl.agent and rl.engine != "own":
+        raise ConfigError(
+            f"rl.agent is set and rl.engine is {rl.engine}, but agents are served by Megalith's engine; set rl.engine "
+            "to own"
         )
     weights = None if rl.reward_weights is None else len(rl.reward_weights) - len(rl.rewards)
     if weights not in (None, 0) and not (rl.environment and weights == 1):

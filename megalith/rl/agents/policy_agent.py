@@ -110,6 +110,10 @@ class PolicyAgent:
             notes.append(f"environment: {self.environment.name}")
         return notes
 
+    def take_problems(self) -> list[str]:
+        """Return lines for the run's log since the last call: none, because metrics have them."""
+        return []
+
     def open(self, prompts: Sequence[Prompt]) -> None:
         """Take all prompts of the run, by index."""
         self._prompts = prompts

@@ -40,7 +40,10 @@ class Trajectory:
     is_truncated: bool = False
     is_lost: bool = False  # its environment hung, crashed or raised
     is_rewritten: bool = False  # the template would render its history differently
-    reward: float | None = None  # the environment's
+    reward: float | None = None  # the environment's or the agent's
+    branches: list[Trajectory] = field(
+        default_factory=list
+    )  # other conversations of its session (agent_session.py)
 
     @property
     def request(self) -> list[int]:

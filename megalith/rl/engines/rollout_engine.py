@@ -18,6 +18,7 @@ from torch import Tensor
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
+from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import SyncReport, engine_for, sync
 from megalith.rl.prompts import Prompt, max_sequence_tokens, policy_vocab_size
@@ -143,7 +144,7 @@ def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) ->
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations
     tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
-    if rl.environment:  # which may extend the prompts
+    if rl.environment or rl.agent:  # which may extend the prompts
         tokens = max_sequence_tokens(config)
     return min(rl.generation_rows, rows), min(max_sequence_tokens(config), -(-tokens // 16) * 16)
 
@@ -187,6 +188,10 @@ class OwnEngine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any
     ) -> list[Completion]:
         return self._engine.generate(prompts, sampling, **options)
+
+    def live_engine(self, sampling: Sampling) -> LiveEngine:
+        """Return an engine that takes requests at any time, over the ranks that generate together."""
+        return LiveEngine(self._engine, sampling.stop, sampling.vocab_size, self._run.mesh.tp)
 
     def update(self, version: int) -> SyncReport:
         return sync(self._engine, self._run.model, version=version)

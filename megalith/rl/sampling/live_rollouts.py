@@ -17,10 +17,12 @@ from typing import Any
 
 from megalith.report.line_writer import LineWriter
 from megalith.report.metrics import finite, truncate_after_step
+from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.prompts import Prompt, Prompts, policy_vocab_size
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollouts import PromptGroup, Rollouts, encode_rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollout_reader import load_rollouts
+from megalith.rl.rollouts import PromptGroup, Rollouts, encode_rollouts, save_rollouts
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.rollout_queue import RolloutQueue
 from megalith.rl.sampling.rollout_sampler import CONSUMED, LOGGED, RolloutSampler
@@ -42,7 +44,7 @@ class LiveRollouts:
         prompts: Prompts,
         rewards: Rewards,
         held_out: Sequence[Prompt] = (),
-        agent: PolicyAgent | None = None,
+        agent: PolicyAgent | EndpointAgent | None = None,
     ):
         """Prepare to sample. `held_out` are the prompts of evaluations; in `rewards` they follow the others. `agent`
         samples completions of several turns."""
@@ -112,6 +114,8 @@ class LiveRollouts:
             self._sampler.sample_batch(groups) if queued is None else self._sampler.finish(queued)
         )
         self._metrics |= metrics
+        for problem in () if self._agent is None else self._agent.take_problems():
+            run.log(f"warning: step {run.step + 1}: {problem}")
         run.totals[CONSUMED] = max(int(run.totals[CONSUMED]), (number + 1) * groups)
         self._weights.engine.release()
         if rl.max_staleness:

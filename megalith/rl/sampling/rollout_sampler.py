@@ -18,11 +18,12 @@ import numpy as np
 from megalith.comm.collectives import gather_json
 from megalith.generation.requests import Sampling
 from megalith.rl.advantages import ZERO_STD
+from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.engines.rollout_engine import run_sampling
 from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
 from megalith.rl.rewards import Rewards
-from megalith.rl.rollout_data import batch_advantages
+from megalith.rl.rollout_metrics import batch_advantages
 from megalith.rl.rollouts import PromptGroup
 from megalith.rl.sampling.phase_timer import PhaseTimer
 from megalith.rl.sampling.scored_groups import (
@@ -50,7 +51,7 @@ class RolloutSampler:
         rewards: Rewards,
         weights: WeightSync,
         timed: PhaseTimer,
-        agent: PolicyAgent | None = None,
+        agent: PolicyAgent | EndpointAgent | None = None,
     ):
         """Prepare to sample. In `rewards`, the held-out prompts follow the others. `agent` samples several turns."""
         self._agent = agent

@@ -23,6 +23,7 @@ from megalith.config.rl import RlConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.generation.requests import Completion, Sampling
 from megalith.rl.advantages import total_rewards
+from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent, Share
 from megalith.rl.agents.trajectory import Trajectory
 from megalith.rl.prompts import Prompt
@@ -55,6 +56,8 @@ class Sampled:
     messages: list[dict[str, Any]] | None = None
     """Transcript of several turns, without the prompt."""
     environment_reward: float | None = None
+    branches: list[list[Any]] = field(default_factory=list)
+    """Other conversations of its session, as fields of Sampled."""
 
     def extended(self, more: Sampled) -> Sampled:
         ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
@@ -71,6 +74,19 @@ class Sampled:
             prompt_ids=one.prompt_ids if one.has_own_prompt else None,
             messages=one.transcript,
             environment_reward=one.reward,
+            branches=[
+                [
+                    each.ids,
+                    each.logprobs,
+                    each.versions,
+                    each.is_truncated,
+                    [],
+                    {},
+                    each.segments,
+                    each.prompt_ids,
+                ]
+                for each in one.branches
+            ],
         )
 
     @property
@@ -103,6 +119,7 @@ class Sampled:
             None if self.segments is None else tuple(self.segments),
             None if self.prompt_ids is None else np.array(self.prompt_ids),
             self.messages,
+            [replace(Sampled(*fields), rewards=self.rewards).rated() for fields in self.branches],
         )
 
 
@@ -244,7 +261,7 @@ def sample_groups(
     step: int = 0,
     timed: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     max_tokens: int | None = None,
-    agent: PolicyAgent | None = None,
+    agent: PolicyAgent | EndpointAgent | None = None,
     share: Share = lambda value: value,
     max_prompt_tokens: int = 0,
 ) -> tuple[list[GroupRecord], LoggedMetrics]:

@@ -1,0 +1,99 @@
+"""Runs agent functions, each call in a process of its own or as an asynchronous task of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megalith.rl.agents.agent_client import make_client
+from megalith.rl.agents.tool_functions import answer_text
+from megalith.rl.reward_workers import RewardWorker, run_jobs
+
+Agent = Callable[[Any, Mapping[str, Any]], Any]
+Result = dict[str, Any]
+"""`reward`, a number or None; or `failed`, a message."""
+
+
+async def run_agent(agent: Agent, row: Mapping[str, Any], base_url: str, timeout: float) -> Result:
+    """Call an agent and return its reward or its failure.
+
+    Args:
+        agent: sync or async function of (client, row).
+        row: columns of the prompt's record.
+        base_url: address of the session's endpoint.
+        timeout: seconds per request.
+    """
+    try:
+        value = agent(make_client(base_url, timeout), dict(row))
+        return {"reward": _reward(await value if inspect.isawaitable(value) else value)}
+    except Exception as error:
+        return {"failed": answer_text(f"raised {type(error).__name__}: {error}")}
+
+
+def _reward(value: Any) -> float | None:
+    value = value.item() if hasattr(value, "item") else value
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if not isinstance(value, int | float) or math.isinf(value):
+        raise TypeError(f"it returned {value!r:.60}; a finite number or None is needed")
+    return float(value)
+
+
+class AgentRunner:
+    """Runs the agents of a rollout batch. Processes are used again in later batches."""
+
+    def __init__(self, agent: Agent, rows: Sequence[Mapping[str, Any]], workers: int, timeout: float):
+        """Prepare to run.
+
+        Args:
+            agent: the function.
+            rows: columns of all prompts, by index.
+            workers: agents that run at a time, each in a process of its own; 0: tasks of this process.
+            timeout: seconds per agent.
+        """
+        self._agent, self._rows, self._size, self._timeout = agent, rows, workers, timeout
+        self._workers: list[RewardWorker] = []
+
+    def run(self, jobs: Sequence[tuple[int, str]], on_end: Callable[[int, Result], None]) -> None:
+        """Run an agent for each job.
+
+        Args:
+            jobs: index of the prompt, and address of the session's endpoint.
+            on_end: called with each job's number and result, in the order in which they end.
+        """
+        if not self._size:
+            asyncio.run(self._gather(jobs, on_end))
+            return
+        while len(self._workers) < min(self._size, len(jobs)):
+            self._workers.append(RewardWorker(lambda job: asyncio.run(self._call(*job))))
+        for number, result in run_jobs(self._workers, jobs, self._timeout):
+            if result is None:
+                result = self._late()
+            elif "error" in result:
+                result = {"failed": result["error"]}
+            on_end(number, result)
+
+    def _late(self) -> Result:
+        return {"failed": f"did not return within {self._timeout:g} s (rl.agent_timeout)"}
+
+    async def _call(self, index: int, base_url: str) -> Result:
+        return await run_agent(self._agent, self._rows[index], base_url, self._timeout)
+
+    async def _gather(self, jobs: Sequence[tuple[int, str]], on_end: Callable[[int, Result], None]) -> None:
+        async def bounded(number: int, job: tuple[int, str]) -> None:
+            try:
+                result = await asyncio.wait_for(self._call(*job), self._timeout)
+            except TimeoutError:
+                result = self._late()
+            on_end(number, result)
+
+        await asyncio.gather(*(bounded(number, job) for number, job in enumerate(jobs)))
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
