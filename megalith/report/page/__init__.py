@@ -31,6 +31,7 @@ from megalith.report.page.svg_charts import (
     text,
     timeline,
 )
+from megalith.report.page.transcripts import completions_html
 from megalith.report.pipeline_drawing import LEGEND
 from megalith.report.run_files import RunFiles, metric_points, open_runs, to_float
 from megalith.tables import format_bytes, format_si
@@ -39,7 +40,6 @@ MAX_POINTS = 1000  # of a curve
 MAX_CHARTS = 60  # of metrics without a title below
 MAX_ROWS = 200  # of a table
 MAX_RANKS = 64
-MAX_COMPLETIONS, COMPLETION_LENGTH = 12, 1500
 STEP_PARTS = ("compute", "communication", "bubble", "idle")
 
 # Section → (key of metrics.jsonl, title) of its charts.
@@ -375,27 +375,7 @@ def _timeline(run: RunFiles) -> str:
 
 
 def _completions(runs: Sequence[RunFiles]) -> str:
-    return _each(runs, _completions_of)
-
-
-def _completions_of(run: RunFiles) -> str:
-    """Return the newest completions, one per prompt."""
-    newest = {str(record.get("prompt")): record for record in run.completions}
-    shown = sorted(newest.values(), key=lambda r: to_float(r.get("step")) or 0.0)[-MAX_COMPLETIONS:]
-    rows = [(record.get("step"), _rewards(record), Html(_answer(record))) for record in shown]
-    return table(("step", "rewards", "prompt and completion"), rows) if rows else ""
-
-
-def _rewards(record: dict[str, Any]) -> str:
-    rewards = record.get("rewards")
-    items = rewards.items() if isinstance(rewards, dict) else ()
-    return ", ".join(f"{name} {value}" for name, value in items)
-
-
-def _answer(record: dict[str, Any]) -> str:
-    return preformatted(record.get("prompt"), COMPLETION_LENGTH) + preformatted(
-        record.get("completion"), COMPLETION_LENGTH
-    )
+    return _each(runs, completions_html)
 
 
 def _settings(runs: Sequence[RunFiles]) -> str:
