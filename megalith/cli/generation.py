@@ -51,8 +51,19 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
     parser.add_argument("prompts", help="JSONL or parquet file, or a save_to_disk folder")
-    parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
+    parser.add_argument("--reward", action="append", metavar="NAME|FILE:FUNCTION",
                         help="as in rl.reward_funcs; repeat it to add rewards up")  # fmt: skip
+    parser.add_argument(
+        "--tool", action="append", metavar="FILE:FUNCTION", help="as in rl.tools; repeat it for several"
+    )
+    parser.add_argument("--environment", metavar="FILE:CLASS", help="as in rl.environment")
+    parser.add_argument("--agent", metavar="FILE:FUNCTION", help="as in rl.agent")
+    parser.add_argument("--max-turns", type=int, metavar="N", help="as in rl.max_turns")
+    parser.add_argument("--max-tool-calls", type=int, metavar="N", help="as in rl.max_tool_calls")
+    parser.add_argument("--tool-call-format", metavar="NAME", help="as in rl.tool_call_format")
+    parser.add_argument(
+        "--tool-timeout", type=float, metavar="SECONDS", help="as in rl.tool_timeout and rl.agent_timeout"
+    )
     parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions per prompt")
     parser.add_argument(
         "--max-completion-length", type=int, default=256, metavar="N", help="maximum number of tokens"

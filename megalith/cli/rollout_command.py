@@ -16,6 +16,7 @@ from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
 from megalith.errors import ConfigError, printable
 from megalith.generation.engine import Engine
+from megalith.generation.live_engine import LiveEngine
 from megalith.generation.requests import Sampling
 from megalith.generation.static_cache import empty_cache
 from megalith.generation.sync import engine_for
@@ -50,24 +51,32 @@ def run_rollout(args: Arguments) -> int:
         raise ConfigError(
             f"--max-completion-length {longest} leaves no room for a prompt in {room} positions; lower it"
         )
-    settings = {
-        "prompts": args.prompts,
-        "prompt_column": args.prompt_column,
-        "chat_prompts": args.chat_prompts,
-    }
-    rl = RlConfig(**settings, reward_funcs=args.reward)
+    rl = _settings(args)
+    agent = open_agent(rl, tokenizer)
+    schemas = [] if agent is None else agent.schemas
     vocabulary = model.config.vocab_size
     opened = open_prompts(
-        rl, tokenizer, max_tokens=room - longest, vocab_size=vocabulary, seed=0, show_progress=True
+        rl,
+        tokenizer,
+        max_tokens=room - longest,
+        vocab_size=vocabulary,
+        seed=0,
+        show_progress=True,
+        tools=schemas,
     )
-    for note in opened.notes():
+    for note in [*opened.notes(), *([] if agent is None else agent.notes())]:
         print(printable(f"note: {note}"))
     prompts = opened.prompts[: args.limit]
-    rewards = Rewards(args.reward, prompts, max_tokens=longest)
+    reward_name = None if agent is None else agent.reward_name
+    rewards = Rewards(rl.rewards, prompts, max_tokens=longest, environment=reward_name)
+    if agent is not None:
+        agent.open(prompts)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
     sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
     tokens = max(len(prompt.ids) for prompt in prompts) + longest
+    if rl.environment or rl.agent:  # which may extend the prompts
+        tokens = room
     sizes = dict(max_rows=min(args.rows, len(prompts) * args.num_generations), max_tokens=tokens)
     if model.has_adapters:
         engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
@@ -79,11 +88,21 @@ def run_rollout(args: Arguments) -> int:
     try:
         with Progress("rollout", max_tokens, "tokens") as progress:
             generate = partial(engine.generate, on_token=lambda *token: progress.add())
-            sampler = SimpleNamespace(generate=generate)
-            records = sample_groups(sampler, prompts, rewards, tokenizer, requests, sampling, G)[0]
+            sampler = SimpleNamespace(
+                generate=generate,
+                version=0,
+                live_engine=lambda sampling: LiveEngine(engine, sampling.stop, sampling.vocab_size),
+            )
+            sampled = prompts, rewards, tokenizer, requests, sampling, G
+            options = dict(agent=agent, max_prompt_tokens=room - longest)
+            records, logged = sample_groups(sampler, *sampled, **options)
     finally:
         rewards.close()
+        if agent is not None:
+            agent.close()
     groups = [record.group(prompts) for record in records]
+    for problem in () if agent is None else agent.take_problems():
+        print(printable(f"warning: {problem}"))
     for name in absent_rewards(rewards.names, groups):
         print(printable(f"warning: {absent_message(name, groups)}"))
     if args.output:
@@ -97,9 +116,10 @@ def run_rollout(args: Arguments) -> int:
         "prompts": len(groups),
         "reward": float(totals.mean()),
         "reward_std": float(totals.std()),
-        "completion_length": float(np.mean([len(one.ids) for one in each])),
+        "completion_length": float(np.mean([one.sampled_tokens for one in each])),
         "truncated": float(np.mean([one.truncated for one in each])),
     }
+    figures |= {name: float(np.mean(values)) for name, values in logged.items() if agent is not None}
     passed = (totals >= args.pass_at - 1e-9).sum(1)
     k = 1
     while k <= args.num_generations:
@@ -112,6 +132,28 @@ def run_rollout(args: Arguments) -> int:
     if args.json:
         print(json.dumps(figures))
     return 0
+
+
+def _settings(args: Arguments) -> RlConfig:
+    """Return section `rl` with the command's options."""
+    settings = {
+        "prompts": args.prompts,
+        "prompt_column": args.prompt_column,
+        "chat_prompts": args.chat_prompts,
+        "reward_funcs": args.reward,
+        "tools": args.tool,
+        "temperature": args.temperature,
+    }
+    names = "environment", "agent", "max_turns", "max_tool_calls", "tool_call_format"
+    settings |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.tool_timeout is not None:
+        settings["agent_timeout" if args.agent else "tool_timeout"] = args.tool_timeout
+    rl = RlConfig(**settings)
+    if not rl.rewards and not rl.environment and not rl.agent:
+        raise ConfigError("--reward is not set; say how completions are judged")
+    if rl.agent and rl.tools_or_environment:
+        raise ConfigError("--agent runs its own tools and environments; leave out --tool and --environment")
+    return rl
 
 
 def _pass_at(k: int, of: int, passed: int) -> float:
@@ -149,7 +191,7 @@ def dry_run(config: RunConfig, processes: int) -> int:
     if not rl.prompts:
         print("rl.prompts is not set: rollouts come from files, which the run itself checks")
         return 0
-    agent = open_agent(config, tokenizer)
+    agent = open_agent(config.rl, tokenizer)
     schemas = [] if agent is None else agent.schemas
     opened_prompts = run_prompts(config, tokenizer, tools=schemas)
     lengths = [len(prompt.ids) for prompt in opened_prompts.prompts]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.comm.collectives import Axis
-from megalith.config import RunConfig, require_run_config
+from megalith.config import RlConfig, RunConfig, require_run_config
 from megalith.config.rl_tools import FACTORY, FUNCTION
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -101,7 +101,7 @@ def require_source(config: RunConfig) -> None:
 def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Open the run's prompts and rewards, or its rollouts, and raise the errors that a run would raise."""
     if config.rl.prompts:
-        agent = open_agent(config, tokenizer)
+        agent = open_agent(config.rl, tokenizer)
         schemas = [] if agent is None else agent.schemas
         run_prompts(config, tokenizer, show_progress=True, tools=schemas)
         held_out_prompts(config, tokenizer, show_progress=True, tools=schemas)
@@ -112,7 +112,7 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def open_agent(
-    config: RunConfig,
+    rl: RlConfig,
     tokenizer: Tokenizer | None,
     tools: Sequence[Callable] | None = None,
     environment: Callable[..., Any] | None = None,
@@ -120,9 +120,9 @@ def open_agent(
 ) -> PolicyAgent | EndpointAgent | None:
     """Return the run's agent, or its tools and environment, or None without them. Raise ConfigError if they are
     unusable."""
-    if config.rl.agent:
-        return EndpointAgent(config.rl, tokenizer, agent)
-    return PolicyAgent(config.rl, tokenizer, tools, environment) if config.rl.uses_turns else None
+    if rl.agent:
+        return EndpointAgent(rl, tokenizer, agent)
+    return PolicyAgent(rl, tokenizer, tools, environment) if rl.uses_turns else None
 
 
 def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = Axis()) -> RolloutFiles:  # noqa: B008 (immutable)
@@ -171,7 +171,7 @@ class PolicyTask(Task):
                 run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
             )
         is_first, rl = run.mesh.world.rank == 0, config.rl
-        agent = open_agent(config, run.tokenizer, self._tools, self._environment, self._agent)
+        agent = open_agent(config.rl, run.tokenizer, self._tools, self._environment, self._agent)
         schemas = [] if agent is None else agent.schemas
         prompts = run_prompts(config, run.tokenizer, self._records, is_first, schemas)
         held_out = held_out_prompts(config, run.tokenizer, self._held_out, is_first, schemas)
