@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
@@ -46,6 +46,13 @@ class ToolSettings(Section):
         NonNegativeInt | None, RequiresSetting("tools_or_environment"), Decides.SAMPLES
     ] = None
     """Maximum number of tool calls in a completion. Later calls are answered with an error. Default: no limit."""
+
+    advantage_level: Annotated[Literal["trajectory", "turn"], RequiresSetting("environment")] = "trajectory"
+    """trajectory: all tokens of a completion have its advantage. turn: those of a turn have the advantage of the
+    rewards from that turn on, compared with the same turn of the group's other completions."""
+
+    step_discount: Annotated[float, Field(ge=0, le=1), RequiresSetting("environment")] = 1.0
+    """Discount per turn of the rewards that an environment gives to its steps."""
 
     tool_timeout: Annotated[PositiveFloat, RequiresSetting("tools_or_environment"), Decides.SAMPLES] = 60.0
     """Time limit of a tool call or an environment's step, in seconds."""

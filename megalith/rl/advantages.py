@@ -97,8 +97,25 @@ def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -
         DataError: if a user's estimator does not return one finite number per completion.
     """
     total = total_rewards(rl, rewards, lengths)
+    return Advantages(total, apply_estimator(rl, total, lengths, rewards), group_std(total))
+
+
+def apply_estimator(
+    rl: RlConfig, total: np.ndarray, lengths: np.ndarray, rewards: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the advantages of weighted rewards, float64 [groups, completions].
+
+    Args:
+        rl: section `rl` of the configuration.
+        total: weighted rewards, float64 [groups, completions], NaN where absent.
+        lengths: int [groups, completions], tokens per completion.
+        rewards: float64 [groups, completions, kinds]. Default: `total` alone.
+
+    Raises:
+        DataError: if a user's estimator does not return one finite number per completion.
+    """
     estimator = load_estimator(rl.advantage_estimator)
-    optional = {"lengths": lengths, "reward_kinds": rewards}
+    optional = {"lengths": lengths, "reward_kinds": total[..., None] if rewards is None else rewards}
     named = {name: optional[name] for name in inspect.signature(estimator).parameters if name in optional}
     values = np.asarray(estimator(rl, total, **named), dtype=np.float64)
     if values.shape != total.shape or not np.isfinite(values).all():
@@ -106,7 +123,7 @@ def compute_advantages(rl: RlConfig, rewards: np.ndarray, lengths: np.ndarray) -
             f"rl.advantage_estimator {rl.advantage_estimator} returned {list(values.shape)} values for "
             f"{list(total.shape)} completions, or values that are not finite; return one finite number per completion"
         )
-    return Advantages(total, values, group_std(total))
+    return values
 
 
 @functools.cache

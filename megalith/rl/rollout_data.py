@@ -35,6 +35,7 @@ from megalith.rl.rollout_metrics import (
     absent_message,
     absent_rewards,
     batch_advantages,
+    batch_token_advantages,
     reward_metrics,
     stale_tokens,
     staleness_metrics,
@@ -60,7 +61,7 @@ class Sample:
 
     prompt_ids: np.ndarray
     completion: RatedCompletion
-    advantage: float
+    advantage: float | np.ndarray  # of all tokens, or float64 [tokens of the completion]
     in_loss: bool | np.ndarray  # for all tokens, or bool [tokens]
     where: str = ""  # prompt and completion number, for errors
 
@@ -144,7 +145,8 @@ class RolloutData:
         metrics = reward_metrics(groups, advantages) | staleness_metrics(rl, groups, first_step)
         self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples: list[list[Sample]] = []  # of each completion: one, and one for each of its branches
-        for group, values, std in zip(groups, advantages.values.tolist(), advantages.group_std.tolist()):
+        values_of_groups = batch_token_advantages(rl, groups, advantages)
+        for group, values, std in zip(groups, values_of_groups, advantages.group_std.tolist()):
             is_used = std > ZERO_STD or not (rl.filter_zero_std and rl.prompts)
             name = group.where if group.id is None else f"prompt {group.id}"
             for n, (one, advantage) in enumerate(zip(group.completions, values)):
@@ -373,7 +375,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
             starts[index, start] = True
             sequence_ids[index, start:end] = len(tokens)
             mask[index, completion] = sample.in_loss
-            advantage[index, start:end] = sample.advantage
+            advantage[index, completion] = sample.advantage
             rollout_logprobs = sample.completion.logprobs
             logprobs[index, completion] = np.nan if rollout_logprobs is None else rollout_logprobs
             tokens.append(float(mask[index, start:end].sum()))

@@ -9,12 +9,31 @@ import numpy as np
 from megalith.config import RlConfig
 from megalith.rl.advantages import ZERO_STD, Advantages, compute_advantages
 from megalith.rl.rollouts import PromptGroup, RatedCompletion
+from megalith.rl.turn_advantages import token_advantages, turn_advantages
 
 
 def batch_advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return compute_advantages(rl, rewards, lengths)
+
+
+def batch_token_advantages(
+    rl: RlConfig, groups: Sequence[PromptGroup], advantages: Advantages
+) -> list[list[float | np.ndarray]]:
+    """Return each completion's advantage, by group: of all its tokens, or float64 [tokens] by turn."""
+    values: list[list[float | np.ndarray]] = advantages.values.tolist()
+    if rl.advantage_level == "trajectory":
+        return values
+    lengths = np.array([[len(one.ids) for one in group.completions] for group in groups])
+    by_turn = turn_advantages(rl, groups, advantages.rewards, lengths)
+    return [
+        [
+            value if turns is None else token_advantages(one, turns)
+            for one, value, turns in zip(group.completions, *row)
+        ]
+        for group, *row in zip(groups, values, by_turn)
+    ]
 
 
 def absent_rewards(names: Sequence[str], groups: Sequence[PromptGroup]) -> list[str]:

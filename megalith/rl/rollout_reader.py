@@ -95,7 +95,7 @@ class RolloutFiles:
         self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
         """Entries of the groups, in order: file index, line number, prompt tokens, prompt id, and per completion the
         number of tokens, rewards, whether it is truncated, whether it has log-probabilities, its segments, the tokens
-        of its own prompt, and the same of its branches.
+        of its own prompt, the same of its branches, and its rewards by turn.
         """
         _require_groups(self.entries, paths)
         self.rewards: list[str] = header["rewards"]
@@ -118,7 +118,7 @@ class RolloutFiles:
         def completion(
             fields: Sequence[Any], find: Callable[[PromptGroup], RatedCompletion]
         ) -> RatedCompletion:
-            tokens, rewards, truncated, has_logprobs, segments, own_prompt, branches = fields
+            tokens, rewards, truncated, has_logprobs, segments, own_prompt, branches, turn_rewards = fields
 
             def lazy(length: int, array: str) -> LazyArray:
                 return LazyArray(length, lambda: getattr(find(parse()), array))
@@ -130,6 +130,7 @@ class RolloutFiles:
                 truncated=truncated,
                 segments=segments and tuple(segments),
                 prompt_ids=None if own_prompt is None else lazy(own_prompt, "prompt_ids"),
+                turn_rewards=turn_rewards,
                 branches=[
                     completion(one, lambda group, n=n: find(group).branches[n])
                     for n, one in enumerate(branches)
@@ -169,6 +170,7 @@ def _sample_entry(one: RatedCompletion) -> list[Any]:
         one.segments,
         own_prompt,
         list(map(_sample_entry, one.branches)),
+        list(one.turn_rewards),
     ]
 
 
@@ -308,6 +310,7 @@ class _Reader:
             prompt_ids=own_prompt,
             messages=messages,
             branches=branches,
+            turn_rewards=_turn_rewards(at, sample.get("turn_rewards")),
         )
 
     def _branches(self, at: str, sample: dict[str, Any], prompt_tokens: int) -> list[RatedCompletion]:
@@ -378,6 +381,15 @@ def _floats(at: str, key: str, value: Any, count: int) -> np.ndarray:
     if np.isinf(array).any():
         raise DataError(f"{at} has an infinite number in {key}; use null for a missing value")
     return array
+
+
+def _turn_rewards(at: str, value: Any) -> list[float]:
+    if value is None:
+        return []
+    rewards = _floats(at, "turn_rewards", value, len(value) if isinstance(value, list) else 0)
+    if np.isnan(rewards).any():
+        raise DataError(f"{at} has a null among its turn_rewards; give one number per turn")
+    return rewards.tolist()
 
 
 def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:

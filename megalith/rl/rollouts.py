@@ -14,7 +14,8 @@ tokenized differently.
 
 A sample of several turns also has `segments` (segments.py), `messages`, its transcript for readers, and `prompt_ids` if
 its prompt differs from the group's. Log-probabilities of tokens that the model did not sample are null. A session of an
-agent may have `branches`, further samples without rewards, which get the sample's advantage.
+agent may have `branches`, further samples without rewards, which get the sample's advantage. `turn_rewards` are an
+environment's for each step, whose discounted sum is the last reward.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class RatedCompletion:
     branches: Sequence[
         RatedCompletion
     ] = ()  # other conversations of an agent's session, with the same advantage
+    turn_rewards: Sequence[float] = ()  # an environment's reward for each step, which its reward sums up
 
     @property
     def sampled(self) -> np.ndarray | bool:
@@ -158,6 +160,8 @@ def _sample_record(completion: RatedCompletion) -> dict[str, Any]:
         sample["prompt_ids"] = completion.prompt_ids.tolist()
     if completion.messages is not None:
         sample["messages"] = completion.messages
+    if completion.turn_rewards:
+        sample["turn_rewards"] = list(completion.turn_rewards)
     return sample
 
 

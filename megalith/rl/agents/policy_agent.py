@@ -346,9 +346,11 @@ class PolicyAgent:
             result = results.get(one.slot, {})
             one.is_lost = "done" not in result
             if one.is_lost:
-                one.reward, added[one.slot] = None, None
+                one.reward, one.turn_rewards, added[one.slot] = None, [], None
                 continue
-            one.reward = (one.reward or 0.0) + result["reward"]
+            discount = self._rl.step_discount ** len(one.turn_rewards)
+            one.turn_rewards.append(result["reward"])
+            one.reward = (one.reward or 0.0) + discount * result["reward"]
             is_done = result["done"] or self._is_last_turn(one)
             added[one.slot] = None if is_done else result["messages"]
         return added

@@ -41,6 +41,7 @@ class Trajectory:
     is_lost: bool = False  # its environment hung, crashed or raised
     is_rewritten: bool = False  # the template would render its history differently
     reward: float | None = None  # the environment's or the agent's
+    turn_rewards: list[float] = field(default_factory=list)  # the environment's for each step
     branches: list[Trajectory] = field(
         default_factory=list
     )  # other conversations of its session (agent_session.py)

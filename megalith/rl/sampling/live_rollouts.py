@@ -195,6 +195,7 @@ class LiveRollouts:
                 }
                 if one.messages is not None:
                     line |= {"messages": one.messages, "segments": list(one.segments or ())}
+                    line |= {"turn_rewards": list(one.turn_rewards)} if one.turn_rewards else {}
                 line |= {prefixed(name, line): value for name, value in one.extra.items()}
                 self._completions.write(json.dumps(line))
                 if to_print > 0:

@@ -58,6 +58,8 @@ class Sampled:
     environment_reward: float | None = None
     branches: list[list[Any]] = field(default_factory=list)
     """Other conversations of its session, as fields of Sampled."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """The environment's reward for each step."""
 
     def extended(self, more: Sampled) -> Sampled:
         ids, logprobs = self.ids + more.ids, self.logprobs + more.logprobs
@@ -87,6 +89,7 @@ class Sampled:
                 ]
                 for each in one.branches
             ],
+            turn_rewards=one.turn_rewards,
         )
 
     @property
@@ -120,6 +123,7 @@ class Sampled:
             None if self.prompt_ids is None else np.array(self.prompt_ids),
             self.messages,
             [replace(Sampled(*fields), rewards=self.rewards).rated() for fields in self.branches],
+            self.turn_rewards,
         )
 
 
