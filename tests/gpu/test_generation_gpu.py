@@ -6,7 +6,8 @@ from generation.brief_training import chains, scored, trained_model
 
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
-from megalith.generation.requests import Sampling
+from megalith.generation.live_engine import LiveEngine, LiveRequest
+from megalith.generation.requests import MAX_GENERATIONS, Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
 from megalith.ops.attention_core import cached_attention, visible_positions
@@ -170,3 +171,43 @@ def test_two_tensor_parallel_ranks_sample_the_tokens_of_one():
         pool.close()
     assert first == second
     assert sum(a.ids == b.ids for a, b in zip(alone, first)) >= len(alone) - 1
+
+
+def test_requests_at_any_time_get_the_tokens_of_a_batch_call():
+    """By CUDA graphs with and without filters, with settings per row, and with a request that is cancelled."""
+    model, _ = trained_model(steps=24, device="cuda")
+    kinds = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0)]
+    settings = [kinds[number % 4] for number in range(len(PROMPTS))]
+    engine, expected = engine_for(model, max_rows=4, max_tokens=128), []
+    for number, (prompt, one) in enumerate(zip(PROMPTS, settings)):
+        (done,) = engine.generate([prompt], Sampling(40, *one, seed=4, stop=(3,)), keys=[number])
+        expected.append((done.ids, done.logprobs))
+    live = LiveEngine(engine, stop=(3,))
+    results, left = [([], []) for _ in PROMPTS], set(range(len(PROMPTS)))
+
+    def callback(number):
+        def on_tokens(ids, logprobs, reason):
+            results[number][0].extend(ids)
+            results[number][1].extend(logprobs)
+            if reason is not None:
+                left.remove(number)
+                if number == 0:
+                    submit(range(2, len(PROMPTS)))
+                    live.cancel(endless)
+                if not left:
+                    live.close()
+
+        return on_tokens
+
+    def submit(numbers):
+        for number in numbers:
+            request = LiveRequest(
+                PROMPTS[number], 40, *settings[number], seed=4, key=number * MAX_GENERATIONS
+            )
+            live.submit([request], [callback(number)])
+
+    (endless,) = live.submit([LiveRequest([5, 6], 120, ignores_stop=True)], [lambda *event: None])
+    submit(range(2))
+    live.run()
+    for (ids, logprobs), (their_ids, their_logprobs) in zip(results, expected, strict=True):
+        assert ids == their_ids and logprobs == pytest.approx(their_logprobs, abs=1e-3)
