@@ -36,7 +36,7 @@ LATENT = dict(SHAPE, ffn_hidden_size=48, position_embedding_type="rope", swiglu=
               v_head_dim=6, untie_embeddings_and_output_weights=True)  # fmt: skip
 MODELS = {
     "gpt": ModelConfig(**SHAPE),
-    "llama": ModelConfig(**LLAMA, qk_layernorm=True, rope_scaling={"type": "llama3"}),
+    "llama": ModelConfig(**LLAMA, qk_layernorm=True, rope_scaling={"type": "llama3", "factor": 4.0}),
     "experts": ModelConfig(**EXPERTS, moe_shared_expert_gate=True),
     "some experts": ModelConfig(
         **EXPERTS, moe_layer_freq=2, moe_grouped_gemm=True, moe_router_score_function="sigmoid",

@@ -15,7 +15,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data.nonfinite_gradients import watch_nonfinite_gradients
+from megalith.parallel.data.nonfinite_gradients import NonfiniteGradients, watch_nonfinite_gradients
 from megalith.training.run_state import Run
 
 SKIPPED_STEP = 4
@@ -83,6 +83,14 @@ def test_every_parameter_is_watched():
     with watch_nonfinite_gradients([model]) as watched:
         (model(ids, labels=ids) * math.nan).backward()
         assert set(watched.names()) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_gradient_that_was_not_finite_in_an_earlier_micro_batch_stays_so():
+    gradients = NonfiniteGradients()
+    for values in ([1.0, math.nan], [1.0, 2.0]):
+        gradients.record("weight", torch.tensor(values))
+    gradients.record("bias", torch.ones(2))
+    assert gradients.names() == ["weight"]
 
 
 @pytest.mark.fault(13)

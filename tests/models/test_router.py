@@ -263,7 +263,14 @@ def test_the_bias_moves_towards_experts_with_few_tokens_unless_the_step_is_skipp
 
 @pytest.mark.parametrize(
     ("tokens", "factor", "capacity"),
-    [(10, 1.0, 3), (10, 1.25, 4), (10, 0.9, 3), (12, 1.0, 3), (10, 100.0, 10)],  # a share of 2.5, of 3
+    [
+        (10, 1.0, 3),
+        (10, 1.25, 4),
+        (10, 2.0, 5),
+        (10, 0.9, 3),
+        (12, 1.0, 3),
+        (10, 100.0, 10),
+    ],  # a share of 2.5, of 3
 )
 def test_a_share_of_the_tokens_is_rounded_up_only_after_the_factor(tokens, factor, capacity):
     router = router_of(moe_expert_capacity_factor=factor)

@@ -10,8 +10,11 @@ from megalith.config.presets import PRESETS
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.inputs import TokenInputs
+from megalith.models.layer import TransformerLayer
+from megalith.models.norm import HeadNorms, HeadsNorm
 from megalith.models.transformer import Transformer
 from megalith.ops.activation import ACTIVATIONS
+from megalith.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT
 
 VOCAB, LONGEST = 61, 32
 FAMILIES = {"gpt": "tiny-gpt", "llama": "tiny-llama", "qwen": "tiny-qwen"}
@@ -232,3 +235,27 @@ def test_a_softmax_off_by_one_is_one_with_a_learned_score_of_nothing_at_0():
     ids = torch.arange(12)[None] % 7
     assert len(weights) == len(learned.layers) and torch.equal(off(ids), learned(ids))
     assert (off(ids) - plain(ids)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [HeadsNorm, HeadNorms])
+def test_zero_centred_weights_of_norms_of_heads_are_shifted_by_one(kind):
+    plain = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=8)
+    norms = [kind(plain.model_copy(update={"layernorm_zero_centered_gamma": c}), 2) for c in (False, True)]
+    with torch.no_grad():
+        norms[0].weight.normal_(1.0, 0.1)
+        norms[1].weight.copy_(norms[0].weight - 1)
+    x = torch.randn(2, 3, 2, 8)
+    torch.testing.assert_close(norms[1](x), norms[0](x))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"parallel_attn_mlp": True}, {"num_experts": 2, "moe_ffn_hidden_size": 8}], ids=str
+)
+def test_each_branch_of_a_layer_has_a_dropout_mask_of_its_own(monkeypatch, settings):
+    sites = []
+    monkeypatch.setattr(TransformerLayer, "dropout_mask", lambda layer, context, site: sites.append(site))
+    sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=8, max_position_embeddings=4)
+    model = Transformer(ModelConfig(**sizes, **settings))
+    initialize(model, model.config, seed=1)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert sorted(sites) == sorted((ATTENTION_OUTPUT, MLP_OUTPUT))
