@@ -18,6 +18,7 @@
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
+#   make mutants  plants the one-line faults of tests/mutants.toml in a copy, checks that the tests notice them: an hour on two cores
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest tests $(SPREAD)
 # The tests start hundreds of processes, of which none should compile what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults sizes accuracy pictures llms recipes lint dist workflows clean
+.PHONY: setup lock train test test-quick test-all test-site test-docs test-install test-minimum types docs docs-serve megatron-core cluster-models accelerate-example faults mutants sizes accuracy pictures llms recipes lint dist workflows clean
 
 setup: $(READY)
 
@@ -200,6 +201,9 @@ accelerate-example: $(TRANSFORMERS_4)/transformers
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
+
+mutants: $(READY)
+	$(BIN)/python tests/mutation_trials.py --resume $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) $(DOCS) $(TYPES) $(MINIMUM) build $(MEGATRON) $(MEGATRON_NEWEST) $(CLUSTER_MODELS) data runs

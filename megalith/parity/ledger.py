@@ -7,6 +7,7 @@ exits with status 1 if any case failed. `--write` writes docs/correctness.md fro
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from megalith.errors import ConfigError, did_you_mean
 ROOT = Path(megalith.__file__).parents[1]
 TABLE = Path("tests/ledger.toml")
 PAGE = Path("docs/correctness.md")
+MUTANTS, SCORE = Path("tests/mutants.toml"), Path("tests/mutants.json")  # see tests/mutation_trials.py
 NO_SUCH_TEST = re.compile(r"^ERROR: not found: (\S+)$", re.MULTILINE)
 
 
@@ -198,7 +200,7 @@ def format_results(reports: Sequence[PublicReport], results: Mapping[str, CaseRe
     return "\n".join([*lines, f"{len(reports)} reports, {len(reports) - failed} held, {failed} failed"])
 
 
-def page(ledger: Ledger) -> str:
+def page(ledger: Ledger, root: Path = ROOT) -> str:
     """Return docs/correctness.md."""
     reports = ledger.reports
     planted = sum(bool(report.planted) for report in reports)
@@ -249,9 +251,63 @@ def page(ledger: Ledger) -> str:
     )
     for difference in ledger.differences:
         lines += ["", *_wrapped(f"**{difference.title}.** {difference.text} Bounded by {difference.bound}.")]
+    lines += mutant_section(root)
     lines += ["", "## Not covered", "", "| Report | Symptom | Reason |", "|---|---|---|"]
     lines += [f"| [{row.name}]({row.url}) | {row.symptom} | {row.reason} |" for row in ledger.uncovered]
     return "\n".join(lines) + "\n"
+
+
+def mutant_section(root: Path) -> list[str]:
+    """Return the page's section on planted faults, from the table of faults and the stored results."""
+    rows = tomllib.loads((root / MUTANTS).read_text(encoding="utf-8"))["mutant"]
+    score = json.loads((root / SCORE).read_text(encoding="utf-8"))
+    noticed_by = score["noticed_by"]
+    names = [f"{row['file']}: {row['fault']}" for row in rows]
+    counts: dict[str, list[int]] = {}
+    for row, name in zip(rows, names):
+        if name in noticed_by:
+            room = counts.setdefault(row["file"].partition("/")[0], [0, 0])
+            room[0] += 1
+            room[1] += bool(noticed_by[name])
+    ran, noticed = (sum(count[column] for count in counts.values()) for column in (0, 1))
+    missing = len(names) - ran
+    lines = [
+        "",
+        "## Faults planted in the package",
+        "",
+        *_wrapped(
+            f"`tests/mutants.toml` lists {len(rows)} one-line faults of the kinds that engineers make: a missing "
+            "all-reduce, a wrong group, an index off by one, a dropped mask, a wrong sign, a stale cache. Each row "
+            "names the tests of the neighbourhood that have to notice it, all part of `make test`. `make mutants` "
+            "plants the faults one by one in a copy of the tree and runs those tests. It continues an interrupted run; "
+            "remove `build/mutants.jsonl` to begin again."
+        ),
+        "",
+        "```bash",
+        "make mutants  # needs an hour on two cores; MUTANTS='--sample 20 --seed 1' plants some",
+        "```",
+        "",
+        *_wrapped(
+            f"On {score['date']}, {noticed} of {ran} planted faults were noticed, {noticed / max(ran, 1):.1%}."
+            + (
+                f" {missing} of the table have not been planted since they were added or changed."
+                if missing
+                else ""
+            )
+        ),
+        "",
+        "| Room | Faults | Noticed |",
+        "|---|---|---|",
+        *(f"| `{room}` | {count} | {seen} |" for room, (count, seen) in sorted(counts.items())),
+    ]
+    survivors = [(row, name) for row, name in zip(rows, names) if noticed_by.get(name) == ""]
+    if survivors:
+        lines += ["", "Not noticed:", ""]
+        lines += [
+            f"- `{row['file']}`: {row['fault']}. {row.get('survives', 'No cheap test shows it.')}"
+            for row, _ in survivors
+        ]
+    return lines
 
 
 def _wrapped(text: str) -> list[str]:
