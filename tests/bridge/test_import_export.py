@@ -213,6 +213,14 @@ def test_the_certificate_says_what_was_compared(hf_folder: Folder, tmp_path: Pat
     assert 0 < certificate["logits"]["largest_difference"] <= certificate["logits"]["bound"]
 
 
+def test_a_certificate_of_a_family_that_shares_a_class_compares_with_transformers(
+    hf_folder: Folder, tmp_path: Path
+) -> None:
+    step = import_hf(hf_folder("exaone, biases"), tmp_path / "run")
+    certificate = json.loads(certify(step, hf_folder("exaone, biases"), tmp_path / "run").read_text())
+    assert certificate["passed"] and certificate["logits"]["against"] == "transformers"
+
+
 def test_the_certificate_of_another_model_names_its_tensors_and_is_refused(
     hf_folder: Folder, tmp_path: Path
 ) -> None:

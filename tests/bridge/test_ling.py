@@ -12,6 +12,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
 from megalith.bridge.settings import differences
+from megalith.bridge.verify import certify
 from megalith.errors import ConfigError
 
 LING = "BailingMoeV2ForCausalLM"
@@ -48,6 +49,8 @@ def test_ling_computes_what_sarvam_does_and_is_written_as_it_was_read(tmp_path: 
     with torch.no_grad():
         expected, logits = reference(ids).logits, megalith.load(tmp_path / "run")(ids)
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    certificate = json.loads(certify(tmp_path / "run", tmp_path / "hf", tmp_path / "run").read_text())
+    assert certificate["passed"] and certificate["logits"]["against"] == "megalith"
     out = export_hf(tmp_path / "run", tmp_path / "out", show_progress=False).path
     assert json.loads((out / "config.json").read_text()) == theirs
     assert (out / "model.safetensors").stat().st_size == (tmp_path / "hf/model.safetensors").stat().st_size
