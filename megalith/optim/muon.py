@@ -1,9 +1,12 @@
 """Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of layers, another optimizer for the rest.
 
 The update of a matrix is its Nesterov momentum after a Newton-Schulz iteration (newton_schulz.py), which brings all
-singular values close to 1. It depends on the whole matrix, so each rank gathers the momentum of one matrix at a time,
-orthogonalizes it, and keeps its shard of the result. The matrices of a fused weight (query, key and value; gate and up)
-are orthogonalized separately, and so is each expert's; with `muon_split_heads` also each attention head's.
+singular values close to 1. It depends on the whole matrix. Of the ranks that shard a matrix, one owns it: the others
+send it their shards of the momentum, in the dtype of the iteration, and it returns their shards of the result. Matrices
+are collected in rounds, and the next round is sent while one is orthogonalized.
+
+The matrices of a fused weight (query, key and value; gate and up) are orthogonalized separately, and so is each
+expert's; with `muon_split_heads` also each attention head's.
 
 `muon_scale_mode` scales updates by the shape of the matrix. By default their RMS is about that of AdamW's updates, so
 that both use the same learning rate and weight decay (Liu et al. 2025).
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +39,24 @@ SCALES = {  # of a matrix [rows, columns], by muon_scale_mode
 """Factor for a matrix [rows, columns], by muon_scale_mode."""
 
 
+ROUND_ELEMENTS = 2**27
+"""Elements of the matrices that a rank owns in one round, about."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Matrices on their way to their owners."""
+
+    pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]
+    """Parameters with their groups."""
+    momenta: Sequence[Tensor]
+    """New momentum of each."""
+    updates: Any
+    """Collection of the matrices to orthogonalize."""
+    squares: Any
+    """Collection of NorMuon's second moments; None without."""
+
+
 class Muon(FunctionalOptimizer):
     """Muon for matrices, with the state `momentum_buffer` and, for NorMuon, `row_var`. `step` is a collective call."""
 
@@ -52,20 +74,90 @@ class Muon(FunctionalOptimizer):
     def update(
         self, item: TrainedParameter, gradient: Tensor, state: State, group: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        config, placement, lr = self.config, item.placement, group["lr"]
-        momentum = state["momentum_buffer"].lerp(gradient, 1 - config.muon_momentum)
-        update = gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
-        changes = {"momentum_buffer": momentum}
-        whole = placement.gather(update)
+        momentum, update = self._momentum(gradient, state)
+        result, squares = self._orthogonalize(update, state.get("row_var"), item)
+        changes = {"momentum_buffer": momentum} | ({} if squares is None else {"row_var": squares})
+        return _stepped(item, group, result), changes
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        rounds = self._rounds()
+        shared = {parameter for each in rounds for _, parameter in each}
+        gradients = {parameter: parameter.grad for parameter in shared}
+        for parameter in shared:
+            parameter.grad = None  # hides it from the base class
+        super().step()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        following = self._start(rounds[0]) if rounds else None
+        for number in range(len(rounds)):
+            current = following
+            following = self._start(rounds[number + 1]) if number + 1 < len(rounds) else None
+            self._finish(current)
+
+    def _rounds(self) -> list[list[tuple[dict[str, Any], torch.nn.Parameter]]]:
+        """Return the sharded parameters with a gradient and their groups, in lists that are collected together."""
+        rounds, latest = [], {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                placement = self._items[parameter].placement
+                if parameter.grad is None or placement.shared is None or placement.shared.ranks == 1:
+                    continue
+                key, size = placement.shared.key, math.prod(placement.shape) // placement.shared.ranks
+                if key not in latest or latest[key][1] + size > ROUND_ELEMENTS:
+                    latest[key] = [], 0
+                    rounds.append(latest[key][0])
+                latest[key][0].append((group, parameter))
+                latest[key] = latest[key][0], latest[key][1] + size
+        return rounds
+
+    def _start(self, pairs: Sequence[tuple[dict[str, Any], torch.nn.Parameter]]) -> _Round:
+        """Compute the momentum of a round's parameters and send it to the owners."""
+        items = [self._items[parameter] for _, parameter in pairs]
+        moved = [
+            self._momentum(parameter.grad / self.grad_scale, self.state[parameter]) for _, parameter in pairs
+        ]
+        matrices = [item.placement.shared for item in items]
+        costs = [_cost(item) for item in items]
+        collect = items[0].placement.collect
+        updates = collect(matrices, [update.to(self._dtype) for _, update in moved], costs)
         squares = None
-        if "row_var" in state:
-            squares = placement.gather(state["row_var"].expand_as(update))[..., :1]
-        whole, squares = self._orthogonalize(whole, squares, item)
-        if squares is not None:
-            local = placement.shard(squares.expand_as(whole))[..., :1]
-            changes["row_var"] = local if local.shape[-1] else state["row_var"]
-        value = item.parameter * (1 - lr * group["weight_decay"]) - lr * placement.shard(whole)
-        return value, changes
+        if self.config.muon_moment2_method == "normuon":
+            expanded = [
+                self.state[parameter]["row_var"].expand_as(parameter).contiguous() for _, parameter in pairs
+            ]
+            squares = collect(matrices, expanded, costs)
+        return _Round(pairs, [momentum for momentum, _ in moved], updates, squares)
+
+    def _finish(self, this: _Round) -> None:
+        """Orthogonalize this rank's matrices of a round, send the results back, and update the parameters."""
+        skip, results, means = self.found_inf > 0, {}, {}
+        wholes = this.updates.wait()
+        squares = None if this.squares is None else this.squares.wait()
+        for position, whole in wholes.items():
+            item = self._items[this.pairs[position][1]]
+            before = None if squares is None else squares[position][..., :1]
+            results[position], mean = self._orthogonalize(whole, before, item)
+            if mean is not None:
+                means[position] = mean.expand_as(whole)
+        local_means = None if this.squares is None else this.squares.scatter(means)
+        for position, result in enumerate(this.updates.scatter(results)):
+            group, parameter = this.pairs[position]
+            state = self.state[parameter]
+            value = _stepped(self._items[parameter], group, result)
+            parameter.copy_(torch.where(skip, parameter, value))
+            momentum = state["momentum_buffer"]
+            momentum.copy_(torch.where(skip, momentum, this.momenta[position]))
+            if local_means is not None and local_means[position].numel():
+                row_var = state["row_var"]
+                row_var.copy_(torch.where(skip, row_var, local_means[position][..., :1]))
+
+    def _momentum(self, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Return the new momentum and the matrix to orthogonalize."""
+        config = self.config
+        momentum = state["momentum_buffer"].lerp(gradient, 1 - config.muon_momentum)
+        return momentum, gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
 
     def _orthogonalize(
         self, weight: Tensor, squares: Tensor | None, item: TrainedParameter
@@ -109,6 +201,17 @@ class Muon(FunctionalOptimizer):
         if config.muon_split_heads and placement.heads is not None:
             return sizes, placement.heads
         return sizes, (None,) * len(sizes)
+
+
+def _stepped(item: TrainedParameter, group: Mapping[str, Any], update: Tensor) -> Tensor:
+    """Return a parameter's value after a step."""
+    return item.parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+
+
+def _cost(item: TrainedParameter) -> float:
+    """Return the multiplications of a Newton-Schulz step, as far as they depend on the shape."""
+    *_, rows, columns = item.placement.shape
+    return rows * columns * min(rows, columns)
 
 
 def _with_orthogonal_norm(x: Tensor) -> Tensor:

@@ -44,6 +44,12 @@ class Placement:
     sum: Callable[[Tensor, Collection[int]], Tensor] = lambda tensor, dims: tensor
     """Function from a tensor to its sum over the ranks that shard one of the parameter's dimensions `dims`. Collective,
     like `gather`."""
+    shared: Any = None
+    """Sharding of a matrix over ranks, with `key`, equal for matrices that are collected together, and `ranks`. None:
+    one rank has the whole, or the parameter is no matrix."""
+    collect: Callable[[Sequence[Any], Sequence[Tensor], Sequence[float]], Any] | None = None
+    """Function from the `shared` of several matrices, their shards and costs to a collection of the matrices on their
+    owners (parallel/owners.py)."""
     matrices: Sequence[int] | None = None
     """Matrices fused into a layer's weight [rows, columns] or [experts, rows, columns], as the numbers of rows at which
     they alternate: (rows,) for a single matrix, (1, 1) for two that alternate row by row. None: not a matrix of a

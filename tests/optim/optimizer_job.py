@@ -1,10 +1,15 @@
 """A short run with an optimizer, in any layout: its losses, saved after the first step and loaded from another's."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 import megalith
+from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
+from megalith.optim import muon
+from megalith.optim.newton_schulz import orthogonalized
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.check import LAYOUTS
 
@@ -69,6 +74,22 @@ def losses(config: RunConfig, save: str | None = None, load: str | None = None) 
         if save and step == 0:
             megalith.save_checkpoint(save, optimizer, 1)
     return [*found, norm, held_out_loss(optimizer)]
+
+
+def orthogonalized_shapes(config: RunConfig) -> list[list[tuple[int, ...]]]:
+    """Shapes of the matrices that each rank orthogonalizes in a step."""
+    optimizer, shapes = started(config), []
+    count = BATCH // 2 // optimizer.model.mesh.dp.size
+    loader = batches(optimizer, 0, 1, seed=0)
+    optimizer.model.backward([next(loader) for _ in range(count)])
+
+    def record(matrix, *args):
+        shapes.append(tuple(matrix.shape))
+        return orthogonalized(matrix, *args)
+
+    with mock.patch.object(muon, "orthogonalized", record):
+        optimizer.step()
+    return gather_json(shapes, optimizer.model.mesh.world)
 
 
 def outcomes(

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, outcomes
+from optimizer_job import EXPERTS, GATED, LATENT, configuration, losses, orthogonalized_shapes, outcomes
 
 import megalith
 from megalith.config import OptimConfig, RunConfig
@@ -13,6 +13,7 @@ from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.newton_schulz import COEFFICIENTS, iterations, orthogonalized
 from megalith.optim.optimizer import Placement, check_optimizer, decay_groups
+from megalith.parallel.owners import assign
 from megalith.parity.differences import relative_error
 
 
@@ -228,6 +229,19 @@ def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, 
             assert relative_error(resumed, one[1:]) < 1e-5, layout
     for number, layout in enumerate(layouts):
         assert relative_error(losses(config, load=str(tmp_path / str(number))), one[1:]) < 1e-5, layout
+
+
+def test_ranks_that_share_matrices_orthogonalize_each_once_and_about_equally(pool):
+    (one,) = orthogonalized_shapes(configuration("", GATED, optimizer="muon"))
+    for by_rank in pool.run(orthogonalized_shapes, configuration("tp2-dp2-zero2", GATED, optimizer="muon")):
+        shapes = [tuple(shape) for rank in by_rank for shape in rank]
+        assert sorted(shapes) == sorted(one)
+        assert [len(rank) for rank in by_rank] == pytest.approx([len(one) / 4] * 4, abs=2)
+
+
+def test_owners_have_about_equal_costs():
+    assert assign([1, 8, 4, 3, 2], 2) == [0, 0, 1, 1, 1]
+    assert assign([], 3) == []
 
 
 def test_an_optimizer_of_ones_own_is_named_in_the_configuration():
