@@ -277,12 +277,13 @@ def test_optimizers_are_compared(bench):
     heading, _, *rows = bench(
         "optimizers", "--steps", 3, "--only", "lion", "normuon", "--factors", 1, 2, "--", *words
     ).splitlines()
-    assert heading == "| optimizer | lr | bytes of state per parameter | update, ms | loss |"
+    assert heading == "| optimizer | lr | bytes of state per parameter | update, ms | share, % | loss |"
     cells = [row.strip("| ").split(" | ") for row in rows]
     assert [(name, lr) for name, lr, *_ in cells] == [
         ("lion", "0.0005"), ("lion", "0.001"), ("normuon", "0.003"), ("normuon", "0.006"),
     ]  # fmt: skip
-    assert all(float(size) > 3.9 and float(ms) > 0 and float(loss) > 0 for *_, size, ms, loss in cells)
+    for *_, size, ms, share, loss in cells:
+        assert float(size) > 3.9 and float(ms) > 0 and 0 < float(share) < 100 and float(loss) > 0
     assert float(cells[0][2]) == 4
 
 

@@ -3,10 +3,13 @@
     megalith bench optimizers                                    a Transformer of 0.5M parameters, 100 steps
     megalith bench optimizers --factors 0.3 1 3                  also at other learning rates
     megalith bench optimizers --steps 50 --only muon lion model.hidden_size=256
+    torchrun --nproc-per-node 4 -m megalith.bench.optimizer_speed --steps 8 --only adamw muon -- \
+        model.preset=llama3-8b data.seq_length=8192 train.global_batch_size=32 train.micro_batch_size=1 \
+        train.precision=bf16 runtime.compile=true parallel.data_parallel_sharding_strategy=optim_grads_params
 
 Every optimizer trains the same model on the same samples with a short warm-up and a constant rate from the table RATES.
-The time is that of the update without the passes, the median of all steps. Schedule-free AdamW's loss is that of its
-averaged weights. The table is in docs/optimizers.md.
+The time is that of the update without the passes, the median of all steps; its share is that of the step. Schedule-free
+AdamW's loss is that of its averaged weights. The table is in docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.data.loader import Loader
 from megalith.data.mock_datasets import MockDataset
-from megalith.hardware import pick_device
+from megalith.launch.launcher import this_process
 from megalith.optim.moments import Moment
 from megalith.optim.schedule import build_schedule
-from megalith.parallel.mesh import build_mesh
+from megalith.parallel.mesh import Mesh
 from megalith.training.build import resolve_config
-from megalith.training.custom_loop import Optimizer, parallelize
+from megalith.training.custom_loop import Optimizer, init_mesh, parallelize
 
 RATES = {
     "adamw": 3e-3,
@@ -65,6 +68,8 @@ DEFAULTS = {
     "optim.adam_beta2": 0.95,
     "runtime.compile": False,
 }
+SHAPE = [path for path in DEFAULTS if path.startswith("model.") and not path.endswith("dropout")]
+"""Defaults that a preset replaces."""
 HELD_OUT = 8  # batches
 
 
@@ -78,6 +83,8 @@ class Row:
     """Bytes of state per parameter."""
     milliseconds: float
     """Median time of an update."""
+    share: float
+    """Fraction of the step's time that is the update's."""
     loss: float
     """Mean loss on held-out samples after training."""
 
@@ -95,19 +102,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     args = parser.parse_args(arguments)
     base = RunConfig.load(None, args.settings)
-    unset = {path: value for path, value in DEFAULTS.items() if not is_set(base, path)}
-    print("| optimizer | lr | bytes of state per parameter | update, ms | loss |\n|---|---|---|---|---|")
+    unset = {
+        path: value
+        for path, value in DEFAULTS.items()
+        if not is_set(base, path) and (base.model.preset is None or path not in SHAPE)
+    }
+    base = resolve_config(base.with_settings(unset), None)
+    has_experts = base.model.num_experts is not None
+    mesh, device = init_mesh(base.parallel, base.runtime.device, has_experts=has_experts)
+    is_first = this_process().is_first
+    if is_first:
+        print("| optimizer | lr | bytes of state per parameter | update, ms | share, % | loss |")
+        print("|---|---|---|---|---|---|")
     for name in args.only:
         for factor in args.factors:
-            row = measure(base.with_settings(unset), name, args.steps, factor * RATES[name])
-            print(
-                f"| {row.name} | {row.lr:g} | {row.state_bytes:.2f} | {row.milliseconds:.1f} | {row.loss:.3f} |",
-                flush=True,
-            )
+            row = measure(base, mesh, device, name, args.steps, factor * RATES[name])
+            cells = [row.name, f"{row.lr:g}", f"{row.state_bytes:.2f}", f"{row.milliseconds:.1f}"]
+            cells += [f"{100 * row.share:.1f}", f"{row.loss:.3f}"]
+            if is_first:
+                print(f"| {' | '.join(cells)} |", flush=True)
     return 0
 
 
-def measure(config: RunConfig, name: str, steps: int, lr: float) -> Row:
+def measure(config: RunConfig, mesh: Mesh, device: torch.device, name: str, steps: int, lr: float) -> Row:
     """Train with the optimizer `name` of RATES for some steps and return its results."""
     settings = {
         "optim.optimizer": "muon" if name == "normuon" else name,
@@ -116,21 +133,26 @@ def measure(config: RunConfig, name: str, steps: int, lr: float) -> Row:
         "optim.lr_warmup_iters": max(steps // 10, 1),
         "train.train_iters": steps,
     }
-    config = resolve_config(config.with_settings(settings), None)
-    device = pick_device(config.runtime.device, 0)
-    mesh = build_mesh(config.parallel, 1, device.type, has_experts=config.model.num_experts is not None)
+    config = config.with_settings(settings)
     optimizer = Optimizer(parallelize(config, mesh, device), config.optim, config.train.precision)
     schedule, batch = build_schedule(config.optim, config.train), config.train.global_batch_size
-    times = []
-    for step, micro_batch in enumerate(_batches(config, steps, seed=0)):
-        optimizer.model.backward([micro_batch], loss_scale=optimizer.loss_scale.scale)
+    count = batch // (config.train.micro_batch_size * mesh.dp.size)
+    loader, times, steps_ms = _batches(config, mesh, steps, seed=0), [], []
+    for step in range(steps):
+        micro_batches = [next(loader) for _ in range(count)]
+        synchronize(device)
+        begin = time.perf_counter()
+        optimizer.model.backward(micro_batches, loss_scale=optimizer.loss_scale.scale)
         synchronize(device)
         start = time.perf_counter()
         optimizer.step(schedule.learning_rate(step, step * batch))
         synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
+        end = time.perf_counter()
+        times.append(1e3 * (end - start))
+        steps_ms.append(1e3 * (end - begin))
     with optimizer.averaged_weights():
-        sums = [optimizer.model.evaluate([each]) for each in _batches(config, HELD_OUT, seed=1)]
+        held_out = _batches(config, mesh, HELD_OUT, seed=1)
+        sums = [optimizer.model.evaluate([next(held_out) for _ in range(count)]) for _ in range(HELD_OUT)]
     loss = sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
     parameters = sum(parameter.numel() for _, parameter in optimizer.model.parameters.named)
     return Row(
@@ -138,15 +160,23 @@ def measure(config: RunConfig, name: str, steps: int, lr: float) -> Row:
         lr,
         _state_bytes(optimizer.optimizer) / parameters,
         statistics.median(times),
+        statistics.median(times) / statistics.median(steps_ms),
         loss.item(),
     )
 
 
-def _batches(config: RunConfig, count: int, seed: int) -> Iterator[Batch]:
+def _batches(config: RunConfig, mesh: Mesh, count: int, seed: int) -> Iterator[Batch]:
     size, length = config.train.global_batch_size, config.data.seq_length
     dataset = MockDataset(config.model.vocab_size, length, count * size, seed)
     return iter(
-        Loader(dataset, micro_batch_size=size, batch_sizes=[size] * count, vocab_size=config.model.vocab_size)
+        Loader(
+            dataset,
+            micro_batch_size=config.train.micro_batch_size,
+            batch_sizes=[size] * count,
+            vocab_size=config.model.vocab_size,
+            data_parallel_rank=mesh.dp.rank,
+            data_parallel_size=mesh.dp.size,
+        )
     )
 
 
