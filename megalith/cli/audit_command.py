@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,12 +52,14 @@ def run_audit(args: Arguments) -> int:
 
 
 def as_json(report: AuditReport) -> str:
-    """Return the report as JSON. `causes` has each cause once."""
+    """Return the report as JSON. `causes` has each cause once; an error that is not finite is null."""
     content = asdict(report) | {"causes": report.causes}
     for step, of_step in zip(content["steps"], report.steps):
         for finding, it in zip(step["findings"], of_step.findings):
             finding["text"] = it.text
-    return json.dumps(content, allow_nan=False, default=str)
+        for gradient in step["worst"]:
+            gradient["error"] = gradient["error"] if math.isfinite(gradient["error"]) else None
+    return json.dumps(content, allow_nan=False)
 
 
 def as_text(report: AuditReport) -> str:

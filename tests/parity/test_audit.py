@@ -239,10 +239,18 @@ def test_another_model_is_refused(dump):
     refuse(dump, "give the config.json of the recorded model", dict(CONFIGS["llama"], intermediate_size=64))
 
 
-def test_nan_is_reported_as_such(damaged):
+def test_nan_is_reported_as_such(damaged, tmp_path, capsys):
     broken = {"gradient.lm_head.weight": torch.full((257,), torch.nan)}
-    report = audit(damaged(tensors=lambda tensors: tensors | broken), CONFIGS["llama"])
-    assert report.causes == ["not-finite"] and report.findings[0].parameters == ["lm_head.weight"]
+    folder = damaged(tensors=lambda tensors: tensors | broken)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    assert main(["audit", str(folder), "--model", str(tmp_path), "--json"]) == 5
+    report = json.loads(capsys.readouterr().out)
+    assert report["causes"] == ["not-finite"] and report["steps"][0]["worst"][0]["error"] is None
+    assert report["steps"][0]["findings"][0]["parameters"] == ["lm_head.weight"]
+    weights = {"weight.lm_head.weight": torch.full((97, 32), torch.nan)}
+    assert audit(damaged(tensors=lambda tensors: tensors | weights), CONFIGS["llama"]).causes == [
+        "not-finite"
+    ]
 
 
 def test_a_wrong_reported_loss_is_not_hidden_by_right_gradients(damaged):

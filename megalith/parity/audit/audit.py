@@ -87,8 +87,8 @@ def audit(folder: str | Path, hf_config: Mapping[str, Any], precision: str | Non
     family = family_of(hf_config, "--model")
     model = family.read_config(hf_config)
     check_model(model)
-    if not model.causal:
-        raise ConfigError(f"--model is {family.architecture}; the audit computes only causal language models")
+    if model.model_type != "gpt":
+        raise ConfigError(f"--model is {family.architecture}; the audit computes only decoders")
     steps = read_dump(Path(folder))
     precision = precision or _precision(steps[0])
     reports, previous = [], None
@@ -124,7 +124,7 @@ class _Step:
         self.model = self.parameters.matched.groups[0].model
         self.fields, folder = _fields(ranks), ranks[0].path.parent
         self.batches = [
-            [read_tokens(batch, self.model.vocab_size, f"micro-batch {m} of data-parallel rank {d} in {folder}")
+            [read_tokens(batch, self.model, f"micro-batch {m} of data-parallel rank {d} in {folder}")
              for m, batch in enumerate(of_rank)]
             for d, of_rank in enumerate(self.fields)
         ]  # fmt: skip

@@ -204,6 +204,8 @@ class Namer:
     def name(self, model: ModelConfig, losses_depart: bool) -> list[Finding]:
         """Return the causes of the departing gradients; at least one."""
         e = self.evidence
+        if not torch.isfinite(e.expected).all():
+            return [self._finding("not-finite", "those of the reference too: weights are not finite")]
         if not torch.isfinite(e.observed).all():
             return [self._of_entries("not-finite", ~torch.isfinite(e.observed).all(1))]
         return (

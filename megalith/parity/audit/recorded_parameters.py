@@ -181,9 +181,8 @@ def read_parameters(ranks: Sequence[RankDump], family: Family, model: ModelConfi
     tied_copy = family.tied if tied and family.tied in weights else None
     weights.pop(tied_copy, None)
     tensors = {name: _stored(name, list(parts.items())) for name, parts in weights.items()}
-    if (
-        family is GPT and EMBEDDING in tensors
-    ):  # the padded rows of Megatron's vocabulary are part of its softmax
+    if family is GPT and EMBEDDING in tensors:
+        # The padded rows of Megatron's vocabulary are part of its softmax.
         model = model.model_copy(update={"vocab_size": tensors[EMBEDDING].shape[0]})
     source = RecordedSource(ranks[0].path.parent, tensors)
     try:
@@ -231,13 +230,11 @@ def _entries(ranks: Sequence[RankDump], family: Family, names: Iterable[str]) ->
 
 def _megatron_entries(ranks: Sequence[RankDump]) -> list[Entry]:
     tp_size = 1 + max(dump.at("tp") for dump in ranks)
-    entries, first_layer = [], _first_layers(ranks)
-    gated_sizes = _gated(ranks)
+    entries, first_layer, gated = [], _first_layers(ranks), _gated(ranks)
     for dump in ranks:
         for job_name in dump.header.parameters:
-            name = plain_name(plain(job_name))
-            name = _renumber(name, first_layer[dump.at("pp")])
-            kind = tp_split(name, gated_sizes)
+            name = _renumber(plain_name(plain(job_name)), first_layer[dump.at("pp")])
+            kind = tp_split(name, gated)
             shard = MegatronShard(kind, 0 if kind == "copies" else dump.at("tp"), tp_size)
             entries.append(Entry(dump.header.rank, name, job_name, shard))
     return entries

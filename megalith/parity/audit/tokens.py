@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalith.config import ModelConfig
 from megalith.data.batch import document_ends
 from megalith.errors import CheckpointError
 
@@ -40,23 +41,23 @@ class TokenBatch:
         return self.weights.sum(dtype=torch.float64).item()
 
 
-def read_tokens(fields: Mapping[str, Tensor], vocab_size: int, where: str) -> TokenBatch:
+def read_tokens(fields: Mapping[str, Tensor], model: ModelConfig, where: str) -> TokenBatch:
     """Return the batch that recorded fields describe.
 
     Args:
         fields: as in RankDump.batches.
-        vocab_size: bound of the tokens.
+        model: bounds the tokens and the positions.
         where: names the micro-batch in errors.
 
     Raises:
-        CheckpointError: a token is not in the vocabulary.
+        CheckpointError: a token is not in the vocabulary, or a position is not one that the model has learned.
     """
     ids = fields["input_ids"]
     labels, weights, token_weights = _labels(fields)
-    if ids.min() < 0 or ids.max() >= vocab_size or labels.max() >= vocab_size:
+    if ids.min() < 0 or max(ids.max(), labels.max()) >= model.vocab_size:
         raise CheckpointError(
             f"{where} has tokens from {ids.min()} to {max(ids.max(), labels.max())}, but the vocabulary of --model has "
-            f"{vocab_size}; give the config.json of the recorded model"
+            f"{model.vocab_size}; give the config.json of the recorded model"
         )
     attention_mask = fields.get("attention_mask")
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask == 0
@@ -64,6 +65,11 @@ def read_tokens(fields: Mapping[str, Tensor], vocab_size: int, where: str) -> To
     ends = None
     if position_ids is not None:
         position_ids = position_ids.long().clamp(min=0)
+        if model.learns_positions and position_ids.max() >= model.max_position_embeddings:
+            raise CheckpointError(
+                f"{where} has position {position_ids.max()}, but --model has {model.max_position_embeddings} learned "
+                "positions; give the config.json of the recorded model"
+            )
         starts = (position_ids == 0) & (torch.arange(ids.shape[1]) > 0)
         ends = document_ends(starts.numpy()) if padding is None else None
     return TokenBatch(
