@@ -115,21 +115,16 @@ def test_planted_faults_are_named(jobs, pool, tmp_path):
     assert {name: report.causes[:1] for name, report in reports.items()} == {
         job.name: [cause] for _, job, cause in jobs
     }
+    for name in [job.name for _, job, _ in jobs if job.fault == "ignored-norms"]:
+        finding = reports[name].findings[0]
+        assert finding.parameters == [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
+        assert (finding.step, finding.ranks) == (0, [0, 1]) and "axis dp of 2 ranks" in finding.text
 
 
 @pytest.mark.parametrize("jobs", [*cases(RIGHT_JOBS, faulty=False)])
 def test_right_jobs_are_quiet(jobs, pool, tmp_path):
     reports = run_jobs([(processes, job) for processes, job, _ in jobs], tmp_path, pool)
     assert {name: report.causes for name, report in reports.items() if report.findings} == {}
-
-
-def test_the_missing_reduction_names_parameters_ranks_and_axis(pool, tmp_path):
-    """Of the norms that fully_shard ignores, and of nothing else."""
-    job = Job("fsdp2", "ignored-norms", seed=3)
-    report = run_jobs([(2, job)], tmp_path, pool)[job.name]
-    finding = report.findings[0]
-    assert finding.parameters == [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1)]
-    assert (finding.step, finding.ranks) == (0, [0, 1]) and "axis dp of 2 ranks" in finding.text
 
 
 def test_torchtitan_names_and_interleaved_rotary_rows(tmp_path):
