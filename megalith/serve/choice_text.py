@@ -46,7 +46,7 @@ class ChoiceText:
         """Append ids. Those after a stop are dropped; then `reason` is stop."""
         for at, (token, logprob) in enumerate(zip(ids, logprobs)):
             if self.reason is not None:
-                return
+                break
             self.ids.append(token)
             self.logprobs.append(logprob)
             is_last = reason is not None and at == len(ids) - 1
@@ -54,7 +54,10 @@ class ChoiceText:
                 self.reason = "stop"
             elif not (token in self._silent and is_last and reason == "stop"):
                 self._shown.append(token)
-                self._decode(is_last)
+                if self._stop:  # which decides after each id; otherwise all new ids are decoded together
+                    self._decode(is_last)
+        if not self._stop and len(self._shown) > self._end:
+            self._decode((self.reason or reason) is not None)
         if self.reason is None and reason is not None:
             self.reason = reason
 

@@ -264,8 +264,20 @@ class _Choices:
         """Send the requests to the engine. Raise ConfigError if one does not fit."""
         loop, request, room = asyncio.get_running_loop(), self._request, self._live.engine.max_tokens
 
+        # Without a stream and stops of its own, a choice is of interest when it has ended.
+        reads_each = request.stream or request.stop or request.stop_token_ids
+
         def callback(index: int) -> Callable:
+            all_ids: list[int] = []
+            all_logprobs: list[float] = []
+
             def on_tokens(ids: list[int], logprobs: list[float], reason: str | None) -> None:
+                if not reads_each:
+                    all_ids.extend(ids)
+                    all_logprobs.extend(logprobs)
+                    if reason is None:
+                        return
+                    ids, logprobs = all_ids, all_logprobs
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, ids, logprobs, reason))
 
             return on_tokens
