@@ -125,6 +125,7 @@ def build_mesh(
         device_type,
         (pp, dp, cp, tp),
         mesh_dim_names=("pp", "dp", "cp", "tp"),
+        backend_override=_groups_of_their_own(device_type, "cp"),
     )
     dp_cp = flatten_mesh(root["dp", "cp"], "dp_cp")
     fsdp = dp_cp
@@ -158,7 +159,12 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
         parallel.expert_tensor_parallel_size,
         expert_rules.expert_data_parallel_size(parallel, world_size),
     )
-    root = init_device_mesh(device_type, (pp, edp, ep, etp), mesh_dim_names=("pp", "edp", "ep", "etp"))
+    root = init_device_mesh(
+        device_type,
+        (pp, edp, ep, etp),
+        mesh_dim_names=("pp", "edp", "ep", "etp"),
+        backend_override=_groups_of_their_own(device_type, "ep"),
+    )
     sharded = tuple(name for name, size in (("ep", ep), ("etp", etp)) if size > 1)
     fsdp, shards = root["edp"], expert_rules.expert_shard_size(parallel, world_size)
     if edp == 1 or parallel.data_parallel_sharding_strategy == "no_shard":
@@ -173,6 +179,15 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
         experts=root[sharded] if sharded else None,
         expert_fsdp=fsdp,
     )
+
+
+def _groups_of_their_own(device_type: str, *names: str) -> dict[str, str]:
+    """Return the `backend_override` of `init_device_mesh` that creates process groups for these dimensions.
+
+    Without it, dimensions of all ranks share the default group. NCCL runs a group's collectives one after the other, so
+    exchanges of tokens that the next layer waits for would wait for the reduce-scatter of a layer's gradients.
+    """
+    return dict.fromkeys(names, dist.get_default_backend_for_device(device_type))
 
 
 def _axis(mesh: DeviceMesh) -> Axis:

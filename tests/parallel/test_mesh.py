@@ -69,6 +69,21 @@ def test_hybrid_sharding_shards_inside_and_copies_across(pool):
     assert ranks[3]["dp_cp"] == [0, 1, 2, 3]
 
 
+def group_names(parallel: ParallelConfig) -> dict[str, str]:
+    mesh = build_mesh(parallel, dist.get_world_size(), "cpu", has_experts=True)
+    return {name: getattr(mesh, name).group.group_name for name in ("dp_cp", "ep") if getattr(mesh, name).group} | {
+        "cp": mesh.cp.group.group_name if mesh.cp.group else None, "world": mesh.world.group.group_name
+    }  # fmt: skip
+
+
+def test_tokens_are_not_exchanged_in_the_group_of_the_gradients(pool):
+    """Where both have all ranks: NCCL would run their collectives one after the other."""
+    for names in pool.run(group_names, layout().model_copy(update={"expert_model_parallel_size": 4})):
+        assert names["ep"] not in (names["dp_cp"], names["world"])
+    for names in pool.run(group_names, layout(cp=4)):
+        assert names["cp"] not in (names["dp_cp"], names["world"])
+
+
 def test_one_process_needs_no_process_group():
     mesh = build_mesh(layout(), 1, "cpu")
     assert mesh.fsdp is None and all(getattr(mesh, name).size == 1 for name in AXES)
