@@ -8,7 +8,7 @@ from benchmarks.mirrored_rank import init_mirror
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.models.init import initialize
-from megalith.models.inputs import LossInputs
+from megalith.models.inputs import LossInputs, TokenInputs
 from megalith.models.moe import MoE, bounded_rows
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
@@ -267,8 +267,12 @@ def test_biases_in_bf16_are_those_in_fp32_and_empty_groups_get_zeros(sizes, fuse
     ],
     ids=["fp32", "bf16"],
 )
-def test_compiled_layers_give_the_loss_and_gradients_of_eager(settings, dtype, routing, bound):
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_compiled_layers_give_the_loss_and_gradients_of_eager(settings, dtype, routing, bound, padded):
     results = []
+    inputs = TokenInputs()
+    if padded:
+        inputs = TokenInputs(all_padding=(torch.arange(SEQ) >= torch.tensor([[90], [SEQ]])).cuda())
     for compiled in (False, True):
         model = Transformer(ModelConfig(**(MODEL | settings | routing)), compute_dtype=dtype, device="cuda")
         initialize(model, model.config, seed=5)
@@ -276,7 +280,8 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager(settings, dtype, r
             for block in model.layers.values():
                 block.compile()
         ids = torch.randint(0, 512, (BATCH, SEQ), generator=torch.Generator().manual_seed(2)).cuda()
-        loss = model(ids, labels=ids, loss_inputs=LossInputs(balance_scale=torch.ones((), device="cuda")))
+        losses = LossInputs(balance_scale=torch.ones((), device="cuda"))
+        loss = model(ids, token_inputs=inputs, labels=ids, loss_inputs=losses)
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for ours, expected in zip(*reversed(results)):
