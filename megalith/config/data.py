@@ -22,7 +22,7 @@ class DataConfig(Section):
 
     data_path: DataPath | None = None
     """Dataset prefix (path or URL without .bin), or a blend: `"0.7 a 0.3 b"` or the same as a YAML list. Text (files,
-    folders, globs, hf://NAME) is tokenized into the run's cache before the first step."""
+    folders, globs, hf://NAME) is tokenized before the first step, or while training (data.streaming)."""
 
     train_data_path: DataPath | None = None
     """Training datasets. Use with valid_data_path and test_data_path instead of data_path and split."""
@@ -107,6 +107,17 @@ class DataConfig(Section):
     skip_bad_documents: bool = False
     """Skip and count unusable lines and documents of text instead of stopping with an error."""
 
+    streaming: Annotated[bool, RequiresSetting("model.model_type", "gpt", strict=True)] = False
+    """Tokenize the text of data_path or train_data_path while training, in an order by shards (files). Always on for
+    hf://NAME?streaming=true."""
+
+    shuffle_buffer: PositiveInt = 1000
+    """Documents per lane that are read and shuffled together, if text is streamed. 1: the order of the files."""
+
+    stream_lanes: PositiveInt | None = None
+    """Parts of a stream that are read side by side, each with its own shards; the order of samples depends on it.
+    Default: the largest divisor of train.global_batch_size up to the number of shards and 64."""
+
     mock: bool = False
     """Use synthetic tokens instead of a dataset, for speed measurements and tests."""
 
@@ -163,6 +174,16 @@ class DataConfig(Section):
     reset_attention_mask: Annotated[bool, Decides.UPDATES] = False
     """Restrict attention to the token's own document."""
 
+    seq_length_schedule: Annotated[
+        list[Any] | None, Decides.UPDATES, RequiresSetting("model.model_type", "gpt", strict=True)
+    ] = None
+    """Tokens per sequence that change during the run: points `{samples: N, seq_length: L}` or `{tokens: N, seq_length:
+    L}`, from 0 on. Samples keep seq_length tokens, and attention stays within sequences of L tokens."""
+
+    balance_batches: Annotated[bool, Decides.NOTHING] = False
+    """Assign the packed samples of each step to data-parallel ranks by the cost of their attention, so that the slowest
+    rank has the least work. The samples of a step stay the same."""
+
     eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
     """Exclude predictions after an end-of-document token from the loss."""
 
@@ -186,7 +207,8 @@ class DataConfig(Section):
     """Sentinel tokens appended to a WordPiece vocabulary, one per masked span. T5's own tokenizer includes them."""
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING] = 2
-    """Threads that prepare batches ahead of training. 0: the training thread prepares them between steps."""
+    """Threads that prepare batches ahead of training, and for streamed text processes that tokenize. 0: the training
+    thread prepares them between steps."""
 
     @property
     def decoder_length(self) -> int:

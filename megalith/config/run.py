@@ -76,7 +76,8 @@ class RunConfig(Section):
     def separates_documents(self) -> bool:
         """True if attention stays within documents of a row."""
         packs = self.rl.packing and self.rl.prompts_or_rollouts is not None
-        return self.data.reset_attention_mask or self.chat is not None or packs
+        resets = self.data.reset_attention_mask or self.data.seq_length_schedule is not None
+        return resets or self.chat is not None or packs
 
     @property
     def has_reference_model(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.data.length_schedule import LengthSchedule
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
 
@@ -25,9 +26,11 @@ class BoundaryRules:
     reset_position_ids: bool = False  # positions restart at 0 after it
     reset_attention_mask: bool = False  # attention does not cross it (`document_ends`)
     eod_mask_loss: bool = False  # no loss on its label, the first token of the next document
+    length_schedule: LengthSchedule | None = None  # samples are divided into shorter sequences, without eod
 
     def __post_init__(self) -> None:
-        enabled = [f.name for f in fields(self) if f.name != "eod" and getattr(self, f.name)]
+        others = ("eod", "length_schedule")
+        enabled = [f.name for f in fields(self) if f.name not in others and getattr(self, f.name)]
         if enabled and self.eod is None:
             raise ConfigError(
                 f"{' and '.join(enabled)} {'need' if enabled[1:] else 'needs'} the ends of documents, but the "
@@ -96,17 +99,21 @@ def make_batch(
     input_ids = samples[:, :-1]  # [batch, seq]
     position_ids = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
     loss_mask = np.ones(input_ids.shape, dtype=np.float32)
-    document_end_positions = None
+    starts = np.zeros(input_ids.shape, dtype=bool)
     if rules.eod is not None:
         ends = input_ids == rules.eod  # [batch, seq]
-        starts = np.zeros_like(ends)
         starts[:, 1:] = ends[:, :-1]
         if rules.eod_mask_loss:
             loss_mask[ends] = 0.0
-        if rules.reset_position_ids:
-            position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0), axis=1)
-        if rules.reset_attention_mask:
-            document_end_positions = document_ends(starts)
+    none = np.zeros_like(starts)
+    sequences = none
+    if rules.length_schedule is not None:
+        sequences = rules.length_schedule.starts(sample_numbers, starts.shape[1])
+    restarts = sequences | (starts if rules.reset_position_ids else none)
+    if restarts.any():
+        position_ids = position_ids - np.maximum.accumulate(np.where(restarts, position_ids, 0), axis=1)
+    separated = sequences | (starts if rules.reset_attention_mask else none)
+    document_end_positions = document_ends(separated) if separated.any() else None
     if pads or samples.min() == PADDING:
         all_padding = torch.from_numpy(input_ids == PADDING)
         loss_mask[samples[:, 1:] == PADDING] = 0.0

@@ -16,80 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from megalith.config.data import DataConfig
+from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
-from megalith.data.greedy import BLOCK, scheduled_order
 from megalith.data.indexed import IndexedDataset
 from megalith.data.masked_lm import MaskedLMDataset
-from megalith.data.mixture import (
-    BlendWeights,
-    Mixture,
-    MixtureSettings,
-    scheduled,
-    tempered,
-)
+from megalith.data.mixture import Mixture, MixtureSettings, scheduled, tempered
 from megalith.data.packed_dataset import PackedDataset
+from megalith.data.streams.blended_stream import BlendedStream
+from megalith.data.streams.stream import SampleStream
 from megalith.errors import ConfigError, DataError
 from megalith.progress import Progress
 
 DataPath = str | Sequence[str | float | Mapping[str, object]]
-
-
-class BlendedDataset:
-    """`num_samples` samples from several datasets by weight (any positive numbers, or a Mixture).
-
-    It uses one byte of memory per sample, or two from 257 datasets on.
-    """
-
-    def __init__(
-        self, datasets: Sequence[SampleDataset], weights: Sequence[float] | Mixture, num_samples: int
-    ) -> None:
-        if not isinstance(weights, Mixture):
-            weights = Mixture(BlendWeights.constant(weights))
-        self.datasets, self.mixture = list(datasets), weights
-        self.weights = weights.weights(num_samples)
-        self._choices, self._counts = scheduled_order(self.weights, num_samples)
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    @property
-    def pads(self) -> bool:
-        """True if samples may end with PADDING."""
-        return any(getattr(dataset, "pads", False) for dataset in self.datasets)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        dataset, sample = self.locate(i)
-        return self.datasets[dataset][sample]
-
-    def sample_counts(self, first: int = 0, end: int | None = None) -> list[int]:
-        """Return the number of samples from each dataset among samples [first, end)."""
-        return np.bincount(self._choices[first:end], minlength=len(self.datasets)).tolist()
-
-    def locate(self, i: int) -> tuple[int, int]:
-        """Return the index of the dataset that provides sample i, and the sample's index within it."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a blend that has {len(self)}")
-        dataset, block = int(self._choices[i]), i // BLOCK
-        in_block = np.count_nonzero(self._choices[block * BLOCK : i] == dataset)
-        return dataset, int(self._counts[block, dataset]) + in_block
-
-    def describe(self, i: int) -> str:
-        dataset, sample = self.locate(i)
-        return self.datasets[dataset].describe(sample)
-
-    def epochs(self) -> dict[str, int]:
-        return {prefix: count for dataset in self.datasets for prefix, count in dataset.epochs().items()}
-
-    def preserves_order(self, num_samples: int, permuted: bool = False) -> bool:
-        if permuted and num_samples != len(self):
-            return False
-        try:
-            if not self.mixture.weights(num_samples).equals(self.weights):
-                return False
-        except ConfigError:  # a longer run than the caps permit
-            return False
-        shares = self.mixture.sizes(num_samples)
-        return all(dataset.preserves_order(share) for dataset, share in zip(self.datasets, shares))
 
 
 def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
@@ -155,6 +93,7 @@ def build_datasets(
     test_data_path: DataPath | None = None,
     make: DatasetFactory | None = None,
     mixture: MixtureSettings | None = None,
+    open_stream: OpenStream | None = None,
     show_progress: bool = False,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """Build the train, validation and test datasets.
@@ -170,6 +109,7 @@ def build_datasets(
         test_data_path: likewise.
         make: builds the samples of a part of an indexed dataset; None: GPTDataset.
         mixture: schedule, temperature and caps of the training blend. Evaluation data has the weights of its path.
+        open_stream: opens the entries that are streams; None: there are none.
         show_progress: show a progress bar.
 
     Raises:
@@ -188,6 +128,7 @@ def build_datasets(
         )
     make = make or partial(_gpt_samples, seq_length, seed)
     opened: dict[str, IndexedDataset] = {}
+    open_stream = open_stream or (lambda path, is_training: None)
     built: list[SampleDataset | None] = []
     with Progress("order the samples", sum(num_samples), "samples", show=show_progress) as progress:
         for number, (name, split_path, samples) in enumerate(zip(SPLITS, split_paths, num_samples)):
@@ -202,7 +143,9 @@ def build_datasets(
             shares, share = (split, number) if data_path is not None else ("1", 0)
             settings = mixture or MixtureSettings() if name == "train" else None
             try:
-                built.append(_build(path, opened, make, shares, share, samples, settings, progress))
+                built.append(
+                    _build(path, opened, make, open_stream, shares, share, samples, settings, progress)
+                )
             except DataError as error:
                 raise DataError(f"{name} data (split {shares}): {error}") from error
     return built[0], built[1], built[2]
@@ -210,6 +153,8 @@ def build_datasets(
 
 DatasetFactory = Callable[[IndexedDataset, str, int, int, Progress], SampleDataset]
 """Builds a part of an indexed dataset: (indexed, split, index of the part, samples, progress) → dataset."""
+OpenStream = Callable[[str, bool], SampleStream | None]
+"""Opens a stream: (entry of a data path, True for training data) → stream, or None for other entries."""
 
 
 def _gpt_samples(
@@ -229,6 +174,7 @@ def _build(
     data_path: DataPath,
     opened: dict[str, IndexedDataset],
     make: DatasetFactory,
+    open_stream: OpenStream,
     split: str,
     number: int,
     num_samples: int,
@@ -241,16 +187,23 @@ def _build(
     """
     is_training, settings = settings is not None, settings or MixtureSettings()
     entries = parse_entries(data_path)
+    streams: dict[str, SampleStream] = {}
     for entry in entries:
-        if entry.path not in opened:
+        if (stream := open_stream(entry.path, is_training)) is not None:
+            streams[entry.path] = stream
+        elif entry.path not in opened:
             opened[entry.path] = IndexedDataset(entry.path)
 
     def part(entry: BlendEntry, samples: int) -> SampleDataset:
-        return make(opened[entry.path], split, number, samples, progress)
+        return streams.get(entry.path) or make(opened[entry.path], split, number, samples, progress)
 
     weights = [entry.weight for entry in entries if entry.weight is not None]
     is_weighted = bool(weights)
-    if not is_weighted:
+    if streams:
+        _check_streams(entries, streams, settings, is_training)
+        if len(entries) == 1:
+            return part(entries[0], num_samples)
+    elif not is_weighted:
         weights = [float(opened[entry.path].num_tokens) for entry in entries]
         if not any(weights):
             return part(entries[0], num_samples)  # raises DataError: no tokens
@@ -271,9 +224,31 @@ def _build(
     if len(entries) == 1 and not is_weighted:
         mixture.weights(num_samples)  # raises if the cap does not permit the samples
         return part(entries[0], num_samples)
-    return BlendedDataset(
-        [part(e, n) for e, n in zip(entries, mixture.sizes(num_samples))], mixture, num_samples
-    )
+    blend = BlendedStream if streams else BlendedDataset
+    return blend([part(e, n) for e, n in zip(entries, mixture.sizes(num_samples))], mixture, num_samples)
+
+
+def _check_streams(
+    entries: Sequence[BlendEntry],
+    streams: Mapping[str, SampleStream],
+    settings: MixtureSettings,
+    is_training: bool,
+) -> None:
+    """Raise ConfigError for settings that need the length of a stream."""
+    name = next(iter(streams))
+    caps = [settings.max_epochs, *(entry.max_epochs for entry in entries)]
+    if is_training and (settings.temperature is not None or any(cap is not None for cap in caps)):
+        raise ConfigError(
+            f"{name} is a stream, whose length is unknown, but data.blend_temperature or a maximum number of epochs is "
+            "set; leave them out, or set data.streaming to false to tokenize it before the first step"
+        )
+    if len(entries) > 1 and entries[0].weight is None:
+        raise ConfigError(
+            f"{name} is a stream, whose length is unknown, and the data path has {len(entries)} sources without "
+            f"weights; give weights, as in [0.5, {entries[0].path}, 0.5, {entries[1].path}]"
+        )
+    if len({entry.path for entry in entries}) < len(entries):
+        raise ConfigError(f"the data path names a source twice, next to the stream {name}; name each once")
 
 
 def _parse_mappings(parts: Sequence[object]) -> list[BlendEntry]:

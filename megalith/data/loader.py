@@ -1,8 +1,9 @@
 """Loader of micro-batches for one data-parallel rank, with prefetching threads.
 
 A run is one stream of samples. Each step takes the next `global_batch_size` positions, in blocks of micro_batch_size
-* data_parallel_size, of which rank r takes `[r * micro_batch_size, (r + 1) * micro_batch_size)`. The samples of a
-step therefore do not depend on the number of ranks, and the only state is the number of consumed samples.
+* data_parallel_size, of which rank r takes `[r * micro_batch_size, (r + 1) * micro_batch_size)`, or in an order by
+cost (balance.py). The samples of a step therefore do not depend on the number of ranks, and the only state is the
+number of consumed samples.
 
 Threads prepare micro-batches. Making one takes 0.1 ms; transferring it from another process would take longer. The
 slow parts, reading files and pinning memory, release the interpreter lock.
@@ -11,19 +12,21 @@ slow parts, reading files and pinning memory, release the interpreter lock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from megalith.data.balance import BatchCosts, balanced_positions
 from megalith.data.batch import PADDING, Batch, BoundaryRules, make_batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.order import SampleOrder, SingleOrder
+from megalith.data.streams.stream import SampleStream
 from megalith.errors import ConfigError, DataError, MegalithError
 
 Collate = Callable[[np.ndarray, np.ndarray], Batch]  # (samples, positions in the stream) → batch
-Request = tuple[range, list[int]]  # positions in the stream, and the indices of their samples
+Request = tuple[Sequence[int], list[int]]  # positions in the stream, and the indices of their samples
 
 
 class Loader:
@@ -45,6 +48,7 @@ class Loader:
         rules: treatment of document boundaries.
         collate: makes and checks a Batch if samples are more than token ids; with an attribute `takes_list`, it gets a
             list of samples, otherwise they are stacked.
+        costs: costs of samples by position, by which the samples of each step are assigned to ranks; None: in order.
 
     Raises:
         DataError: from `next`, at the micro-batch with an invalid token or after the end of the data.
@@ -66,11 +70,15 @@ class Loader:
         pin_memory: bool = False,
         rules: BoundaryRules | None = None,
         collate: Collate | None = None,
+        costs: BatchCosts | None = None,
     ) -> None:
         order = order or SingleOrder(len(dataset), wrap=True)
-        positions = micro_batch_positions(
-            batch_sizes, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples
-        )
+        layout = (micro_batch_size, data_parallel_rank, data_parallel_size)
+        batches = global_batches(batch_sizes, micro_batch_size, data_parallel_size, consumed_samples)
+        if costs is None:
+            positions = micro_batch_positions(batches, *layout)
+        else:
+            positions = balanced_positions(batches, costs, *layout)
         self._make = _MicroBatchMaker(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
         self._requests: Iterator[Request] | None = (
             (span, [order(position) for position in span]) for span in positions
@@ -107,10 +115,12 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stop the threads and end the iteration."""
+        """Stop the threads and end the iteration. A stream stops reading ahead."""
         self._requests = None
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
+        if isinstance(self._make.dataset, SampleStream):
+            self._make.dataset.close()
 
     def _prefetch(self, threads: ThreadPoolExecutor) -> None:
         """Submit requests until `ahead` are pending or one fails."""
@@ -125,22 +135,29 @@ class Loader:
             self._pending.append(threads.submit(self._make, request))
 
 
-def micro_batch_positions(
-    batch_sizes: Iterable[int], micro_batch_size: int, rank: int, size: int, consumed_samples: int
+def global_batches(
+    batch_sizes: Iterable[int], micro_batch_size: int, size: int, consumed_samples: int
 ) -> Iterator[range]:
-    """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`."""
-    block_size = micro_batch_size * size
-    start = consumed_samples
+    """Yield the stream positions of each global batch of `size` data-parallel ranks."""
+    start, block_size = consumed_samples, micro_batch_size * size
     for batch_size in batch_sizes:
         if batch_size % block_size:
             raise ConfigError(
                 f"global_batch_size {batch_size} is not divisible by micro_batch_size ({micro_batch_size}) × "
                 f"data-parallel size ({size}) = {block_size}; change one of them"
             )
-        for block in range(start, start + batch_size, block_size):
-            first = block + rank * micro_batch_size
-            yield range(first, first + micro_batch_size)
+        yield range(start, start + batch_size)
         start += batch_size
+
+
+def micro_batch_positions(
+    batches: Iterable[range], micro_batch_size: int, rank: int, size: int
+) -> Iterator[range]:
+    """Yield the stream positions of each micro-batch of data-parallel `rank` of `size`."""
+    for batch in batches:
+        for block in range(0, len(batch), micro_batch_size * size):
+            first = block + rank * micro_batch_size
+            yield batch[first : first + micro_batch_size]
 
 
 class _MicroBatchMaker:

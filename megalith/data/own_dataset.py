@@ -23,10 +23,9 @@ from torch.utils.data import Dataset, IterableDataset
 from megalith.config.data import DataConfig
 from megalith.config.load_extension import load_extension
 from megalith.data.batch import Batch
+from megalith.data.streams.stream import STREAM_LENGTH, SampleStream, State
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-
-STREAM_LENGTH = 1 << 62  # a stream's length for orders: positions are never mapped
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class MapDataset(_OwnDataset):
         return self._converted(self.dataset[i], i)
 
 
-class StreamDataset(_OwnDataset):
+class StreamDataset(_OwnDataset, SampleStream):
     """An `IterableDataset` as a run reads it: item i is the i-th sample of the stream, for ascending i.
 
     Args:
@@ -143,13 +142,7 @@ class StreamDataset(_OwnDataset):
         self.restart()
 
     def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
-        """Prepare for reading from `position`, from the state of `load_state` if it is at or before it.
-
-        Args:
-            position: the next sample to be read.
-            stride: states are kept at multiples of it, counted from `position`.
-            kept_states: number of latest states to keep.
-        """
+        """See SampleStream."""
         with self._lock:
             self._states: dict[int, str] = {}
             saved = self._saved
@@ -167,11 +160,6 @@ class StreamDataset(_OwnDataset):
             self._advance(position)
             self._kept_states = kept_states
 
-    def restarted(self) -> StreamDataset:
-        """Return the stream at its beginning, for an evaluation."""
-        self.restart()
-        return self
-
     def __len__(self) -> int:
         return STREAM_LENGTH
 
@@ -183,8 +171,8 @@ class StreamDataset(_OwnDataset):
             self._keep_state()
             return self._converted(self._next(), position)
 
-    def state_at(self, position: int) -> dict[str, Any] | None:
-        """Return the state of the stream before the sample at `position`; None without `state_dict`."""
+    def state_at(self, position: int) -> State | None:
+        """See SampleStream. None without `state_dict`."""
         if not self._has_state:
             return None
         with self._lock:
@@ -194,8 +182,7 @@ class StreamDataset(_OwnDataset):
             text = self._states.get(position)
         return None if text is None else json.loads(text)
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Set the state, from `state_at`, that the next `restart` continues from."""
+    def load_state(self, state: State | None) -> None:
         self._saved = state
 
     def _advance(self, position: int) -> None:

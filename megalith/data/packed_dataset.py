@@ -11,6 +11,7 @@ pieces of equal length a row gets, their order in it, and the order of rows foll
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,6 +56,10 @@ class PackedDataset:
         by_length = np.argsort(-piece_lengths, kind="stable")
         rows, self.samples_per_epoch = pack(piece_lengths[by_length], seq_length + 1)
         self._row_starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        squares = np.square(piece_lengths[by_length].astype(np.float64))
+        self._attention_costs = np.bincount(
+            rows, weights=squares
+        )  # the division into lengths is the same per epoch
         self.fill = float(piece_lengths.sum(dtype=np.int64) / (self.samples_per_epoch * (seq_length + 1)))
         self.cut_documents = int((lengths > seq_length + 1).sum())
         self.num_documents = len(lengths)
@@ -85,6 +90,11 @@ class PackedDataset:
             sample[filled : filled + length] = self.indexed.get(document, start, length)
             filled += length
         return sample
+
+    def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the sum of the squared document lengths of each sample, float64 [indices]."""
+        rows = [int(self._rows[i // self.samples_per_epoch][i % self.samples_per_epoch]) for i in indices]
+        return self._attention_costs[rows]
 
     def describe(self, i: int) -> str:
         return f"sample {i} of {self.indexed.prefix}"

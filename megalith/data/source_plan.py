@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from megalith.data.blend import BlendedDataset
+from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.dataset import SampleDataset
+from megalith.data.streams.text_stream import TextStream
 from megalith.data.text_data import source_name
 
 
@@ -99,6 +100,8 @@ def _phases(
 
 
 def _name(part: SampleDataset, number: int) -> str:
+    if isinstance(part, TextStream):
+        return part.name
     indexed = getattr(part, "indexed", None)
     return f"source {number}" if indexed is None else source_name(indexed.prefix)
 

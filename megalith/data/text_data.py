@@ -21,7 +21,7 @@ from megalith.data.blend import DataPath, parse_data_path
 from megalith.data.idx_format import file_pair
 from megalith.data.input_hints import TEXT, record_kind
 from megalith.data.inputs.compression import content_suffix
-from megalith.data.inputs.hub_dataset import SCHEME, Source
+from megalith.data.inputs.hub_dataset import SCHEME, HubDataset, Source
 from megalith.data.inputs.source_versions import Version, add_tokenizer, source_versions
 from megalith.data.inputs.sources import ENDINGS, expand_inputs, read_records
 from megalith.data.preprocessing.preprocess import PreprocessSummary, preprocess
@@ -60,17 +60,35 @@ def text_entries(data: DataConfig) -> list[str]:
     return [entry for entry in dict.fromkeys(entries) if is_text(entry)]
 
 
+def is_streamed(data: DataConfig, entry: str, is_training: bool) -> bool:
+    """Return True if an entry of a data path is text that is tokenized while training."""
+    is_stream = entry.startswith(SCHEME) and HubDataset(entry).arguments["streaming"]
+    return is_stream or (data.streaming and is_training and is_text(entry))
+
+
+def streamed_entries(data: DataConfig) -> list[str]:
+    """Return the entries of the training data that are tokenized while training."""
+    paths = [path for path in (data.data_path, data.train_data_path) if path is not None]
+    return [entry for path in paths for entry in parse_data_path(path)[0] if is_streamed(data, entry, True)]
+
+
 def check_text(data: DataConfig, tokenizer: Tokenizer | None) -> list[list[Source]]:
     """Return the sources of each text entry.
 
     Raises:
-        ConfigError: there is text, but no tokenizer.
+        ConfigError: there is text, but no tokenizer; or settings that do not apply to streams.
         DataError: an input is missing, or its records are for another command.
     """
     entries = text_entries(data)
     if entries and tokenizer is None:
         raise ConfigError(
             f"data.data_path names text ({shorten(entries)}), but data.tokenizer_type is not set; name a tokenizer"
+        )
+    if (streams := streamed_entries(data)) and (data.packing != "concat" or data.fim_data):
+        name = "data.fim_data" if data.fim_data else f"data.packing {data.packing}"
+        raise ConfigError(
+            f"{name} does not apply to streams, but {streams[0]} is one; leave it out, or set data.streaming to false "
+            "to tokenize before the first step"
         )
     sources = [expand_inputs([entry]) for entry in entries]
     for first, *_ in sources:
@@ -87,7 +105,7 @@ def with_tokenized_text(
     may_write: bool = True,
     show_progress: bool = False,
 ) -> tuple[DataConfig, list[str]]:
-    """Return `data` with the prefixes of tokenized datasets in place of text, and notes about them.
+    """Return `data` with the prefixes of tokenized datasets in place of text that is not streamed, and notes.
 
     The first process of a machine tokenizes, the others wait.
 
@@ -102,17 +120,21 @@ def with_tokenized_text(
     Raises:
         ConfigError, DataError: the text cannot be read, or the cache cannot be written.
     """
-    entries = text_entries(data)
-    if not entries:
+    if not text_entries(data):
         return data, []
     check_text(data, tokenizer)
+    paths = {name: getattr(data, name) for name in PATHS if getattr(data, name) is not None}
+    by_path = {name: _tokenized_entries(data, name, path) for name, path in paths.items()}
     cache = _TextCache(data, splits_sentences, tokenizer, folder, may_write, show_progress)
     prefixes, notes = {}, []
-    for entry in entries:
+    for entry in dict.fromkeys(entry for entries in by_path.values() for entry in entries):
         prefixes[entry], about = cache.open(entry)
         notes += about
-    paths = {name: getattr(data, name) for name in PATHS if getattr(data, name) is not None}
-    return data.model_copy(update={name: _replaced(path, prefixes) for name, path in paths.items()}), notes
+    replaced = {
+        name: _replaced(path, {entry: prefixes[entry] for entry in by_path[name]})
+        for name, path in paths.items()
+    }
+    return data.model_copy(update=replaced), notes
 
 
 def cached_name(prefix: str) -> str:
@@ -230,6 +252,13 @@ def _read_about(path: Path, versions: Sequence[Version], prefix: str) -> list[st
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return notes if is_same and all(file.is_file() for file in file_pair(prefix)) else None
+
+
+def _tokenized_entries(data: DataConfig, name: str, path: DataPath) -> list[str]:
+    """Return the entries of a data path that are tokenized before the first step."""
+    is_training = name in ("data_path", "train_data_path")
+    entries = parse_data_path(path)[0]
+    return [entry for entry in entries if is_text(entry) and not is_streamed(data, entry, is_training)]
 
 
 def _replaced(path: DataPath, prefixes: dict[str, str]) -> DataPath:

@@ -44,8 +44,9 @@ from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
 from megalith.rl.reference import StepData
 from megalith.rl.summed_loss import SummedLoss
-from megalith.training.build import Data, build_model, prepare, resolve_config, vocabulary_rows
+from megalith.training.build import build_model, prepare, resolve_config, vocabulary_rows
 from megalith.training.process import detect_machine, prepare_process
+from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 

@@ -20,7 +20,8 @@ from megalith.data.dataset import SampleDataset
 from megalith.models.adapters import adapters
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
-from megalith.training.build import Data, build_model, vocabulary_rows
+from megalith.training.build import build_model, vocabulary_rows
+from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run
 
 LogProbs = Callable[[Sequence[Batch]], list[Tensor]]

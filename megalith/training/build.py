@@ -1,11 +1,8 @@
-"""Build a run's tokenizer, model and data from its configuration."""
+"""Build a run's tokenizer, model and datasets from its configuration."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,23 +11,20 @@ import torch
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
-from megalith.comm.collectives import Axis
 from megalith.config import DataConfig, RunConfig
 from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import BlendedDataset, build_datasets, indexed_datasets
-from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
+from megalith.data.blend import build_datasets
+from megalith.data.chat.chat_dataset import ChatSplits, open_chat_data
 from megalith.data.chat.chat_template import read_template
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.dataset_kinds import load_dataset_kind
-from megalith.data.loader import Collate, Loader
+from megalith.data.length_schedule import LengthSchedule
 from megalith.data.mixture import MixtureSettings, parse_schedule
-from megalith.data.order import SampleOrder, SingleOrder, sample_order, stream_position
-from megalith.data.own_dataset import MapDataset, OwnCollate, StreamDataset
-from megalith.data.source_plan import source_notes, source_plan
-from megalith.data.text_data import cached_name, with_tokenized_text
+from megalith.data.streams.open_stream import stream_opener
+from megalith.data.text_data import streamed_entries, with_tokenized_text
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -43,11 +37,8 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
-from megalith.report.report import TokenCounts
-from megalith.small_files import read_small_file
 
 RunConfig.model_rebuild()  # builds the validators here, so that forked processes save 0.2 s
-STREAM_FILE = "data_stream.json"  # in checkpoints: the position of a stream
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -79,7 +70,7 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     config = _with_epochs(with_lora_load(resolve_config(config, tokenizer)), tokenizer)
     warnings = check_layout(config, world_size)
     check_optimizer(config.optim)
-    _boundary_rules(config, tokenizer)
+    boundary_rules(config, tokenizer)
     parse_split(config.data.split)
     config = _with_short_evaluations(config, tokenizer)
     if config.checkpoint.export_hf:
@@ -134,9 +125,14 @@ def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> R
     return config.with_settings({"train.eval_iters": max(1, min(train.eval_iters, steps // 10))})
 
 
-def _boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
+def boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
+    """Return the treatment of document boundaries in micro-batches."""
     data, eod = config.data, tokenizer.eod if tokenizer is not None else None
-    return BoundaryRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    points = data.seq_length_schedule
+    schedule = None if points is None else LengthSchedule(points, data.seq_length)
+    return BoundaryRules(
+        eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, schedule
+    )
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -258,7 +254,15 @@ def open_datasets(
     data, text_notes = tokenize_text(config, tokenizer, show_progress)
     if notes is not None:
         notes += text_notes
-    if data.data_path is not None:
+    streams = [] if data.data_path is None else streamed_entries(data)
+    if streams:
+        evaluated = [0, 0]
+        if notes is not None and any(samples[1:]):
+            notes.append(
+                f"{streams[0]} is a stream, which data.split does not divide, so there is no evaluation; for one, set "
+                "data.train_data_path and data.valid_data_path"
+            )
+    elif data.data_path is not None:
         bounds = parse_split(data.split)
         evaluated = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
     else:
@@ -275,158 +279,6 @@ def open_datasets(
         test_data_path=data.test_data_path,
         make=kind.factory(),
         mixture=mixture_settings(data),
+        open_stream=stream_opener(data, tokenizer, seed, config.train.global_batch_size),
         show_progress=show_progress,
     )
-
-
-class Data:
-    """Datasets of a run and their loaders."""
-
-    make_chat_batch = staticmethod(make_chat_batch)
-    """Collate function for chat data."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        batch_sizes: BatchSizeSchedule,
-        total_steps: int,
-        tokenizer: Tokenizer | None,
-        dp: Axis,
-        show_progress: bool = False,
-    ):
-        """Open the run's data.
-
-        Ranks along `dp` read different micro-batches. All other ranks of the mesh read the same ones.
-        """
-        self._config, self._dp = config, dp
-        self._batch_sizes = batch_sizes
-        self._total_steps = total_steps
-        self._ahead = 2 * max(batch_sizes.all_micro_batches)  # micro-batches of two steps
-        self._rules = _boundary_rules(config, tokenizer)
-        self._kind = load_dataset_kind(config.data, config.model, tokenizer, config.train.seed)
-        evaluated = config.train.eval_iters * batch_sizes.global_batch_size
-        samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
-        self.notes: list[str] = []
-        if config.chat is not None:
-            self.train, *others, self.notes = open_chat(config, tokenizer)
-            self.valid, self.test = (
-                split and split.pad_to_batches(batch_sizes.global_batch_size) for split in others
-            )
-        else:
-            self.train, self.valid, self.test = open_datasets(
-                config, samples, tokenizer, show_progress, self.notes
-            )
-        blend = isinstance(self.train, BlendedDataset)
-        if blend:
-            self.notes += source_notes(source_plan(self.train, samples[0], config.data.seq_length))
-        epochs = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
-        if epochs and not blend and config.data.dataloader_type == "single":
-            self.notes.append(
-                f"the run's {samples[0]:,} samples, read in order (data.dataloader_type single), cover documents more "
-                f"than once: {', '.join(epochs)}"
-            )
-
-    def train_loader(
-        self,
-        step: int,
-        consumed_samples: int,
-        device: torch.device,
-        left_out: Sequence[Sequence[int]] = (),
-    ) -> Loader:
-        """Return a loader of micro-batches from `consumed_samples` to the end of the run.
-
-        The ranges `left_out` are skipped (see data/order.py).
-        """
-
-        def sizes() -> Iterable[int]:
-            consumed = consumed_samples
-            for _ in range(step, self._total_steps):
-                size = self._batch_sizes.size(consumed)
-                yield size
-                consumed += size
-
-        data, seed = self._config.data, self._config.train.seed
-        if isinstance(self.train, StreamDataset):
-            self.order = partial(stream_position, skipped=left_out)
-            block = self._config.train.micro_batch_size * self._dp.size
-            kept = 2 + self._ahead + max(self._batch_sizes.all_micro_batches)
-            self.train.restart(self.order(consumed_samples), block, kept)
-        else:
-            self.order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
-        return self._loader(self.train, self.order, sizes(), device, consumed_samples)
-
-    def work(self, consumed_samples: int, batch_size: int) -> TokenCounts | None:
-        """Return the work in the next `batch_size` samples of the latest train loader. None if all sequences are
-        full."""
-        if not isinstance(self.train, ChatDataset):
-            return None
-        rows = [self.order(consumed_samples + at) for at in range(batch_size)]
-        return TokenCounts(*(int(each) for each in self.train.work[rows].sum(0)))
-
-    def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the step after `consumed_samples`."""
-        return self._batch_sizes.micro_batches(consumed_samples)
-
-    def files(self) -> dict[str, dict[str, int | str]]:
-        """Return the identity of each training dataset (`identity`), by prefix."""
-        if isinstance(self.train, ChatDataset):
-            return {"chat data": self.train.identity()}
-        return {cached_name(indexed.prefix): indexed.identity() for indexed in indexed_datasets(self.train)}
-
-    def state_files(self, consumed_samples: int, left_out: Sequence[Sequence[int]]) -> dict[str, bytes]:
-        """Return the state of a stream after `consumed_samples` for a checkpoint, contents by file name."""
-        if not isinstance(self.train, StreamDataset):
-            return {}
-        state = self.train.state_at(stream_position(consumed_samples, left_out))
-        return {} if state is None else {STREAM_FILE: json.dumps(state).encode()}
-
-    def load_state(self, files: Mapping[str, Path]) -> None:
-        """Set the state of a stream that `state_files` returned when the checkpoint was saved."""
-        if isinstance(self.train, StreamDataset):
-            path = files.get(STREAM_FILE)
-            self.train.load_state(None if path is None else json.loads(read_small_file(path, path.parent)))
-
-    def preserves_order(self, num_samples: int) -> bool:
-        """Return True if a run with `num_samples` samples reads the same samples, up to the shorter length."""
-        return self.train.preserves_order(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
-
-    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
-        """Return a loader of the first eval_iters global batches of `dataset`, the same in every evaluation."""
-        sizes = [self._batch_sizes.global_batch_size] * self._config.train.eval_iters
-        if isinstance(dataset, StreamDataset):
-            dataset = dataset.restarted()
-        return self._loader(dataset, SingleOrder(len(dataset), wrap=True), sizes, device)
-
-    def _loader(
-        self,
-        dataset: SampleDataset,
-        order: SampleOrder,
-        batch_sizes: Iterable[int],
-        device: torch.device,
-        consumed_samples: int = 0,
-    ) -> Loader:
-        threads = self._config.data.num_workers
-        if isinstance(dataset, StreamDataset):
-            threads = min(threads, 1)  # a stream is read in order
-        return Loader(
-            dataset,
-            order,
-            micro_batch_size=self._config.train.micro_batch_size,
-            batch_sizes=batch_sizes,
-            vocab_size=self._config.model.vocab_size,
-            data_parallel_rank=self._dp.rank,
-            data_parallel_size=self._dp.size,
-            consumed_samples=consumed_samples,
-            num_workers=threads,
-            ahead=self._ahead,
-            pin_memory=device.type == "cuda",
-            rules=self._rules,
-            collate=self._collate(dataset),
-        )
-
-    def _collate(self, dataset: SampleDataset) -> Collate | None:
-        if isinstance(dataset, ChatDataset):
-            return self.make_chat_batch
-        if isinstance(dataset, MapDataset | StreamDataset):
-            return OwnCollate(dataset) if dataset.collates else None
-        return self._kind.collate

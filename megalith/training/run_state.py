@@ -28,9 +28,10 @@ from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
 from megalith.report.report import PendingStep
-from megalith.training.build import Data, build_model, vocabulary_rows
+from megalith.training.build import build_model, vocabulary_rows
 from megalith.training.custom_loop import Optimizer
 from megalith.training.replica_check import ReplicaCheck
+from megalith.training.run_datasets import Data
 from megalith.training.skipped_steps import SkippedSteps
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -69,7 +70,10 @@ class Task:
 
     def state_files(self, run: Run) -> dict[str, bytes]:
         """Return the task's state for a checkpoint, contents by file name. Rank 0's are saved."""
-        return run.data.state_files(run.consumed_samples, run.left_out)
+        files = run.data.state_files(run.consumed_samples, run.left_out)
+        for note in run.data.stream_notes():
+            run.log(f"note: {note}")
+        return files
 
     def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
         """Restore the state that `state_files` returned when the checkpoint was saved."""

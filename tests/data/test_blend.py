@@ -76,7 +76,7 @@ def test_more_than_256_datasets_keep_their_numbers():
 
 def test_a_blend_takes_each_datasets_samples_once_and_in_order(monkeypatch):
     monkeypatch.setattr(greedy, "BLOCK", 64)
-    monkeypatch.setattr("megalith.data.blend.BLOCK", 64)
+    monkeypatch.setattr("megalith.data.blended_dataset.BLOCK", 64)
     blend = BlendedDataset([Numbered(k) for k in range(3)], [5, 3, 2], 1000)
     taken = [blend[i].tolist() for i in range(len(blend))]
     for k, share in enumerate((500, 300, 200)):

@@ -15,7 +15,8 @@ from megalith.data.dataset import GPTDataset
 from megalith.data.fill_in_middle import FillInMiddle
 from megalith.data.indexed import IndexedDataset
 from megalith.errors import ConfigError
-from megalith.training.build import Data, resolve_config
+from megalith.training.build import resolve_config
+from megalith.training.run_datasets import Data
 
 GOLDEN = json.loads(Path(__file__).with_name("fim_golden.json").read_text())
 

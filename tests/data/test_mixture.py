@@ -25,7 +25,7 @@ from megalith.data.mixture import (
 )
 from megalith.data.source_plan import source_notes, source_plan
 from megalith.errors import ConfigError
-from megalith.training.build import Data
+from megalith.training.run_datasets import Data
 
 PHASES = [
     {"samples": 0, "weights": [8, 2, 0]},

@@ -18,7 +18,7 @@ from megalith.data.blend import BlendedDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.packed_dataset import PackedDataset, divide
 from megalith.errors import ConfigError, DataError
-from megalith.training.build import Data
+from megalith.training.run_datasets import Data
 
 EOD, SEQ = 0, 31
 

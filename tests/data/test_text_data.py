@@ -131,7 +131,7 @@ def test_the_check_before_the_start_tokenizes_text_or_names_the_mistake(texts):
     for path, data, error, message in (
         (["b"], dict(tokenizer_type=None), ConfigError, "data.tokenizer_type is not set"),
         (["none/*.txt"], {}, DataError, "no file matches"),
-        (["hf://json?streaming=true&data_files=a/0.jsonl"], {}, ConfigError, "is a stream"),
+        (["hf://json?streaming=maybe"], {}, ConfigError, "write true or false"),
         (["chat.jsonl"], {}, DataError, "`megalith sft` trains on"),
     ):
         Path("chat.jsonl").write_text('{"messages": []}\n')

@@ -14,7 +14,8 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.order import skip_range, stream_position
-from megalith.training.build import Data, prepare
+from megalith.training.build import prepare
+from megalith.training.run_datasets import Data
 
 STEPS, RESTARTS = 60, 20
 DEVICE = torch.device("cpu")

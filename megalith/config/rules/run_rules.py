@@ -1,7 +1,7 @@
 """Validation of complete runs: rules that involve several settings. `check_training` applies all of them.
 
-model_rules.py has the rules of the model, parallel_rules.py and expert_rules.py those of the layout, optim_rules.py
-those of length and schedules.
+model_rules.py has the rules of the model, data_rules.py those of the data, parallel_rules.py and expert_rules.py those
+of the layout, optim_rules.py those of length and schedules.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
 from megalith.config.rl import DpoConfig, RlConfig
+from megalith.config.rules.data_rules import check_data
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -33,9 +34,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_parallel(config, world_size)
     _check_adapters(config)
     _check_lengths(config.model, config.data)
-    _check_data(config.data, config.rl)
-    _check_indexed_data(config)
-    _check_fill_in_middle(config.data)
+    check_data(config)
     check_rollouts(config)
     _check_fine_tuning(config)
     _check_encoder(config)
@@ -155,67 +154,6 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
                 f"data.{name} {length} is longer than model.max_position_embeddings {longest}; shorten the "
                 "sequences, or raise the model's limit"
             )
-
-
-def _check_data(data: DataConfig, rl: RlConfig) -> None:
-    parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
-    part_paths = [name for name, path in parts.items() if path is not None]
-    sources = [bool(data.mock), data.data_path is not None, bool(part_paths)]
-    if sum(sources) > 1:
-        raise ConfigError(
-            f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} "
-            "has a path of its own; give exactly one of mock, data_path, or paths for each part"
-        )
-    if rl.prompts_or_rollouts and any(sources):
-        raise ConfigError(
-            f"rl.{'prompts' if rl.prompts else 'rollouts'} is what is trained on, but data.mock is {data.mock}, "
-            f"data.data_path is {data.data_path!r} and {', '.join(part_paths) or 'no part'} has a path of its own; "
-            "leave these out"
-        )
-    if data.dataset is not None and (data.mock or rl.prompts_or_rollouts):
-        other = "data.mock" if data.mock else f"rl.{'prompts' if rl.prompts else 'rollouts'}"
-        raise ConfigError(f"data.dataset {data.dataset} and {other} are both set; leave out one")
-    if not any(sources) and data.dataset is None and not rl.prompts_or_rollouts:
-        raise ConfigError(
-            "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, "
-            "data.dataset to your own dataset, or data.mock to true"
-        )
-    if part_paths and data.train_data_path is None:
-        raise ConfigError(f"{', '.join(part_paths)} is set but data.train_data_path is not; set it too")
-
-
-def _check_indexed_data(config: RunConfig) -> None:
-    """Raise ConfigError for settings of indexed pre-training data in a run that reads other data."""
-    data = config.data
-    names = ("blend_schedule", "blend_temperature", "max_epochs_per_source", "packing", "fim_data")
-    settings = [
-        f"data.{name}" for name in names if getattr(data, name) != type(data).model_fields[name].default
-    ]
-    others = {
-        "data.mock": data.mock,
-        "data.dataset": data.dataset is not None,
-        "rl.prompts or rl.rollouts": config.rl.prompts_or_rollouts is not None,
-    }
-    if config.chat is not None:
-        others[f"{config.chat.name}.enabled"] = True
-    if settings and (other := next((name for name, value in others.items() if value), None)):
-        raise ConfigError(
-            f"{' and '.join(settings)} {'apply' if settings[1:] else 'applies'} to pre-training data in "
-            f"data.data_path, but {other} is set; leave one of the two out"
-        )
-
-
-def _check_fill_in_middle(data: DataConfig) -> None:
-    if data.fim_data and data.packing != "concat":
-        raise ConfigError(
-            f"data.fim_data changes the lengths of documents, so data.packing {data.packing} would not fit; leave one "
-            "of the two out"
-        )
-    if data.fim_data and data.fim_split_sample and data.fim_fragment_rate is None:
-        raise ConfigError(
-            f"data.fim_split_sample is {data.fim_split_sample!r}, but data.fim_fragment_rate is not set; set it to the "
-            "probability that a fragment is rearranged"
-        )
 
 
 def _check_fine_tuning(config: RunConfig) -> None:

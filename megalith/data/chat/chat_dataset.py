@@ -9,6 +9,7 @@ Batch sizes, epochs and positions in the data count rows.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +60,9 @@ class ChatDataset:
         member_work = np.stack([sizes.sum(1), np.square(sizes).sum(1)], axis=1)
         self.work = np.add.reduceat(member_work, self._starts[:-1])
         """int64 [rows, 2]: tokens per row, and the sum of the squared sequence lengths."""
+        last = sizes[self._starts[1:] - 1]  # [rows, each]; padding belongs to the last sample of a row
+        padding_tokens = seq_length - np.add.reduceat(sizes, self._starts[:-1])
+        self._attention_costs = self.work[:, 1] + (padding_tokens * (2 * last + padding_tokens)).sum(1)
         self._length, self.num_rows = len(rows), len(rows)
         self.num_samples, self.num_tokens = len(lengths), int(sample_lengths.sum())
 
@@ -78,6 +82,10 @@ class ChatDataset:
         members, answers = self._samples_of(i), self.samples.sequences_per_sample
         rows = [self._row([sample * answers + answer for sample in members]) for answer in range(answers)]
         return np.stack(rows).reshape(self.shape)
+
+    def attention_cost(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the sum of the squared document lengths of each row, int64 [indices]."""
+        return self._attention_costs[indices]
 
     def _row(self, sequences: list[int]) -> np.ndarray:
         row = np.zeros((4, self.seq_length), dtype=np.int64)

@@ -84,8 +84,23 @@ def read_arrow_blocks(path: Source, suffix: str, json_keys: Sequence[str]) -> It
         DataError: it cannot be read, lacks a column, or has another type of column.
         ConfigError: a package is missing.
     """
-    keys, row, size = list(json_keys), 1, 0
-    for table, fraction in _arrow_tables(path, suffix, keys):
+    keys = list(json_keys)
+    yield from _blocks(path, _arrow_tables(path, suffix, keys), keys)
+
+
+def read_dataset_blocks(name: Any, dataset: Any, json_keys: Sequence[str]) -> Iterator[RowBlock]:
+    """Yield the columns `json_keys` of an open Dataset or IterableDataset, with `name` as the path of the blocks.
+
+    Raises:
+        DataError: it cannot be read, lacks a column, or has another type of column.
+    """
+    keys = list(json_keys)
+    yield from _blocks(name, _dataset_tables(name, dataset, keys), keys)
+
+
+def _blocks(path: Any, tables: Iterator[tuple[Any, float]], keys: list[str]) -> Iterator[RowBlock]:
+    row, size = 1, 0
+    for table, fraction in tables:
         _check_columns(path, table.schema, keys)
         size = size or _size(path)
         columns = [_values(table.column(key)) for key in keys]
@@ -157,7 +172,7 @@ def json_array(path: Path | StorePath) -> list[dict[str, Any]] | None:
 def _arrow_tables(path: Source, suffix: str, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
     """Yield pyarrow tables or batches with at least the columns `keys` (None: all), and the fraction read so far."""
     if isinstance(path, HubDataset) or path.is_dir():
-        yield from _dataset_tables(path, keys)
+        yield from _dataset_tables(path, open_dataset(path), keys)
         return
     read = _parquet_batches if suffix == ".parquet" else _arrow_batches
     name = suffix.removeprefix(".")
@@ -199,8 +214,7 @@ def _arrow_batches(path: Source, file: Any, keys: list[str] | None) -> Iterator[
             yield batch.slice(start, ROWS), file.tell() / size
 
 
-def _dataset_tables(path: Path | HubDataset, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
-    dataset = open_dataset(path)
+def _dataset_tables(path: Any, dataset: Any, keys: list[str] | None) -> Iterator[tuple[Any, float]]:
     columns = dataset.column_names  # None in some streams
     with _hub_errors(path):
         if keys is not None and columns is not None:
@@ -255,7 +269,7 @@ def _values(column: Any) -> list[bytes | None]:
 
 def _size(path: Source) -> int:
     """Return the bytes of a file or folder, 0 for a dataset of the hub."""
-    if isinstance(path, HubDataset):
+    if not isinstance(path, Path | StorePath):
         return 0
     if isinstance(path, Path) and path.is_dir():
         return sum(part.stat().st_size for part in path.glob("*.arrow"))

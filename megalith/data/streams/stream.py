@@ -1,0 +1,51 @@
+"""Interface of a dataset that is read in order and stores its position in checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+STREAM_LENGTH = 1 << 62  # a stream's length for orders: positions are never mapped
+State = dict[str, Any]  # JSON
+
+
+class SampleStream(ABC):
+    """A dataset whose items are read at ascending positions.
+
+    Every data-parallel rank reads its own positions. Samples depend on the position alone, not on the ranks.
+    """
+
+    @abstractmethod
+    def restart(self, position: int = 0, stride: int = 1, kept_states: int = 1) -> None:
+        """Prepare for reading from `position`, from the state of `load_state` if it is at or before it.
+
+        Args:
+            position: the next sample to be read.
+            stride: states are needed at multiples of it, counted from `position`.
+            kept_states: number of latest states to keep.
+        """
+
+    @abstractmethod
+    def state_at(self, position: int) -> State | None:
+        """Return this rank's state before the sample at `position`; None without a state."""
+
+    def merged_state(self, position: int, states: Sequence[State | None]) -> State | None:
+        """Return the state before the sample at `position` from the states of all data-parallel ranks."""
+        return states[0]
+
+    @abstractmethod
+    def load_state(self, state: State | None) -> None:
+        """Set the state, from `merged_state`, that the next `restart` continues from."""
+
+    def restarted(self) -> Self:
+        """Return the stream at its beginning, for an evaluation."""
+        self.restart()
+        return self
+
+    def notes(self, state: State | None) -> list[str]:
+        """Return notes on the data up to a merged state: numbers of documents, and of those that were left out."""
+        return []
+
+    def close(self) -> None:  # noqa: B027
+        """Stop reading ahead. `restart` begins again."""

@@ -1,0 +1,145 @@
+"""Shards of a stream of text, and reading of their blocks from a position, with retries over the network."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalith.config.data import TextDocuments
+from megalith.data.inputs.blocks import DocumentBlock
+from megalith.data.inputs.hub_dataset import HubDataset, Source
+from megalith.data.inputs.row_tables import read_dataset_blocks
+from megalith.data.inputs.source_versions import Version, source_versions
+from megalith.data.inputs.sources import expand_inputs, read_document_blocks
+from megalith.errors import DataError
+from megalith.remote import StorePath
+
+RETRIES = 5  # with pauses of 1, 2, 4, 8 and 16 seconds
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a stream, or shard `number` of the `count` shards of a dataset of the hub."""
+
+    source: Source
+    number: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return str(self.source) if self.count == 1 else f"{self.source} (shard {self.number} of {self.count})"
+
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.source, StorePath | HubDataset)
+
+    def identity(self) -> list[Any]:
+        """Return what a resumed run must find again: the name, and the size of a local file (JSON)."""
+        is_file = isinstance(self.source, Path) and self.source.is_file()
+        return [str(self), self.source.stat().st_size if is_file else None]
+
+    def version(self) -> list[Version]:
+        """Return what changes when the shard is written; nothing for datasets of the hub."""
+        return [] if isinstance(self.source, HubDataset) else source_versions([self.source])
+
+
+def list_shards(entry: str) -> list[Shard]:
+    """Return the shards of an entry of a data path: its files, or the shards of a streamed dataset of the hub.
+
+    Raises:
+        DataError: a file is missing, or the hub cannot be reached.
+    """
+    shards: list[Shard] = []
+    for source in expand_inputs([entry]):
+        is_streamed = isinstance(source, HubDataset) and source.arguments["streaming"]
+        count = source.load().num_shards if is_streamed else 1
+        shards += [Shard(source, number, count) for number in range(count)]
+    return shards
+
+
+class ShardReader:
+    """Reads the blocks of shards, and keeps the versions of those that it has opened.
+
+    Args:
+        text_key: key or column of the text.
+        text_documents: documents of a .txt file.
+        pause: sleeps for a number of seconds, between retries.
+    """
+
+    def __init__(
+        self, text_key: str, text_documents: TextDocuments, pause: Callable[[float], None] = time.sleep
+    ):
+        self._keys, self._text_documents, self._pause = [text_key], text_documents, pause
+        self._versions: dict[Shard, list[Version]] = {}
+        self._hub: dict[HubDataset, Any] = {}
+
+    def blocks(self, shard: Shard, first: int) -> Iterator[tuple[int, DocumentBlock]]:
+        """Yield the blocks of a shard from number `first` on, each with its number.
+
+        An error of the network is retried from the block that failed.
+
+        Raises:
+            DataError: the shard cannot be read, or has changed since it was first opened.
+        """
+        at, failures = first, 0
+        self._check_version(shard)
+        while True:
+            try:
+                for block in itertools.islice(self._open(shard), at, None):
+                    yield at, block
+                    at, failures = at + 1, 0
+                break
+            except DataError as error:
+                self._hub.pop(shard.source, None)
+                if not shard.is_remote or not _may_pass(error, shard):
+                    raise
+                if failures == RETRIES:
+                    raise DataError(
+                        f"{error} ({RETRIES} retries failed, in block {at} of {shard})"
+                    ) from error
+                self._pause(2.0**failures)
+                failures += 1
+        self._check_version(shard)
+
+    def _open(self, shard: Shard) -> Iterator[DocumentBlock]:
+        source = shard.source
+        if not (isinstance(source, HubDataset) and source.arguments["streaming"]):
+            return read_document_blocks(source, self._keys, self._text_documents)
+        if source not in self._hub:
+            self._hub[source] = source.load()
+        dataset = self._hub[source]
+        if dataset.num_shards != shard.count:
+            raise DataError(
+                f"{source} had {shard.count} shards and has {dataset.num_shards} now; name a revision "
+                "(?revision=COMMIT), or start a new run"
+            )
+        return read_dataset_blocks(
+            shard, dataset.shard(num_shards=shard.count, index=shard.number), self._keys
+        )
+
+    def _check_version(self, shard: Shard) -> None:
+        try:
+            now = shard.version()
+        except OSError as error:
+            raise DataError(f"cannot read {shard}: {error.strerror or error}; check the path") from error
+        was = self._versions.setdefault(shard, now)
+        if was != now:
+            raise DataError(
+                f"{shard} changed while the run read it: {_described(was)} before, {_described(now)} now; restore it, "
+                "or start a new run"
+            )
+
+
+def _described(versions: Sequence[Version]) -> str:
+    return (
+        f"{sum(size for _, size, _ in versions):,} bytes (version {versions[0][2] if versions else 'none'})"
+    )
+
+
+def _may_pass(error: DataError, shard: Shard) -> bool:
+    """Return True for errors of the network, which a retry may not meet again."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) or (cause is not None and isinstance(shard.source, HubDataset))
