@@ -332,6 +332,13 @@ def test_sizes_and_folders_that_conversions_do_not_take_are_refused(bench, tmp_p
         bench("convert", "--folder", tmp_path)
 
 
+def test_streaming_is_measured(bench, monkeypatch):
+    monkeypatch.setattr(corpus_text, "write_stdlib_corpus", small_corpus)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    text = bench("data", "--megabytes", 0, "--seconds", 0.2, "--seq-length", 64, "--workers", 0)
+    assert re.search(r"ratio \d\.\d{3}", text) and re.search(r"waited \d+\.\d{3} % of the time", text)
+
+
 def test_preprocessing_is_measured(bench, monkeypatch):
     """In this process: the number of Rust threads, for which it starts programs, is fixed in a fork."""
     monkeypatch.setattr(preprocessing_speed, "run_alone", run_in_this_process)

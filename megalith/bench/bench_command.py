@@ -26,6 +26,7 @@ OTHERS = {  # module by name
     "checkpoint": "checkpoint_speed",
     "convert": "conversion_speed",
     "preprocess": "preprocessing_speed",
+    "data": "data_speed",
     "attention": "attention_speed",
     "fp8": "fp8_speed",
 }
