@@ -57,6 +57,7 @@ INSTEAD: dict[str, tuple[tuple[str, str], ...]] = {  # in a page's commands and 
     "README.md": (GPT2, FP32),
     "docs/audit.md": (("(16, 9)", "(16, 16)"),),  # a job that is right, so that the command succeeds
     "docs/data.md": (GPT2,),
+    "docs/streams.md": (GPT2,),
     "docs/checkpoints.md": (GPT2, FP32, ("size 3 --train.train_iters 4", "size 3 --train.train_iters 6")),
     "docs/cluster.md": ((" /data/", " data/"),),
     "docs/first_hour/torchtitan.md": (("decay_iters: 40", "decay_iters: 2"),),
