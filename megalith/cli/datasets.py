@@ -216,7 +216,8 @@ def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--index", help="samples of the dataset to print, like 0,5,9 (default: 0)")
     parser.add_argument(
-        "--position", help="samples to print by position in the run's reading order, like 0,1,2"
+        "--position",
+        help="samples to print by position in the run's reading order, like 0,1,2; also with --config",
     )
     parser.add_argument(
         "--dataloader-type",
@@ -275,11 +276,18 @@ def _show_run(args: Arguments) -> int:
     from megalith.data.show import render_samples
     from megalith.training.run_data import RunData
 
-    if args.data_path or args.index or args.position:
+    positions = _whole_numbers("--position", args.position)
+    if args.data_path or args.index or (positions and args.step is not None):
         raise ConfigError(
-            "data show --config RUN.yaml prints the samples of a step; use --step, without a data path"
+            "data show --config RUN.yaml prints the samples of a step or of positions in the run; use --step or "
+            "--position, without a data path"
         )
     run = RunData(RunConfig.load(args.config), from_checkpoint=args.step is None)
+    if positions:
+        samples = run.samples_at(positions)
+        text = run.tokenizer and run.tokenizer.decode
+        print(json.dumps(samples) if args.json else render_samples(samples, text))
+        return 0
     if args.step is not None:
         run.advance_to(args.step - 1)
     samples = run.samples_of_next_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,23 @@ from megalith.checkpoint import open_checkpoint
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
-from megalith.data.blend import BlendedDataset, indexed_datasets
+from megalith.data.batch import Batch
+from megalith.data.blend import indexed_datasets
+from megalith.data.blended_dataset import BlendedDataset
 from megalith.data.chat.chat_dataset import ChatDataset
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset
 from megalith.data.indexed import IndexedDataset
 from megalith.data.length_statistics import cut_fraction, length_statistics
+from megalith.data.loader import Loader
 from megalith.data.masked_lm import SentenceSamples
-from megalith.data.own_dataset import StreamDataset
 from megalith.data.packed_dataset import PackedDataset
 from megalith.data.source_plan import source_plan
+from megalith.data.streams.stream import SampleStream
 from megalith.data.text_data import source_name
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.remote import open_location
-from megalith.training.build import Data, prepare
+from megalith.training.build import prepare
+from megalith.training.run_datasets import Data
 
 
 class RunData:
@@ -69,24 +73,37 @@ class RunData:
             Per sample `position` in the stream, `index` in the dataset (not for streams), `source`, `tokens` (the
             inputs and the last label) and `learned`, the number of tokens in the loss.
         """
-        train, order, samples = self.data.train, None, []
-        count = self.sizes.micro_batches(self.consumed_samples)
-        with self.data.train_loader(
-            self.step, self.consumed_samples, torch.device("cpu"), self.left_out
-        ) as batches:
-            order = self.data.order
-            for _ in range(count):
+        samples = []
+        with self._loader(self.step, self.consumed_samples) as batches:
+            for _ in range(self.sizes.micro_batches(self.consumed_samples)):
                 batch = next(batches)
-                for row in range(len(batch.input_ids)):
-                    position = int(batch.sample_numbers[row])
-                    index = order(position)
-                    tokens = [*batch.input_ids[row].tolist(), int(batch.labels[row, -1])]
-                    learned = int((batch.loss_mask[row] > 0).sum())
-                    sample = {"position": position, "index": index, "source": train.describe(index)}
-                    if isinstance(train, StreamDataset):
-                        del sample["index"]
-                    samples.append({**sample, "tokens": tokens, "learned": learned})
+                samples += [self._sample(batch, row) for row in range(len(batch.input_ids))]
         return samples
+
+    def samples_at(self, positions: Sequence[int]) -> list[dict[str, object]]:
+        """Return the samples at positions of the run's stream, which count consumed samples, as `samples_of_next_step`
+        does."""
+        if negative := [position for position in positions if position < 0]:
+            raise DataError(f"position {negative[0]} is before the first one, 0")
+        samples = []
+        for position in positions:
+            with self._loader(0, position) as batches:
+                samples.append(self._sample(next(batches), 0))
+        return samples
+
+    def _loader(self, step: int, consumed_samples: int) -> Loader:
+        return self.data.train_loader(step, consumed_samples, torch.device("cpu"), self.left_out)
+
+    def _sample(self, batch: Batch, row: int) -> dict[str, object]:
+        position, train = int(batch.sample_numbers[row]), self.data.train
+        index = self.data.order(position)
+        sample: dict[str, object] = {"position": position}
+        if not isinstance(train, SampleStream):
+            sample["index"] = index
+        sample["source"] = train.describe(index)
+        sample["tokens"] = [*batch.input_ids[row].tolist(), int(batch.labels[row, -1])]
+        sample["learned"] = int((batch.loss_mask[row] > 0).sum())
+        return sample
 
     def advance_to(self, step: int) -> None:
         """Set the number of finished steps to `step`, from the start of the run."""
@@ -171,5 +188,6 @@ def _parts(dataset: SampleDataset) -> Iterator[tuple[SampleDataset, float]]:
     if not isinstance(dataset, BlendedDataset):
         yield dataset, 1.0
         return
-    for part, count in zip(dataset.datasets, dataset.sample_counts()):
-        yield part, count / len(dataset)
+    counts = dataset.sample_counts()
+    for part, count in zip(dataset.datasets, counts):
+        yield part, count / sum(counts)

@@ -14,7 +14,7 @@ from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
 from megalith.data.show import render_samples, show_samples
 from megalith.errors import ConfigError, DataError
-from megalith.training.build import Data
+from megalith.training.run_datasets import Data
 
 
 @pytest.fixture
@@ -107,8 +107,11 @@ def test_the_samples_of_a_step_are_those_that_training_reads(prefix, tmp_path, c
     assert [sample["tokens"][:-1] for sample in shown["samples"]] == rows and shown["step"] == 3
     assert [sample["position"] for sample in shown["samples"]] == [8, 9, 10, 11]
     assert "step 1, 4 samples" in printed(capsys, "show", "--config", path)
-    for words in (["--config", path, "--step", "21"], ["--config", path, "--position", "0"], [prefix]):
-        assert main(["data", "show", *words]) == 2
+    some = json.loads(printed(capsys, "show", "--config", path, "--position", "9,8", "--json"))
+    assert some == [shown["samples"][1], shown["samples"][0]]
+    for words in (["--step", "21"], ["--step", "1", "--position", "0"], ["--index", "0"]):
+        assert main(["data", "show", "--config", path, *words]) == 2
+    assert main(["data", "show", prefix]) == 2
 
 
 def test_statistics_of_a_blend_count_its_documents_and_the_tokens_of_each_source(prefix, tmp_path, capsys):
