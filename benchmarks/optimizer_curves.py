@@ -1,0 +1,141 @@
+"""Loss curves of optimizers on real text, each at the best rate of a small grid.
+
+    python -m benchmarks.optimizer_curves                               one GPU: 12 layers of width 768, 1,000 steps
+    python -m benchmarks.optimizer_curves --only adamw muon --steps 200 --trial-steps 50
+
+The text is the bytes of Python's standard library. Every optimizer trains the same model from the same seed on the same
+samples: first at each rate of its grid for `--trial-steps`, then at the rate with the lowest loss for `--steps`. Both
+have a warm-up of a tenth and a cosine decay to a tenth. A rate at an end of its grid is reported, because a better one
+may lie beyond it. The losses, means of ten steps, are written to `--out` as JSON, and drawn next to it as PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megalith.bench.corpus_text import TextBytes
+from megalith.bench.mup_check import build
+from megalith.bench.optimizer_speed import is_set
+from megalith.bench.timing import synchronize
+from megalith.config import RunConfig
+from megalith.data.loader import Loader
+from megalith.optim.schedule import build_schedule
+
+RATES = {
+    "adamw": (3e-4, 1e-3, 3e-3),
+    "muon": (3e-4, 1e-3, 3e-3),
+    "lion": (3e-5, 1e-4, 3e-4),
+}
+"""Peak learning rates by optimizer."""
+OPTIONS = {"lion": {"optim.weight_decay": 0.5}}
+"""Further settings by optimizer."""
+DEFAULTS = {
+    "model.num_layers": 12,
+    "model.hidden_size": 768,
+    "model.num_attention_heads": 12,
+    "model.vocab_size": 257,
+    "model.position_embedding_type": "rope",
+    "model.swiglu": True,
+    "model.normalization": "RMSNorm",
+    "model.add_bias_linear": False,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "model.untie_embeddings_and_output_weights": True,
+    "data.seq_length": 1024,
+    "data.mock": True,
+    "train.global_batch_size": 32,
+    "train.micro_batch_size": 32,
+    "optim.lr_decay_style": "cosine",
+    "optim.weight_decay": 0.1,
+    "optim.adam_beta2": 0.95,
+    "runtime.compile": False,
+}
+MEGABYTES = 20.0
+WINDOW = 10  # steps in a point of a curve
+
+
+def main() -> int:
+    """Tune, train, write and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--trial-steps", type=int, default=150)
+    parser.add_argument("--only", nargs="+", choices=RATES, default=list(RATES), metavar="NAME")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--out", type=Path, default=Path("optimizer_curves.json"))
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
+    args = parser.parse_args()
+    config = RunConfig.load(None, args.settings)
+    unset = {path: value for path, value in DEFAULTS.items() if not is_set(config, path)}
+    config = config.with_settings({**unset, "train.precision": args.precision})
+    curves = {}
+    print("| optimizer | lr | loss | ms per step |\n|---|---|---|---|")
+    for name in args.only:
+        trials = {rate: losses(config, name, rate, args.trial_steps)[0][-1] for rate in RATES[name]}
+        rate = min(trials, key=lambda each: trials[each])
+        curve, milliseconds = losses(config, name, rate, args.steps)
+        curves[name] = {"lr": rate, "trials": trials, "loss": curve, "ms": milliseconds}
+        print(f"| {name} | {rate:g} | {curve[-1]:.4f} | {milliseconds:.1f} |", flush=True)
+        if rate in (RATES[name][0], RATES[name][-1]):
+            print(f"note: {rate:g} is at an end of the grid {RATES[name]} of {name}", file=sys.stderr)
+    args.out.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
+    draw(curves, args.out.with_suffix(".png"))
+    return 0
+
+
+def losses(config: RunConfig, name: str, lr: float, steps: int) -> tuple[list[float], float]:
+    """Train with an optimizer and return the mean loss of every WINDOW steps, and the mean time of a step in ms."""
+    settings = {
+        "optim.optimizer": name,
+        "optim.lr": lr,
+        "optim.min_lr": lr / 10,
+        "optim.lr_warmup_iters": max(steps // 10, 1),
+        "train.train_iters": steps,
+        **OPTIONS.get(name, {}),
+    }
+    config = config.with_settings(settings)
+    optimizer, size = build(config), config.train.global_batch_size
+    schedule = build_schedule(config.optim, config.train)
+    dataset = TextBytes(config.data.seq_length, steps * size, config.train.seed, MEGABYTES)
+    loader = Loader(
+        dataset,
+        micro_batch_size=config.train.micro_batch_size,
+        batch_sizes=[size] * steps,
+        vocab_size=config.model.vocab_size,
+    )
+    count, measured = size // config.train.micro_batch_size, []
+    start = time.perf_counter()
+    for step in range(steps):
+        micro_batches = [next(loader) for _ in range(count)]
+        measured.append(optimizer.model.backward(micro_batches, loss_scale=optimizer.loss_scale.scale))
+        optimizer.step(schedule.learning_rate(step, step * size))
+    synchronize(optimizer.model.device)
+    milliseconds = 1e3 * (time.perf_counter() - start) / steps
+    means = [torch.stack(measured[at : at + WINDOW]).mean() for at in range(0, steps, WINDOW)]
+    return torch.stack(means).tolist(), milliseconds
+
+
+def draw(curves: Mapping[str, Mapping], file: Path) -> None:
+    """Draw the losses over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        steps = [WINDOW * (at + 1) for at in range(len(curve["loss"]))]
+        axes.plot(steps, curve["loss"], label=f"{name}, lr {curve['lr']:g}")
+    axes.set(xlabel="step", ylabel="loss per byte", yscale="log")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
