@@ -202,6 +202,14 @@ class OptimConfig(Section):
     muon_momentum: Annotated[Decay, MUON] = 0.95
     """Momentum of Muon."""
 
+    muon_momentum_warmup_iters: Annotated[NonNegativeInt, MUON] = 0
+    """Steps over which Muon's momentum grows linearly from muon_momentum_start to muon_momentum. 0: none."""
+
+    muon_momentum_start: Annotated[Decay, RequiresSetting("muon_momentum_warmup_iters", greater_than=0)] = (
+        0.85
+    )
+    """Momentum of Muon at the start of its warm-up."""
+
     muon_nesterov: Annotated[bool, MUON] = True
     """Use Nesterov momentum in Muon."""
 

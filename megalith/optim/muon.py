@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalith.config import OptimConfig
 from megalith.optim.combined import combine
-from megalith.optim.functional import FunctionalOptimizer, State, zeros_of
+from megalith.optim.functional import FunctionalOptimizer, State, scalar_of, zeros_of
 from megalith.optim.newton_schulz import EPS, orthogonalized
 from megalith.optim.optimizer import TrainedParameter, build_named, register_optimizer, state_bytes_of
 
@@ -58,7 +58,10 @@ class _Round:
 
 
 class Muon(FunctionalOptimizer):
-    """Muon for matrices, with the state `momentum_buffer` and, for NorMuon, `row_var`. `step` is a collective call."""
+    """Muon for matrices: state `momentum_buffer`, with NorMuon `row_var`, with a warm-up of the momentum `step`.
+
+    The method `step` is a collective call.
+    """
 
     def __init__(self, matrices: Sequence[TrainedParameter], config: OptimConfig, dtype: torch.dtype):
         """Build Muon for `matrices`, which have `placement.matrices`. Newton-Schulz runs in `dtype`."""
@@ -67,6 +70,8 @@ class Muon(FunctionalOptimizer):
 
     def initial_state(self, item: TrainedParameter) -> dict[str, Tensor]:
         state = {"momentum_buffer": zeros_of(item)}
+        if self.config.muon_momentum_warmup_iters:
+            state["step"] = scalar_of(item)
         if self.config.muon_moment2_method == "normuon":
             state["row_var"] = torch.zeros(*item.parameter.shape[:-1], 1, device=item.parameter.device)
         return state
@@ -77,6 +82,8 @@ class Muon(FunctionalOptimizer):
         momentum, update = self._momentum(gradient, state)
         result, squares = self._orthogonalize(update, state.get("row_var"), item)
         changes = {"momentum_buffer": momentum} | ({} if squares is None else {"row_var": squares})
+        if "step" in state:
+            changes["step"] = state["step"] + 1
         return _stepped(item, group, result), changes
 
     @torch.no_grad()
@@ -149,15 +156,20 @@ class Muon(FunctionalOptimizer):
             parameter.copy_(torch.where(skip, parameter, value))
             momentum = state["momentum_buffer"]
             momentum.copy_(torch.where(skip, momentum, this.momenta[position]))
+            if "step" in state:
+                state["step"] += 1 - self.found_inf
             if local_means is not None and local_means[position].numel():
                 row_var = state["row_var"]
                 row_var.copy_(torch.where(skip, row_var, local_means[position][..., :1]))
 
     def _momentum(self, gradient: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the new momentum and the matrix to orthogonalize."""
-        config = self.config
-        momentum = state["momentum_buffer"].lerp(gradient, 1 - config.muon_momentum)
-        return momentum, gradient.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
+        config, decay = self.config, self.config.muon_momentum
+        if "step" in state:
+            progress = (state["step"] / config.muon_momentum_warmup_iters).clamp(max=1)
+            decay = config.muon_momentum_start + (decay - config.muon_momentum_start) * progress
+        momentum = state["momentum_buffer"].lerp(gradient, 1 - decay)
+        return momentum, gradient.lerp(momentum, decay) if config.muon_nesterov else momentum
 
     def _orthogonalize(
         self, weight: Tensor, squares: Tensor | None, item: TrainedParameter

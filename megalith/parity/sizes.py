@@ -57,6 +57,15 @@ def _ffn_size(value: int | None, model: ModelConfig) -> int | None:
     return value and 8 * math.ceil(_hidden_size(None, model) * value / model.hidden_size / 8)
 
 
+def _mup_base_width(value: int | None, model: ModelConfig) -> int | None:
+    """Return the base model's width with the same ratio, at least 1."""
+    return value and max(1, round(_hidden_size(None, model) * value / model.hidden_size))
+
+
+def _mup_base_depth(value: int | None, model: ModelConfig) -> int | None:
+    return value and max(1, round(LAYERS * value / model.num_layers))
+
+
 def _layer_pattern(value: int | list[int] | None, _: ModelConfig) -> int | list[int] | None:
     """Return a frequency or a list of layers for the first 4 layers."""
     return (value * LAYERS)[:LAYERS] if isinstance(value, list) else value and min(value, LAYERS)
@@ -117,6 +126,8 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "model.encoder_num_layers":                  _at_most(LAYERS - 1),
     "model.hidden_size":                         _hidden_size,
     "model.ffn_hidden_size":                     _ffn_size,
+    "model.mup_base_hidden_size":                _mup_base_width,
+    "model.mup_base_num_layers":                 _mup_base_depth,
     "model.num_attention_heads":                 _heads,
     "model.num_query_groups":                    _query_groups,
     "model.kv_channels":                         _if_set(HEAD_DIM),
@@ -183,6 +194,8 @@ SIZES: dict[str, ParitySize | None] = {  # None: the default
     "optim.adafactor_beta2_decay":               KEEP,
     "optim.adafactor_clip_threshold":            KEEP,
     "optim.muon_momentum":                       KEEP,
+    "optim.muon_momentum_warmup_iters":          KEEP,
+    "optim.muon_momentum_start":                 KEEP,
     "optim.muon_nesterov":                       KEEP,
     "optim.muon_num_ns_steps":                   KEEP,
     "optim.muon_scale_mode":                     KEEP,

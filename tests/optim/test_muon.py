@@ -239,6 +239,21 @@ def test_ranks_that_share_matrices_orthogonalize_each_once_and_about_equally(poo
         assert [len(rank) for rank in by_rank] == pytest.approx([len(one) / 4] * 4, abs=2)
 
 
+def test_the_momentum_grows_over_its_warm_up_and_not_in_a_skipped_step():
+    config = OptimConfig(optimizer="muon", lr=0.1, clip_grad=0, muon_momentum_warmup_iters=2)
+    weight, expected = torch.nn.Parameter(torch.zeros(3, 4)), torch.zeros(3, 4)
+    optimizer = optimizer_of({"w": weight}, config, {"w": (3,)})
+    decays = iter((0.85, 0.90, 0.95, 0.95))
+    for step, finite in enumerate((True, False, True, True, True)):
+        gradient = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        weight.grad = gradient if finite else gradient / 0
+        optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+        if finite:
+            decay = next(decays)
+            expected = decay * expected + (1 - decay) * gradient
+        torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"], expected)
+
+
 def test_owners_have_about_equal_costs():
     assert assign([1, 8, 4, 3, 2], 2) == [0, 0, 1, 1, 1]
     assert assign([], 3) == []

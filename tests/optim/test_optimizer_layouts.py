@@ -20,6 +20,7 @@ OPTIMIZERS = {
         muon_moment2_method="normuon",
         muon_split_heads=True,
         muon_coefficient_type="quintic",
+        muon_momentum_warmup_iters=4,
         muon_scalar_optimizer="lion",
         lr=3e-4,
     ),
