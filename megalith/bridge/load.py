@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,11 +24,14 @@ from megalith.config.base import Decides
 from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
+from megalith.models.score_model import SCORE, ScoreModel
 from megalith.models.vocabulary import VOCABULARY
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import LocalShard
 from megalith.progress import Progress
 from megalith.remote import StorePath, open_location
+
+HEADS = ("output_layer.weight", "vocabulary.bias")  # of a language model, which a reward model does not have
 
 
 @torch.no_grad()
@@ -38,7 +41,7 @@ def load_source(matched: Match, model: Model, seed: int, show_progress: bool = F
     Vocabulary padding becomes zero. Missing tensors are initialized with `seed`.
     """
     groups = {group.name: group for group in matched.groups}
-    shards = base_shards(model)
+    shards = _without_new_head(base_shards(model), groups)
     total = sum(shard.values.nbytes for shard in shards.values())
     with Progress("load", total, show=show_progress) as progress:
         for name, shard in shards.items():
@@ -61,8 +64,19 @@ def load_initial_weights(
     if is_foreign_weights(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed, world.rank == 0)
     else:
-        shards = {"model": base_shards(model)}
-        load_base(_checkpoint(path, ("model",), world, shards), model, rows, world, world.rank == 0)
+        stored = _checkpoint(path, ()).manifest.tensors.get(MODEL, {})
+        shards = {"model": _without_new_head(base_shards(model), stored)}
+        checkpoint = _checkpoint(path, ("model",), world, shards)
+        has_score = any(
+            isinstance(each, ScoreModel) for each in (model if isinstance(model, Sequence) else [model])
+        )
+        unused = HEADS if has_score else ()
+        load_base(checkpoint, shards["model"], rows, world, world.rank == 0, unused)
+
+
+def _without_new_head(shards: Mapping[str, LocalShard], stored: Collection[str]) -> dict[str, LocalShard]:
+    """Return the shards without the score's, if the weights are a language model's: it keeps its initial values."""
+    return {name: shard for name, shard in shards.items() if name != SCORE or name in stored}
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
@@ -175,6 +189,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     explicit_values = {name: value for name, value in explicit.items() if value is not None}
     model = ModelConfig.model_validate({**stored.model_dump(), "preset": None, **explicit_values})
     may_differ = ModelConfig.fields_deciding(Decides.REACH)
+    may_differ += ["score_head"] if model.score_head else []  # a reward model starts from a language model
     may_differ += ["max_position_embeddings"] if stored.position_embedding_type != "learned_absolute" else []
     if others := differences(model, stored, ignore=may_differ):
         raise ConfigError(

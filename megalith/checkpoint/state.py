@@ -12,7 +12,7 @@ Ranks may hold complete tensors or shards in any layout. The stored form is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -139,13 +139,17 @@ def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mappin
 
 def load_base(
     checkpoint: Checkpoint,
-    model: Model,
+    shards: Mapping[str, LocalShard],
     unpadded_rows: Mapping[str, int] | None = None,
     world: Axis = ALONE,
     show_progress: bool = False,
+    unused: Collection[str] = (),
 ) -> None:
-    """Load all weights but the adapters, from a checkpoint of a model without adapters. See `load_model`."""
-    _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world, show_progress)
+    """Load `base_shards` of a model, or some of them, from a checkpoint of a model without adapters. See `load_model`.
+
+    The checkpoint may have tensors of the names `unused`, which are not read.
+    """
+    _fill(checkpoint, MODEL, shards, unpadded_rows or {}, world, show_progress, unused)
 
 
 def base_fingerprint(
@@ -171,6 +175,28 @@ def load_optimizer(
     """
     shards, rows = optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {})
     _fill(checkpoint, OPTIMIZER, shards, rows, world, show_progress)
+
+
+def load_part(
+    checkpoint: Checkpoint,
+    part: str,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    unpadded_rows: Mapping[str, int],
+    world: Axis = ALONE,
+) -> None:
+    """Load the weights of a further model, or with `optimizer` that optimizer's state, from a part of its own.
+
+    Every rank of `world` calls it. Raises CheckpointError as `load_model` and `load_optimizer`.
+    """
+    if part not in checkpoint.manifest.tensors:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no {part}; resume with the settings that it was saved with"
+        )
+    if optimizer is None:
+        _fill(checkpoint, part, model_shards(model), unpadded_rows, world, False)
+    else:
+        _fill(checkpoint, part, optimizer_shards(optimizer, model), _state_rows(unpadded_rows), world, False)
 
 
 def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, LocalShard]]:
@@ -228,9 +254,10 @@ def _fill(
     unpadded_rows: Mapping[str, int],
     world: Axis,
     show_progress: bool,
+    unused: Collection[str] = (),
 ) -> None:
     stored = _unpad(shards, unpadded_rows)
-    _check_fit(checkpoint, part, stored, world)
+    _check_fit(checkpoint, part, stored, world, unused)
     collectively(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
     total = sum(byte_count(shard.values.shape, shard.values.dtype) for shard in stored.values())
     with Progress(f"load {part}", total, show=show_progress) as progress:
@@ -257,7 +284,13 @@ def _fill_shards(
             shards[name].values[len(stored[name].values) :].zero_()
 
 
-def _check_fit(checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShard], world: Axis) -> None:
+def _check_fit(
+    checkpoint: Checkpoint,
+    part: str,
+    shards: Mapping[str, LocalShard],
+    world: Axis,
+    unused: Collection[str] = (),
+) -> None:
     table = checkpoint.table(part)
     expected = {
         name: TensorRecord(dtype=DTYPE_CODES[shard.values.dtype], shape=list(shard.shape))
@@ -272,7 +305,7 @@ def _check_fit(checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShar
     all_mismatches = {text: None for texts in gather_json(mismatches, world) for text in texts}
     problems = [
         ("missing", [name for name in all_names if name not in table]),
-        ("unexpected", [name for name in table if name not in all_names]),
+        ("unexpected", [name for name in table if name not in all_names and name not in unused]),
         ("of another shape or type", list(all_mismatches)),
     ]
     sentences = [f"{kind}: {shorten(names)}" for kind, names in problems if names]

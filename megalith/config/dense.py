@@ -306,6 +306,9 @@ class DenseModel(Section):
     add_output_bias: Annotated[bool, RequiresSetting("model_type", "gpt", "t5", strict=True)] = False
     """Add a bias to the output matrix (Phi-2, GPT-J, Megatron-LM's T5)."""
 
+    score_head: Annotated[bool, RequiresSetting("model_type", "gpt", strict=True)] = False
+    """Replace the output matrix by a score per token: a reward model. `megalith reward` sets it."""
+
     scale_decoder_outputs: Annotated[bool, T5_ONLY] = False
     """Multiply the input of the output matrix by 1 / √hidden_size (T5 before 1.1)."""
 
@@ -418,7 +421,14 @@ class DenseModel(Section):
     @property
     def embedding_at_head(self) -> bool:
         """True if the last pipeline stage needs the word embedding, for tied embeddings or MTP."""
+        if self.score_head:
+            return False
         return not self.untie_embeddings_and_output_weights or self.mtp_num_layers is not None
+
+    @property
+    def logits_size(self) -> int:
+        """Number of outputs per token: vocabulary entries, or one score."""
+        return 1 if self.score_head else self.vocab_size
 
     @property
     def gated(self) -> bool:

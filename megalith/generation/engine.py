@@ -115,6 +115,11 @@ class Engine:
                 f"model.model_type is {config.model_type}, an encoder, which cannot continue text; model(input_ids) "
                 "returns the logits of each token"
             )
+        if config.score_head:
+            raise ConfigError(
+                "model.score_head is on: this is a reward model, which scores texts and generates none; generate from "
+                "a language model"
+            )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
                 f"an engine with {max_rows} rows of {max_tokens} tokens cannot generate; it needs at least 1 row of 2"

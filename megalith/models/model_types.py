@@ -1,4 +1,4 @@
-"""The classes that `model.model_type` names."""
+"""The classes that `model.model_type` and `model.score_head` name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from megalith.config import ModelConfig
 from megalith.models.encoders.bert import Bert
 from megalith.models.encoders.t5 import T5
+from megalith.models.score_model import ScoreModel
 from megalith.models.transformer import Transformer
 
 CLASSES: dict[str, type[Transformer]] = {"gpt": Transformer, "bert": Bert, "t5": T5}
@@ -20,4 +21,5 @@ def make_model(
     device: torch.device | str | None = None,
 ) -> Transformer:
     """Return a model of this configuration, without values: see Transformer."""
-    return CLASSES[config.model_type](config, compute_dtype=compute_dtype, seed=seed, device=device)
+    kind = ScoreModel if config.score_head else CLASSES[config.model_type]
+    return kind(config, compute_dtype=compute_dtype, seed=seed, device=device)

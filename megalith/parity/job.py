@@ -103,6 +103,9 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
 
 
 def _generate(run: Run) -> list[list[int]]:
+    """Return what the model generates, the labels of an encoder, or the tokens with the highest scores."""
+    if run.config.model.score_head:
+        return [run.model(torch.tensor([prompt]))[0].argmax(0).tolist() for prompt in PROMPTS]
     if run.config.model.causal:
         return generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
     run.model.eval()

@@ -115,6 +115,7 @@ def _micro_batch_size(_: Any, train: TrainConfig) -> int:
 # Rule for the settings of a section without an entry in SIZES. None: they have their default.
 SECTION_RULES: dict[str, ParitySize | None] = {
     "model": KEEP, "parallel": None, "data": None, "optim": None, "lora": KEEP, "sft": None, "dpo": None,
+    "kto": None, "reward": None,
     "distill": None, "rl": None, "train": None, "checkpoint": None, "log": None, "runtime": None,
 }  # fmt: skip
 
@@ -122,6 +123,7 @@ SECTION_RULES: dict[str, ParitySize | None] = {
 SIZES: dict[str, ParitySize | None] = {  # None: the default
     "model.preset":                              None,
     "model.init_from":                           None,
+    "model.score_head":                          None,
     "model.num_layers":                          _fixed(LAYERS),
     "model.encoder_num_layers":                  _at_most(LAYERS - 1),
     "model.hidden_size":                         _hidden_size,

@@ -147,6 +147,8 @@ class MetaModel:
     @property
     def output_matrix(self) -> int:
         """Elements of the unsharded output matrix."""
+        if self.config.score_head:
+            return self._model.score.weight.numel()
         return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
@@ -236,6 +238,7 @@ OUTSIDE = {
     "relative_attention_bias": "embedding",
     "output_layer": "head",
     "vocabulary": "head",
+    "score": "head",
     "lm_head": "head",
     "pooler": "head",
     "binary_head": "head",

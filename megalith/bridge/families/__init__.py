@@ -29,11 +29,15 @@ PREFERRED = (
     "seed_oss",
     "separate_qkv",
 )
+LAST = (
+    "sequence_classification",
+)  # after the decoders of the same model_type, whose names these families share
 
 
 def _families() -> Iterator[Family]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    for name in (*PREFERRED, *(name for name in names if name not in PREFERRED)):
+    others = (name for name in names if name not in (*PREFERRED, *LAST))
+    for name in (*PREFERRED, *others, *LAST):
         yield from importlib.import_module(f"{__name__}.{name}").FAMILIES
 
 

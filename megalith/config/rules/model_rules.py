@@ -38,6 +38,11 @@ def check_model(model: ModelConfig) -> None:
     _check_sink(model)
     _check_encoder(model)
     _check_two_stacks(model)
+    if model.score_head and model.mtp_num_layers is not None:
+        raise ConfigError(
+            f"model.mtp_num_layers is {model.mtp_num_layers}, but a model with model.score_head predicts no tokens; "
+            "leave it out"
+        )
     _check_latent_attention(model)
     _check_rotary(model)
     _check_alibi(model)

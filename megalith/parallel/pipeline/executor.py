@@ -155,7 +155,7 @@ class Pipeline:
             logits = run.output.contiguous()
         else:
             chunk = self.chunks[0]
-            shape = (*input_ids.shape, chunk.config.vocab_size)
+            shape = (*input_ids.shape, chunk.config.logits_size)
             logits = torch.empty(shape, dtype=chunk.compute_dtype, device=input_ids.device)
         last = dist.get_process_group_ranks(self.axis.group)[-1]
         dist.broadcast(logits, last, group=self.axis.group)

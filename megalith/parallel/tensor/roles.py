@@ -77,6 +77,7 @@ ROLES = {
     "output_layer": Role(ROWS),  # logits of the local rows
     "dense": Role(REPLICATED, REPLICATED, None, UNDER_SP, UNDER_SP),  # BERT's head: applied to local tokens
     "vocabulary": Role(ROWS, ROWS),  # the output bias
+    "score": Role(REPLICATED, REPLICATED, None, UNDER_SP),  # applied to local tokens
     "pooler": Role(REPLICATED),  # applied to full sequences on every rank
     "binary_head": Role(REPLICATED),
     "units": Role(ROWS, ROWS),  # one value per output of a column-parallel linear
