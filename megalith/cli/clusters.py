@@ -117,7 +117,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser, system: str, files: s
     add("--nodes", type=int, required=True, help="number of nodes")
     add("--gpus-per-node", type=int, default=8, help="GPUs, and processes, per node")
     add("--device", metavar="NAME", help="check that the job fits these GPUs, named as in `plan`")
-    add("--program", choices=("train", "sft", "dpo", "distill", "grpo"), default="train")
+    add("--program", choices=("train", "sft", "dpo", "kto", "reward", "distill", "grpo"), default="train")
     add("--name", help="name of the job (default: derived from the run file's)")
     add("--grace", type=int, help="seconds for a last save (default: by the model's size)")
     add("--max-restarts", type=int, default=3)

@@ -29,6 +29,8 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train a model from a run file; `megalith train --help` lists every setting", "training:train"),
     "sft": Command("fine-tune on conversations", "training:train"),
     "dpo": Command("train on preference pairs (DPO)", "training:train"),
+    "kto": Command("train on answers marked as desirable or not (KTO)", "training:train"),
+    "reward": Command("train a reward model", "training:train"),
     "distill": Command("train on a teacher's predictions", "training:train"),
     "teacher-logits": Command("store a teacher's predictions for `distill`", "training:train"),
     "grpo": Command("train with rewards (GRPO), on sampled completions or rollout files", "training:train"),

@@ -19,6 +19,8 @@ from megalith.launch.launcher import launch, this_process
 from megalith.launch.stops import exit_code
 from megalith.report.metrics import finite, perplexity
 from megalith.rl.dpo import train_dpo
+from megalith.rl.kto import train_kto
+from megalith.rl.reward_model import train_reward
 from megalith.training.precheck import check_job
 from megalith.training.trainer import train
 
@@ -54,7 +56,8 @@ def run_evaluate(args: Arguments) -> int:
             ["-m", "megalith", "evaluate", args.checkpoint, *json_too, *args.settings],
             check=lambda world_sizes: check_job(config, world_sizes, args.nproc, True),
         )
-    result = train_dpo(config) if config.dpo.enabled else train(config)
+    tuning = {"dpo": train_dpo, "kto": train_kto, "reward": train_reward}
+    result = tuning.get(config.chat.name if config.chat else "", train)(config)
     if args.json and os.environ.get("RANK", "0") == "0":
         losses = {"validation": result.validation_loss, "test": result.test_loss}
         losses = {name: loss for name, loss in losses.items() if loss is not None}

@@ -1,4 +1,4 @@
-"""`megalith train`, `sft`, `dpo`, `distill` and `grpo` in one or several processes; options of `evaluate` and `parity`.
+"""`megalith train` and the commands of post-training, in one or several processes; options of `evaluate` and `parity`.
 
 Importing this file is cheap.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megalith.config import RunConfig
 
 
-TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key …]
+TRAIN_USAGE = """usage: megalith COMMAND [run.yaml] [--nproc N] [--section.key …]
 
 Settings on the command line override those of the run file. torchrun works too.
 
@@ -27,6 +27,8 @@ commands:
   train           train a model
   sft             fine-tune on conversations (`train` with sft.enabled)
   dpo             train on pairs of a chosen and a rejected answer (`train` with dpo.enabled)
+  kto             train on answers marked as desirable or not (`train` with kto.enabled)
+  reward          train a reward model on pairs or scored answers (`train` with reward.enabled)
   distill         train on the predictions of distill.teacher; with sft.enabled, on conversations
   teacher-logits  store these predictions in distill.logits_dir, for `distill`
   grpo            train with rewards on completions of rl.prompts, or on rollout files (rl.rollouts)
@@ -49,7 +51,7 @@ dry run:
 
 
 def train(arguments: list[str]) -> int:
-    """Run `megalith train|sft|dpo|distill|teacher-logits|grpo [run.yaml] [--nproc N] [--section.key value …]`."""
+    """Run `megalith COMMAND [run.yaml] [--nproc N] [--section.key value …]`, for the commands of TRAIN_USAGE."""
     program, *arguments = arguments
     typed = program
     arguments = [*arguments, *implied_settings(program)]
@@ -114,6 +116,10 @@ def train(arguments: list[str]) -> int:
         from megalith.rl.grpo import train_grpo as train
     if program == "dpo":
         from megalith.rl.dpo import train_dpo as train
+    if program == "kto":
+        from megalith.rl.kto import train_kto as train
+    if program == "reward":
+        from megalith.rl.reward_model import train_reward as train
     if program == "distill":
         from megalith.rl.distill import train_distilled as train
     if program == "teacher-logits":
@@ -143,7 +149,7 @@ def _check_dry_run(program: str, launcher: argparse.Namespace) -> None:
 
 def implied_settings(program: str) -> list[str]:
     """Return the settings that a command implies."""
-    return [f"--{program}.enabled"] if program in ("sft", "dpo") else []
+    return [f"--{program}.enabled"] if program in ("sft", "dpo", "kto", "reward") else []
 
 
 def check_source(program: str, config: RunConfig) -> None:

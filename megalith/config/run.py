@@ -29,6 +29,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.preferences import KtoConfig, RewardConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rl import ChatConfig, DistillConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.train import TrainConfig
@@ -48,6 +49,8 @@ class RunConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     dpo: DpoConfig = Field(default_factory=DpoConfig)
+    kto: KtoConfig = Field(default_factory=KtoConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -65,12 +68,18 @@ class RunConfig(Section):
     @property
     def chat(self) -> ChatConfig | None:
         """Section of the fine-tuning method on chat data; None if there is none."""
-        return next((section for section in (self.sft, self.dpo) if section.enabled), None)
+        return next((section for section in self.chat_sections if section.enabled), None)
+
+    @property
+    def chat_sections(self) -> tuple[ChatConfig, ...]:
+        """Sections of the fine-tuning methods on chat data."""
+        return self.sft, self.dpo, self.kto, self.reward
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Rows of data.seq_length tokens per micro-batch; a preference pair is two."""
-        return self.train.micro_batch_size * (2 if self.dpo.enabled else 1)
+        rows = 2 if self.dpo.enabled else self.reward.rows_per_sample if self.reward.enabled else 1
+        return self.train.micro_batch_size * rows
 
     @property
     def separates_documents(self) -> bool:
@@ -83,7 +92,8 @@ class RunConfig(Section):
     def has_reference_model(self) -> bool:
         """True if a reference model is used; with adapters it is the model without them."""
         has_kl = self.rl.prompts_or_rollouts is not None and self.rl.beta > 0
-        return ((self.dpo.enabled and self.dpo.needs_reference) or has_kl) and self.lora.rank is None
+        tunes = (self.dpo.enabled and self.dpo.needs_reference) or self.kto.enabled
+        return (tunes or has_kl) and self.lora.rank is None
 
     @property
     def run_folder(self) -> str:
@@ -125,6 +135,8 @@ class RunConfig(Section):
         preset = _preset(tree["model"].get("preset"))
         notes = apply_aliases(tree, preset)
         tree["model"] = {**preset, **tree["model"]}
+        if tree["reward"].get("enabled") in (True, "true", "True"):
+            tree["model"].setdefault("score_head", True)
         return cls._validated(tree, notes)
 
     @classmethod

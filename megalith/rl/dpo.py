@@ -8,7 +8,7 @@ all micro-batches of a step at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig, require_run_config
-from megalith.data.batch import Batch
-from megalith.data.chat.chat_dataset import documents_and_padding, make_chat_batch
 from megalith.errors import ConfigError
+from megalith.rl.answer_batch import answer_fields
 from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss, chosen_counts
 from megalith.rl.reference import StepData, reference_logprobs
 from megalith.training.run_state import Run, Task
@@ -65,30 +64,8 @@ class PreferenceTask(Task):
 
 
 def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> PreferenceBatch:
-    """Collate pairs into a PreferenceBatch of 2 · batch rows.
-
-    Args:
-        rows: int64 [batch, 2, 4, seq] from ChatDataset.
-        sample_numbers: int64 [batch], positions in the sample stream.
-
-    Returns:
-        A batch in which every pair has as many sequences as the longest one, padded with empty sequences.
-    """
-    batch, answers, _, seq = rows.shape
-    flat: Batch = make_chat_batch(
-        rows.reshape(batch * answers, 4, seq),
-        (sample_numbers[:, None] * answers + np.arange(answers)).reshape(-1),
-    )
-    documents, _ = documents_and_padding(rows[:, :, 3])  # [batch, 2, seq]
-    max_sequences = int(documents.max()) + 1
-    pairs = np.arange(batch)[:, None, None] * max_sequences + documents
-    sequence_ids = torch.from_numpy(
-        (pairs * answers + np.arange(answers)[:, None]).reshape(batch * answers, seq)
-    )
-    tokens = torch.zeros(batch * max_sequences * answers)
-    tokens.index_add_(0, sequence_ids.flatten(), flat.loss_mask.flatten())
-    batch_fields = {item.name: flat[item.name] for item in fields(Batch)}
-    return PreferenceBatch(**batch_fields, sequence_ids=sequence_ids, sequence_tokens=tokens)
+    """Collate pairs, int64 [batch, 2, 4 or 5, seq] from ChatDataset, into 2 · batch rows (`answer_fields`)."""
+    return PreferenceBatch(**answer_fields(rows, sample_numbers))
 
 
 class PreferenceData(StepData):

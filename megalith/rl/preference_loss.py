@@ -16,19 +16,16 @@ from torch import Tensor
 from megalith.config.extensions import PREFERENCE_LOSSES
 from megalith.config.load_extension import load_extension
 from megalith.config.rl import DpoConfig
-from megalith.data.batch import Batch
+from megalith.rl.answer_batch import AnswerBatch
 from megalith.rl.preference_losses.answer_pairs import AnswerPairs
 from megalith.rl.sequences import Sequences
 from megalith.rl.summed_loss import SummedLoss
 
 
 @dataclass
-class PreferenceBatch(Batch):
-    """A micro-batch of pairs: sequences 2k (chosen) and 2k + 1 (rejected). `loss_mask` is 1 where the label is in the
-    answer."""
+class PreferenceBatch(AnswerBatch):
+    """A micro-batch of pairs: sequences 2k (chosen) and 2k + 1 (rejected). `values` are the pairs' weights."""
 
-    sequence_ids: Tensor  # int64 [batch, seq], the token's sequence within the micro-batch
-    sequence_tokens: Tensor  # float32 [sequences], tokens of the answer; 0 for padding
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
     # float32 scalar, pairs of the step / tokens of its chosen answers; None: those of this micro-batch
     pairs_per_token: Tensor | None = None
@@ -52,7 +49,9 @@ class PreferenceLoss(SummedLoss):
         self.dpo = dpo
 
     def denominator(self, batch: PreferenceBatch) -> Tensor:
-        return (batch.sequence_tokens[::2] > 0).sum().double()
+        weights = pair_weights(batch)
+        present = batch.sequence_tokens[::2] > 0
+        return (present if weights is None else weights).sum().double()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
         sequences, reference = Sequences.from_batch(batch), batch.reference_logprobs
@@ -73,7 +72,18 @@ class PreferenceLoss(SummedLoss):
             rewards = [rewards[0] / pairs.chosen_tokens, rewards[1] / pairs.rejected_tokens]
         margins, answers = rewards[0] - rewards[1], (pairs.chosen_logps, pairs.rejected_logps)
         self.add_metrics([present, *rewards, margins > 0, margins, *(x.detach() for x in answers)])
-        return torch.where(present, preference_losses(self.dpo, pairs), 0.0).sum()
+        losses = torch.where(present, preference_losses(self.dpo, pairs), 0.0)
+        weights = pair_weights(batch)
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+
+def pair_weights(batch: PreferenceBatch) -> Tensor | None:
+    """Return the weight of each pair, float32 [pairs], 0 for padding; None if all have weight 1.
+
+    A caller's own batch may have no field of weights.
+    """
+    values = getattr(batch, "values", None)
+    return None if values is None else Sequences.from_batch(batch).means(values)[::2]
 
 
 def chosen_counts(batch: PreferenceBatch) -> Tensor:

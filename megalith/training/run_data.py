@@ -47,8 +47,10 @@ class RunData:
         Raises:
             MegalithError: the error that the run would raise.
         """
-        if config.rl.prompts_or_rollouts or config.dpo.enabled:
-            raise ConfigError("the data of grpo and dpo cannot be shown; give a run file for train or sft")
+        if config.rl.prompts_or_rollouts or (config.chat is not None and not config.sft.enabled):
+            raise ConfigError(
+                "the data of grpo, dpo, kto and reward cannot be shown; give a run file for train or sft"
+            )
         parallel = config.parallel
         size = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

@@ -144,6 +144,14 @@ READ_WITH = {
         ("distill.skew=0.3", "distill.divergence=skewed_reverse_kl"),
     "distill.logits_dir":
         ("distill.logits_top_k=8", "distill.logits_dir=logits"),
+    "kto.enabled true":
+        ("kto.beta=0.2", "kto.enabled=true"),
+    "reward.enabled true":
+        ("reward.skip_bad_samples=true", "reward.enabled=true"),
+    "reward.loss_type bradley_terry":
+        ("reward.center_rewards_coefficient=0.1", "reward.enabled=true reward.loss_type=bradley_terry"),
+    "reward.loss_type mse or bce":
+        ("reward.step_separator=;", "reward.loss_type=bce"),
     "dpo.enabled true":
         ("dpo.beta=0.2", "dpo.enabled=true"),
     "dpo.loss_type simpo":
@@ -234,6 +242,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
+    if need.startswith("reward.loss_type"):
+        off = ["reward.enabled=true", f"reward.loss_type={'mse' if 'bradley' in need else 'bradley_terry'}"]
     if need == "distill.logits_dir" or need.startswith("distill.divergence"):
         off = ["distill.teacher=runs/large"]
     if need.startswith("rl.") and need != "rl.prompts_or_rollouts":

@@ -31,8 +31,9 @@ class ChatDataset:
     """Rows of `seq_length` tokens from samples [first, last) of `samples`.
 
     Row i is int64 [4, seq_length]: tokens, labels, 1 where the label is learned, and the index n of the sample
-    within the row; for padding ~n of the last sample. `make_chat_batch` collates rows. For pairs row i is
-    [2, 4, seq_length]: the chosen answers, and the rejected ones.
+    within the row; for padding ~n of the last sample. `make_chat_batch` collates rows. If the samples have values, a
+    fifth line has them as the bits of float64. For pairs row i is [2, 4, seq_length]: the chosen answers, and the
+    rejected ones.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class ChatDataset:
     ):
         self.samples, self.seq_length, self.padding = samples, seq_length, padding
         count = samples.sequences_per_sample
-        self.shape = (4, seq_length) if count == 1 else (count, 4, seq_length)
+        lines = 4 if samples.values is None else 5
+        self.shape = (lines, seq_length) if count == 1 else (count, lines, seq_length)
         sample_lengths = samples.lengths.reshape(-1, count)[first:last]  # [samples, count]
         lengths = sample_lengths.max(1)
         rows = (
@@ -88,7 +90,7 @@ class ChatDataset:
         return self._attention_costs[indices]
 
     def _row(self, sequences: list[int]) -> np.ndarray:
-        row = np.zeros((4, self.seq_length), dtype=np.int64)
+        row = np.zeros((self.shape[-2], self.seq_length), dtype=np.int64)
         row[:2], at = self.padding, 0
         for number, sequence in enumerate(sequences):
             start, end = self.samples.starts[sequence : sequence + 2]
@@ -97,6 +99,8 @@ class ChatDataset:
             row[1, at : at + length - 1] = self.samples.tokens[start + 1 : end]
             row[2, at : at + length - 1] = self.samples.learned[start + 1 : end]
             row[3, at:] = number
+            if self.samples.values is not None:
+                row[4, at : at + length] = self.samples.values[start:end].astype(np.float64).view(np.int64)
             at += length
         row[3, at:] = ~max(len(sequences) - 1, 0)
         return row
@@ -127,7 +131,7 @@ class ChatDataset:
 
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
-    """Collate rows, int64 [batch, 4, seq], at stream positions `sample_numbers`, int64 [batch]."""
+    """Collate rows, int64 [batch, 4 or 5, seq], at stream positions `sample_numbers`, int64 [batch]."""
     tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
     positions = np.broadcast_to(np.arange(rows.shape[2]), tokens.shape)
     documents, padding = documents_and_padding(rows[:, 3])
@@ -151,6 +155,13 @@ def documents_and_padding(line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     padding = line < 0
     return np.where(padding, ~line, line), padding
+
+
+def row_values(rows: np.ndarray) -> torch.Tensor | None:
+    """Return the samples' values at their tokens, float32 [..., seq], of rows [..., 4 or 5, seq]; None without any."""
+    if rows.shape[-2] == 4:
+        return None
+    return torch.from_numpy(np.ascontiguousarray(rows[..., 4, :]).view(np.float64).astype(np.float32))
 
 
 class ChatSplits(NamedTuple):

@@ -95,7 +95,7 @@ def parse_record(record: Record) -> list[ParsedSequence]:
         if isinstance(label := record.get(key), bool | int | float) and label != 1:
             raise ValueError(
                 f"its {key} is {label!r}, which marks an undesirable answer in KTO's data, but all answers here are "
-                "learned; remove such records, or remove the key if it means something else"
+                "learned; train on them with `megalith kto`, or remove the key if it means something else"
             )
     return [_parse(record, FORMS)]
 
@@ -142,7 +142,7 @@ def _tokens(record: Record) -> Tokens:
     padding = record.get("attention_mask")
     for name, values in {"input_ids": ids, "labels": labels, "attention_mask": padding, **masks}.items():
         if values is not None:
-            _require_ids(name, values)
+            require_ids(name, values)
         if values is not None and len(values) != len(ids):
             raise ValueError(f"{name} has {len(values)} entries and input_ids has {len(ids)}")
     if padding is not None and 0 in padding:
@@ -158,7 +158,8 @@ def _tokens(record: Record) -> Tokens:
     return Tokens(list(ids), [label != IGNORED and one for label, one in zip(labels, learned)])
 
 
-def _require_ids(name: str, values: Any) -> None:
+def require_ids(name: str, values: Any) -> None:
+    """Raise ValueError unless `values` is a list of whole numbers."""
     if not isinstance(values, Sequence) or any(
         type(value) is not int or abs(value) >= 2**63 for value in values
     ):
@@ -227,7 +228,7 @@ FORMS: dict[tuple[str, ...], Callable[[Record], ParsedSequence]] = {
 
 def _token_answers(record: Record) -> list[ParsedSequence]:
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-        _require_ids(name, record[name])
+        require_ids(name, record[name])
     prompt = list(record["prompt_ids"])
     answers = (list(record[name]) for name in ("chosen_ids", "rejected_ids"))
     return [Tokens(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in answers]

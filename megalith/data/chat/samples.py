@@ -1,7 +1,7 @@
 """Tokenized chat data: every sample of the files with its learned tokens.
 
-A sample is a sequence of tokens; a preference sample is two, the chosen and the rejected answer, each after its
-prompt. An unusable sample ends the run with file, line and number, or is counted (`skip_bad_samples`).
+A sample is a sequence of tokens, or two, such as a chosen and a rejected answer, each after its prompt
+(sample_forms.py). An unusable sample ends the run with file, line and number, or is counted (`skip_bad_samples`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config.base import Decides
-from megalith.config.rl import ChatConfig, DpoConfig
+from megalith.config.rl import ChatConfig, SftConfig
 from megalith.data.chat.chat_template import ChatTemplate, template_of
-from megalith.data.chat.conversations import ParsedSequence, Text, Tokens, parse_preference, parse_record
+from megalith.data.chat.conversations import ParsedSequence, Text, Tokens
+from megalith.data.chat.sample_forms import SAMPLE_FORMS, MarkedText, token_values
 from megalith.data.chat.turns import Span
 from megalith.data.inputs.hub_dataset import Source
 from megalith.data.inputs.source_versions import add_tokenizer, source_versions
@@ -58,6 +59,7 @@ class Samples:
     counts: Counter[str]  # dropped, truncated or otherwise notable records, by description
     first_bad: str  # the first skipped record
     sequences_per_sample: int = 1
+    values: np.ndarray | None = None  # float32 [tokens]: the sample's value at its tokens (sample_forms.py)
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -70,7 +72,12 @@ class Samples:
     def identity(self) -> str:
         """Return the SHA-256 of tokens, lengths and learned tokens, in hexadecimal."""
         digest = hashlib.sha256()
-        for array in (self.tokens, self.learned, self.starts):
+        for array in (
+            self.tokens,
+            self.learned,
+            self.starts,
+            *([] if self.values is None else [self.values]),
+        ):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
@@ -98,8 +105,15 @@ def read_samples(
 
 # Cache
 
-FORMAT = 2  # of the cache
-ARRAYS = {"tokens": np.int32, "learned": np.bool_, "starts": np.int64, "letters": np.uint8, "ends": np.int64}
+FORMAT = 3  # of the cache
+ARRAYS = {
+    "tokens": np.int32,
+    "learned": np.bool_,
+    "starts": np.int64,
+    "letters": np.uint8,
+    "ends": np.int64,
+    "values": np.float32,  # empty without values
+}
 
 
 def cached_samples(
@@ -154,7 +168,8 @@ def _write_cache(samples: Samples, path: Path) -> None:
     sources = [source.encode() for source in samples.sources]
     letters = np.frombuffer(b"".join(sources), dtype=np.uint8)
     ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
-    arrays = (samples.tokens, samples.learned, samples.starts, letters, ends)
+    values = np.empty(0, np.float32) if samples.values is None else samples.values
+    arrays = (samples.tokens, samples.learned, samples.starts, letters, ends, values)
     info = {"counts": samples.counts, "first_bad": samples.first_bad, "each": samples.sequences_per_sample}
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -174,7 +189,7 @@ def _load_cached(path: Path, vocab_size: int) -> Samples | None:
     try:
         info = json.loads(read_small_file(path / "about.json", path))
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-        tokens, learned, starts, letters, ends = arrays.values()
+        tokens, learned, starts, letters, ends, values = arrays.values()
         sequences_per_sample, first_bad = int(info["each"]), str(info["first_bad"])
         counts = Counter({description: int(count) for description, count in info["counts"].items()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError):
@@ -188,10 +203,12 @@ def _load_cached(path: Path, vocab_size: int) -> Samples | None:
         and (starts[0], starts[-1]) == (0, len(tokens))
         and (np.diff(starts) > 0).all()
         and 0 <= tokens.min() <= tokens.max() < vocab_size
+        and len(values) in (0, len(tokens))
     )
     if not is_valid:
         return None
-    return Samples(tokens, learned, starts, _Texts(letters, ends), counts, first_bad, sequences_per_sample)
+    texts, values = _Texts(letters, ends), values if len(values) else None
+    return Samples(tokens, learned, starts, texts, counts, first_bad, sequences_per_sample, values)
 
 
 class _Texts(Sequence[str]):
@@ -211,39 +228,42 @@ class _Texts(Sequence[str]):
 class _Reader:
     def __init__(self, tokenizer: Tokenizer | None, chat: ChatConfig, max_tokens: int, vocab_size: int):
         self.tokenizer, self.chat, self.max_tokens, self.vocab_size = tokenizer, chat, max_tokens, vocab_size
-        self.is_preference = isinstance(chat, DpoConfig)
-        self.names = ("its chosen answer", "its rejected answer") if self.is_preference else ("it",)
-        self.assistant_only = not self.is_preference and chat.assistant_only_loss
-        self.completion_only = self.is_preference or chat.completion_only_loss
+        self.form = SAMPLE_FORMS[chat.record_form]
+        self.names, self.is_preference = self.form.names, self.form.is_preference
+        self.assistant_only = isinstance(chat, SftConfig) and chat.assistant_only_loss
+        self.completion_only = self.form.completion_only or chat.completion_only_loss
         self.template: ChatTemplate | None = template_of(tokenizer) if tokenizer is not None else None
         self.specials = tokenizer.special_ids if tokenizer is not None else frozenset()
         self.tokens: list[np.ndarray] = []
         self.learned: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []  # per sequence
+        self.has_values = False
         self.sources: list[str] = []
         self.counts: Counter[str] = Counter()
         self.first_bad = ""
 
     def read(self, file: Source, progress: Progress) -> None:
         records = enumerate(read_records(file), 1)
-        parse = parse_preference if self.is_preference else parse_record
         while batch := list(islice(records, BATCH)):
             parsed = []
             for number, (position, record) in batch:
                 source = f"{file} {position} (sample {number})"
                 try:
-                    parsed.append((source, [self._text_or_tokens(sequence) for sequence in parse(record)]))
+                    for sample in self.form.parse(record, self.chat):
+                        sequences = [self._text_or_tokens(sequence) for sequence in sample.sequences]
+                        parsed.append((source, sample.value, sequences))
                 except DataError as error:
                     raise error.within(source) from None
                 except (ValueError, TypeError, AttributeError, RecursionError) as error:
                     self._bad(source, error)
-            for source, sequences in self._encoded(parsed):
+            for source, value, sequences in self._encoded(parsed):
                 try:
-                    self._add(source, sequences)
+                    self._add(source, value, sequences)
                 except ValueError as error:
                     self._bad(source, error)
             progress.add(len(batch))
 
-    def _text_or_tokens(self, sequence: ParsedSequence) -> Tokens | tuple[str, list[Span], bool]:
+    def _text_or_tokens(self, sequence: ParsedSequence | MarkedText) -> Tokens | tuple[str, list[Span], bool]:
         """Return tokens, or (text, learned spans, True if no template wrote it)."""
         if isinstance(sequence, Tokens):
             return sequence
@@ -255,6 +275,8 @@ class _Reader:
             start = len(sequence.prompt) if self.completion_only else 0
             text = sequence.prompt + sequence.completion
             return text, [(start, len(text))], True
+        if isinstance(sequence, MarkedText):
+            return sequence.text, sequence.spans, False
         if self.template is None:
             raise DataError(
                 "chat data has conversations, but the tokenizer has no chat template (chat_template.jinja in its "
@@ -264,12 +286,14 @@ class _Reader:
             sequence = replace(sequence, first=0)
         return *self.template.text_and_spans(sequence, self.assistant_only), False
 
-    def _encoded(self, parsed: list) -> Iterator[tuple[str, list[Encoded]]]:
-        texts = [sequence for _, sample in parsed for sequence in sample if not isinstance(sequence, Tokens)]
+    def _encoded(self, parsed: list) -> Iterator[tuple[str, float | list[float] | None, list[Encoded]]]:
+        texts = [
+            sequence for _, _, sample in parsed for sequence in sample if not isinstance(sequence, Tokens)
+        ]
         encoded = iter(
             self.tokenizer.encode_marked([t for t, _, _ in texts], [s for _, s, _ in texts]) if texts else ()
         )
-        for source, sample in parsed:
+        for source, value, sample in parsed:
             results = [
                 sequence
                 if isinstance(sequence, Tokens)
@@ -285,6 +309,7 @@ class _Reader:
                 continue
             yield (
                 source,
+                value,
                 [
                     (np.array(result.ids, dtype=np.int64), np.array(result.learned, dtype=bool))
                     for result in results
@@ -320,7 +345,7 @@ class _Reader:
             k -= 1
         return k >= 0 and learned[k]
 
-    def _add(self, source: str, sequences: list[Encoded]) -> None:
+    def _add(self, source: str, value: float | list[float] | None, sequences: list[Encoded]) -> None:
         for name, (ids, learned) in zip(self.names, sequences, strict=True):
             out_of_range = (ids < 0) | (ids >= self.vocab_size)
             if out_of_range.any():
@@ -336,12 +361,24 @@ class _Reader:
             start = min(int(learned.argmax()) for _, learned in sequences)
             sequences = [(ids, np.arange(len(ids)) >= start) for ids, _ in sequences]
             self.counts[EQUAL] += np.array_equal(sequences[0][0], sequences[1][0])
+        self.has_values |= value is not None
+        values = [token_values(value, learned, self.form.default) for _, learned in sequences]
         if any(len(ids) > self.max_tokens for ids, _ in sequences):
+            values = [self._kept(one) for one in values]
             sequences = self._truncated(sequences)
-        for ids, learned in sequences:
+        for (ids, learned), one in zip(sequences, values):
             self.tokens.append(ids.astype(np.int32))
             self.learned.append(learned)
+            self.values.append(one)
         self.sources += [source] * bool(sequences)
+
+    def _kept(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of the tokens that `_truncated` keeps."""
+        return (
+            values[-self.max_tokens :]
+            if self.chat.truncation_mode == "keep_end"
+            else values[: self.max_tokens]
+        )
 
     def _truncated(self, sequences: list[Encoded]) -> list[Encoded]:
         """Return each sequence with at most `max_tokens` tokens; empty if the sample is dropped.
@@ -386,8 +423,30 @@ class _Reader:
             raise DataError(
                 f"{', '.join(map(str, files))} has no sample to train on{details and f' ({details})'}; add data"
             )
+        count = len(self.names)
+        if self.form.adds_mismatched:
+            self._add_mismatched()
+            count += 1
         starts = np.zeros(len(self.tokens) + 1, dtype=np.int64)
         np.cumsum([len(one) for one in self.tokens], out=starts[1:])
         tokens, learned = np.concatenate(self.tokens), np.concatenate(self.learned)
         counts = +self.counts
-        return Samples(tokens, learned, starts, self.sources, counts, self.first_bad, len(self.names))
+        values = np.concatenate(self.values) if self.has_values else None
+        return Samples(tokens, learned, starts, self.sources, counts, self.first_bad, count, values)
+
+    def _add_mismatched(self) -> None:
+        """Add to each sample its prompt with the answer of the sample before, of another record where there is one.
+
+        The first sample gets an answer of the last record. Answers are cut to `max_tokens`.
+        """
+        prompts = [int(learned.argmax()) for learned in self.learned]
+        answers = list(zip(self.tokens, prompts))
+        tokens, learned, values = [], [], []
+        for i, first in enumerate(prompts):
+            is_same_record = self.sources[i - 1] == self.sources[i]
+            other, start = answers[i - 2 if is_same_record else i - 1]
+            mismatched = np.concatenate([self.tokens[i][:first], other[start:]])[: self.max_tokens]
+            tokens += [self.tokens[i], mismatched]
+            learned += [self.learned[i], np.arange(len(mismatched)) >= first]
+            values += [self.values[i], np.full(len(mismatched), self.values[i][0], np.float32)]
+        self.tokens, self.learned, self.values = tokens, learned, values

@@ -44,7 +44,7 @@ class ClusterJob:
 
     name: str
     program: str
-    """`train`, `sft`, `dpo`, `distill` or `grpo`."""
+    """`train`, `sft`, `dpo`, `kto`, `reward`, `distill` or `grpo`."""
     run_file: str
     settings: tuple[str, ...]
     """Arguments after the run file: `--section.key value`."""

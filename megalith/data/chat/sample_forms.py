@@ -1,0 +1,190 @@
+"""Forms of the samples that the fine-tuning methods read: what a record becomes.
+
+| form | sequences of a sample | value |
+|---|---|---|
+| conversations | one | – |
+| pairs | chosen, rejected | `weight`, 1 by default |
+| pairs with a margin | chosen, rejected | `margin`, 0 by default |
+| marked answers | an answer after its prompt | `label`, 1 or 0 |
+| marked answers with another | also another record's answer after this prompt | `label` |
+| scored answers | an answer after its prompt, or its steps | `label`, a number, or one per step |
+
+Marked answers may also come as pairs, each of which is two samples with the labels 1 and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megalith.config.preferences import RewardConfig
+from megalith.config.rl import ChatConfig
+from megalith.data.chat.conversations import (
+    ParsedSequence,
+    Record,
+    Tokens,
+    parse_preference,
+    parse_record,
+    require_ids,
+    unicode_text,
+)
+from megalith.data.chat.turns import Span
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text of which some spans are learned, without an end of document."""
+
+    text: str
+    spans: list[Span]
+
+
+class ParsedSample(NamedTuple):
+    """The sequences of a sample, and its value: a number, one per learned stretch, or None."""
+
+    sequences: list[ParsedSequence | MarkedText]
+    value: float | list[float] | None = None
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """A form of samples."""
+
+    parse: Callable[[Record, ChatConfig], list[ParsedSample]]
+    """Returns the samples of a record. Raises ValueError with the reason if it is unusable."""
+    names: tuple[str, ...] = ("it",)
+    """Names of a sample's sequences that a record has, in errors."""
+    is_preference: bool = False
+    """The sequences are two answers to compare, which start at the same token."""
+    completion_only: bool = True
+    """Only what follows the prompt is learned, all of it. False: the section decides."""
+    default: float = 0.0
+    """Value of a sample without one."""
+    adds_mismatched: bool = False
+    """Each sample gets a second sequence: its prompt with the answer of an earlier record."""
+
+
+def _conversations(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    return [ParsedSample(parse_record(record))]
+
+
+def _weighted_pairs(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    value = _number(record, "weight") if record.get("weight") is not None else None
+    if value is not None and value < 0:
+        raise ValueError(f"its weight is {value:g}, but weights are at least 0")
+    return [ParsedSample(parse_preference(_without(record, "weight")), value)]
+
+
+def _pairs_with_margin(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    value = _number(record, "margin") if record.get("margin") is not None else None
+    return [ParsedSample(parse_preference(_without(record, "margin")), value)]
+
+
+def _marked_answers(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    if record.get("chosen") is not None or record.get("chosen_ids") is not None:
+        return [ParsedSample([answer], label) for answer, label in zip(parse_preference(record), (1.0, 0.0))]
+    label = record.get("label")
+    if label not in (0, 1):
+        raise ValueError(
+            f"its label is {label!r:.60}; give true for a desirable answer and false for an undesirable one, or a "
+            "pair of chosen and rejected"
+        )
+    return [ParsedSample([_answer(_without(record, "label"))], float(label))]
+
+
+def _scored_answers(record: Record, chat: ChatConfig) -> list[ParsedSample]:
+    assert isinstance(chat, RewardConfig)
+    if record.get("completions") is not None:
+        sample = _steps(record, chat.step_separator)
+    else:
+        sample = ParsedSample([_answer(_without(record, "label"))], _number(record, "label"))
+    values = sample.value if isinstance(sample.value, list) else [sample.value]
+    if chat.loss_type == "bce" and not all(0 <= value <= 1 for value in values):
+        raise ValueError(
+            f"its label is {values}, but reward.loss_type bce needs labels from 0 to 1; change them, or choose mse"
+        )
+    return [sample]
+
+
+def _steps(record: Record, separator: str) -> ParsedSample:
+    """Return the sample of a prompt with steps (TRL's stepwise supervision)."""
+    prompt, steps, labels = (record.get(key) for key in ("prompt", "completions", "labels"))
+    if not isinstance(prompt, str) or not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
+        raise ValueError("its prompt is not text, or its completions are not a list of texts")
+    if not all(isinstance(step, str) and step for step in steps):
+        raise ValueError("one of its completions is empty or not text")
+    if not isinstance(labels, Sequence) or len(labels) != len(steps):
+        raise ValueError(
+            f"it has {len(steps)} completions, but its labels are {labels!r:.60}; give one for each"
+        )
+    values = [_number({"label": label}, "label") for label in labels]
+    parts = [unicode_text(prompt)]
+    spans = []
+    for step in steps:
+        parts.append(unicode_text(step))
+        start = sum(map(len, parts))
+        parts.append(separator)
+        spans.append((start, start + len(separator)))
+    return ParsedSample([MarkedText("".join(parts), spans)], values)
+
+
+def _answer(record: Record) -> ParsedSequence:
+    """Return the answer of a record with prompt and completion, as text, messages or token ids."""
+    if record.get("completion_ids") is not None and record.get("prompt_ids") is not None:
+        prompt, completion = record["prompt_ids"], record["completion_ids"]
+        require_ids("prompt_ids", prompt)
+        require_ids("completion_ids", completion)
+        return Tokens([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+    if record.get("completion") is None or record.get("prompt") is None:
+        raise ValueError(
+            f"its keys are {', '.join(map(repr, record)) or 'none'}, but it needs prompt and completion, or prompt_ids "
+            "and completion_ids, besides its label"
+        )
+    (answer,) = parse_record(record)
+    return answer
+
+
+def _number(record: Record, key: str) -> float:
+    value = record.get(key)
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise ValueError(f"its {key} is {value!r:.60}, not a number")
+    return float(value)
+
+
+def _without(record: Record, key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
+
+
+SAMPLE_FORMS: dict[str, SampleForm] = {  # by ChatConfig.record_form
+    "conversations": SampleForm(_conversations, completion_only=False),
+    "pairs": SampleForm(
+        _weighted_pairs, ("its chosen answer", "its rejected answer"), is_preference=True, default=1.0
+    ),
+    "pairs with a margin": SampleForm(
+        _pairs_with_margin, ("its chosen answer", "its rejected answer"), is_preference=True
+    ),
+    "marked answers": SampleForm(_marked_answers),
+    "marked answers with another": SampleForm(_marked_answers, adds_mismatched=True),
+    "scored answers": SampleForm(_scored_answers),
+}
+
+
+def token_values(value: float | list[float] | None, learned: np.ndarray, default: float) -> np.ndarray:
+    """Return a sample's value, or `default` without one, at each of its tokens, float32 [tokens].
+
+    With one value per learned stretch, the tokens of a stretch have its value. Raises ValueError if there are fewer
+    stretches, because tokens may merge.
+    """
+    if not isinstance(value, list):
+        return np.full(len(learned), default if value is None else value, np.float32)
+    stretch = np.cumsum(np.diff(learned.astype(np.int8), prepend=0) == 1)  # from 1 on
+    if stretch[-1] != len(value):
+        raise ValueError(
+            f"its {len(value)} steps have {stretch[-1]} separate ends in tokens; choose a reward.step_separator that "
+            "the tokenizer does not merge with the steps"
+        )
+    return np.concatenate([[0.0], np.array(value)])[stretch].astype(np.float32)

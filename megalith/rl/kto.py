@@ -1,0 +1,160 @@
+"""Training on answers that are marked as desirable or undesirable (`megalith kto`; Ethayarajh et al. 2024).
+
+An answer's log-ratio to the reference, r, is compared with a baseline z:
+
+    loss = desirable_weight · (1 − σ(β · (r − z)))       of a desirable answer
+           undesirable_weight · (1 − σ(β · (z − r)))     of an undesirable one
+
+With kto, z estimates the KL divergence from the reference: the mean log-ratio of mismatched answers, each prompt with
+an answer of another record, over the whole step, and at least 0. It has no gradient. With apo_zero_unpaired, z is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.comm.collectives import all_reduce_no_grad
+from megalith.config import RunConfig, require_run_config
+from megalith.config.preferences import KtoConfig
+from megalith.errors import ConfigError
+from megalith.rl.answer_batch import AnswerBatch, answer_fields
+from megalith.rl.reference import StepData, reference_logprobs
+from megalith.rl.sequences import Sequences
+from megalith.rl.summed_loss import SummedLoss
+from megalith.training.run_state import Run, Task
+from megalith.training.trainer import TrainingResult, train
+
+
+def train_kto(config: RunConfig) -> TrainingResult:
+    """Train on answers that are marked as desirable or undesirable.
+
+    Args:
+        config: run configuration with `kto.enabled` set.
+
+    Returns:
+        The result, as for `megalith.train`.
+
+    Raises:
+        ConfigError: if `kto.enabled` is off, and as for `megalith.train`.
+    """
+    require_run_config(config, "train_kto")
+    if not config.kto.enabled:
+        raise ConfigError("kto.enabled is off, so there are no marked answers to train on; set it to true")
+    return train(config, KtoTask())
+
+
+@dataclass
+class KtoBatch(AnswerBatch):
+    """A micro-batch of answers. `values` are their labels: 1 for desirable ones, 0 for undesirable ones."""
+
+    reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+    baseline: Tensor | None = None  # float32 scalar, z; None: 0
+
+
+class KtoLoss(SummedLoss):
+    """Mean loss of the step's answers with the settings of section `kto`."""
+
+    METRICS = (
+        "answers", "desirable", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl"
+    )  # fmt: skip
+
+    def __init__(self, kto: KtoConfig):
+        self.kto = kto
+
+    def denominator(self, batch: KtoBatch) -> Tensor:
+        return (batch.sequence_tokens > 0).sum().double()
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: KtoBatch) -> Tensor:
+        kto, sequences = self.kto, Sequences.from_batch(batch)
+        present = sequences.tokens > 0  # [sequences]
+        ratios = sequences.sums(logprobs - batch.reference_logprobs)
+        desirable = sequences.means(batch.values) > 0.5
+        baseline = torch.zeros((), device=ratios.device) if batch.baseline is None else batch.baseline
+        signs = torch.where(desirable, 1.0, -1.0)
+        weights = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)
+        losses = weights * (1 - torch.sigmoid(kto.beta * signs * (ratios - baseline)))
+        chosen, rejected = present & desirable, present & ~desirable
+        rewards, logps = kto.beta * ratios.detach(), sequences.sums(logprobs.detach())
+        metrics = [rewards * chosen, rewards * rejected, logps * chosen, logps * rejected, baseline * present]
+        self.add_metrics([present, chosen, *metrics])
+        return torch.where(present, losses, 0.0).sum()
+
+    def means(self, sums: Tensor) -> dict[str, float]:
+        """Return means over desirable (chosen) and undesirable (rejected) answers, under TRL's names."""
+        answers, chosen, *rest = sums.tolist()
+        counts = {"chosen": chosen, "rejected": answers - chosen, "kl": answers}
+        metrics = {
+            name: value / max(counts[name.rpartition("/")[2]], 1)
+            for name, value in zip(self.METRICS[2:], rest)
+        }
+        margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics | {"rewards/margins": margin, "desirable": chosen / max(answers, 1)}
+
+
+class KtoTask(Task):
+    """Task of KTO: its data, loss and metrics."""
+
+    console_metrics = ("rewards/margins", "kl")
+
+    def build_data(self, run: Run) -> KtoData:
+        self.loss, self.evaluation_loss = (KtoLoss(run.config.kto) for _ in range(2))
+        return KtoData(run)
+
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
+        sums = self.loss.reduce_sums(run.mesh, run.device)
+        return lambda: self.loss.means(sums)
+
+    def evaluation_metrics(self, run: Run) -> dict[str, float]:
+        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
+
+
+def make_kto_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> KtoBatch:
+    """Collate answers (`answer_fields`). With mismatched answers, these are every second row and sequence."""
+    return KtoBatch(**answer_fields(rows, sample_numbers))
+
+
+def alternate_rows(batch: KtoBatch, first: int) -> KtoBatch:
+    """Return the rows and sequences first, first + 2, … of a micro-batch."""
+    names = [item.name for item in fields(KtoBatch) if item.name not in ("sequence_tokens", "baseline")]
+    rows = {name: None if batch[name] is None else batch[name][first::2] for name in names}
+    rows["sequence_ids"] = rows["sequence_ids"] // 2
+    return replace(batch, **rows, sequence_tokens=batch.sequence_tokens[first::2])
+
+
+class KtoData(StepData):
+    """A run's marked answers, in micro-batches with the reference model's log-probabilities and the baseline."""
+
+    make_chat_batch = staticmethod(make_kto_batch)
+
+    def __init__(self, run: Run):
+        super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
+        self._run, self._reference = run, reference_logprobs(run)
+        self._needs_kl = run.config.kto.needs_kl
+
+    def augment(self, batches: Sequence[KtoBatch]) -> list[KtoBatch]:
+        baseline = None
+        if self._needs_kl:
+            baseline = self._divergence([alternate_rows(batch, 1) for batch in batches])
+            batches = [alternate_rows(batch, 0) for batch in batches]
+        logprobs = self._reference(batches)
+        return [
+            replace(batch, reference_logprobs=x, baseline=baseline)
+            for batch, x in zip(batches, logprobs, strict=True)
+        ]
+
+    def _divergence(self, batches: Sequence[KtoBatch]) -> Tensor:
+        """Return the mean log-ratio of the step's mismatched answers, at least 0: a float32 scalar."""
+        policy, reference = self._run.model.all_logprobs(batches), self._reference(batches)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._run.device)
+        for batch, ours, theirs in zip(batches, policy, reference, strict=True):
+            batch = batch.to(self._run.device)
+            ratios = Sequences.from_batch(batch).sums(ours - theirs)
+            sums += torch.stack([ratios.sum(dtype=torch.float64), (batch.sequence_tokens > 0).sum().double()])
+        total, count = all_reduce_no_grad(sums, self._dp)
+        return (total / count.clamp(min=1)).clamp(min=0).float()

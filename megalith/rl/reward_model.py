@@ -1,0 +1,73 @@
+"""Training of a reward model (`megalith reward`).
+
+Data are chat data whose samples are pairs of answers, or answers or steps with a label. The model is a ScoreModel, and
+the loss reads the score of each answer's last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalith.config import RunConfig, require_run_config
+from megalith.errors import ConfigError
+from megalith.rl.answer_batch import AnswerBatch, answer_fields, count_tokens
+from megalith.rl.reward_loss import reward_loss
+from megalith.training.build import Data
+from megalith.training.run_state import Run, Task
+from megalith.training.trainer import TrainingResult, train
+
+
+def train_reward(config: RunConfig) -> TrainingResult:
+    """Train a reward model.
+
+    Args:
+        config: run configuration with `reward.enabled` set.
+
+    Returns:
+        The result, as for `megalith.train`.
+
+    Raises:
+        ConfigError: if `reward.enabled` is off, and as for `megalith.train`.
+    """
+    require_run_config(config, "train_reward")
+    if not config.reward.enabled:
+        raise ConfigError("reward.enabled is off, so there is no reward model to train; set it to true")
+    return train(config, RewardTask())
+
+
+class RewardTask(Task):
+    """Task of a reward model: its data, loss and metrics."""
+
+    console_metrics = ("accuracy", "margin")
+
+    def build_data(self, run: Run) -> RewardData:
+        self.loss, self.evaluation_loss = (reward_loss(run.config.reward) for _ in range(2))
+        return RewardData(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
+
+    def step_metrics(self, run: Run) -> Callable[[], dict[str, Any]]:
+        sums = self.loss.reduce_sums(run.mesh, run.device)
+        return lambda: self.loss.means(sums)
+
+    def evaluation_metrics(self, run: Run) -> dict[str, float]:
+        return self.evaluation_loss.means(self.evaluation_loss.reduce_sums(run.mesh, run.device))
+
+
+def make_reward_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> AnswerBatch:
+    """Collate rows (`answer_fields`), with a loss_mask of 1 at the tokens whose scores count."""
+    batch = AnswerBatch(**answer_fields(rows, sample_numbers))
+    # An answer's last token is the label of the last token in the loss.
+    ends = torch.zeros_like(batch.loss_mask)
+    ends[:, 1:] = batch.loss_mask[:, :-1] * (1 - batch.loss_mask[:, 1:])
+    counts = count_tokens(ends, batch.sequence_ids, len(batch.sequence_tokens))
+    return replace(batch, loss_mask=ends, sequence_tokens=counts)
+
+
+class RewardData(Data):
+    """A run's answers."""
+
+    make_chat_batch = staticmethod(make_reward_batch)

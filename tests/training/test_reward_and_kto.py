@@ -1,0 +1,327 @@
+"""Reward models and KTO: TRL's and transformers' values, in every layout."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from default_cases import in_full
+from models.reference import CASES, random_parameters, random_reference
+from torch.nn.functional import logsigmoid
+
+import megalith
+from megalith.bridge.exporter import export_hf
+from megalith.config import RunConfig
+from megalith.errors import ConfigError, DataError
+from megalith.parity.check import LAYOUTS
+from megalith.parity.differences import compare
+from megalith.parity.job import Outcome, gradients_by_name, run_job, start
+from megalith.rl.dpo import PreferenceTask
+from megalith.rl.kto import KtoTask
+from megalith.rl.reward_model import RewardTask, train_reward
+
+SEQ, VOCAB = 32, 151
+TASKS = {"dpo": PreferenceTask, "kto": KtoTask, "reward": RewardTask}
+
+
+def records(count: int) -> list[dict]:
+    """Pairs with margins and weights, of prompts of 1 to 8 tokens; the second one fills its rows."""
+    rng = random.Random(3)
+
+    def ids(length: int) -> list[int]:
+        return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+    sizes = [(2, 1, 1), (12, 20, 20)]
+    sizes += [(rng.randrange(1, 9), rng.randrange(1, 10), rng.randrange(1, 10)) for _ in range(count - 2)]
+    return [
+        {"prompt_ids": ids(a), "chosen_ids": ids(b), "rejected_ids": ids(c), "margin": 0.25 * (k % 3)}
+        for k, (a, b, c) in enumerate(sizes)
+    ]
+
+
+def answers(count: int) -> list[dict]:
+    """Answers with labels, made of the pairs."""
+    pairs = records(count)
+    return [
+        {"prompt_ids": one["prompt_ids"], "completion_ids": one["rejected_ids" if k % 3 else "chosen_ids"],
+         "label": k % 3 == 0}
+        for k, one in enumerate(pairs)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run of two steps from a tiny Llama of transformers, over 16 records of tokens."""
+    folder = tmp_path_factory.mktemp("reward")
+    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
+    for name, made in (("pairs", records(16)), ("answers", answers(16))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    return {
+        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "data": {"train_data_path": str(folder / "pairs.jsonl"), "seq_length": SEQ, "num_workers": 0},
+        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
+        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 4, "output_dir": str(folder / "run")},
+    }  # fmt: skip
+
+
+def config_of(tree: dict, **sections) -> RunConfig:
+    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+
+
+def reward_config(tree: dict, **sections) -> RunConfig:
+    return config_of(tree, reward={"enabled": True} | sections.pop("reward", {}), **sections)
+
+
+def kto_config(tree: dict, **sections) -> RunConfig:
+    data = {"train_data_path": tree["data"]["train_data_path"].replace("pairs", "answers")}
+    kto = {"enabled": True, "desirable_weight": 1.5, "undesirable_weight": 0.7} | sections.pop("kto", {})
+    return config_of(tree, kto=kto, data=data | sections.pop("data", {}), **sections)
+
+
+def job(config: RunConfig) -> Outcome:
+    return run_job(config, task=TASKS[config.chat.name]())
+
+
+PP2 = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}  # of 3 layers
+LAYOUT_NAMES = ("tp2-sp", "pp2", "cp2", "tp2", "dp2-zero2", "dp2-zero3")
+GRID = [(kind, layout) for kind in ("reward", "kto") for layout in LAYOUT_NAMES]
+
+
+# Packing takes context parallelism, as documents do.
+@pytest.mark.parametrize(
+    "cases", [[("reward", "tp2-sp"), ("kto", "pp2")], in_full(GRID)], ids=["some", "all"]
+)
+def test_every_layout_equals_one_process(pool, tree: dict, cases: list[tuple[str, str]]):
+    kinds, ones, jobs = {"reward": reward_config, "kto": kto_config}, {}, {}
+    for kind, layout in cases:
+        section = {kind: {"packing": layout == "cp2"}}
+        if (kind, layout == "cp2") not in ones:
+            ones[kind, layout == "cp2"] = job(kinds[kind](tree, **section))
+        parallel = PP2 if layout == "pp2" else LAYOUTS[layout].parallel
+        jobs[f"{kind} {layout}"] = (kinds[kind](tree, parallel=parallel, **section),)
+    for name, ranks in pool.run_cases(job, jobs, size=2).items():
+        kind, _, layout = name.partition(" ")
+        errors = compare(ranks, ones[kind, layout == "cp2"])
+        assert errors.within(), (name, errors)
+    assert "score.weight" in ones["reward", False].gradients
+    assert ones["kto", False].losses[0] != pytest.approx(ones["kto", False].losses[-1], rel=1e-6)
+
+
+def hf_scores(model, pairs: list[dict], side: str) -> torch.Tensor:
+    sequences = [one["prompt_ids"] + one[side] for one in pairs]
+    return torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in sequences])
+
+
+def reward_step(config: RunConfig):
+    run = start(config, RewardTask())
+    with run.data.train_loader(0, 0, run.device) as batches:
+        loss = run.gradients([next(batches) for _ in range(run.batch_sizes.micro_batches(0))])
+    return run, loss.item()
+
+
+def test_pairs_have_trls_loss_and_gradients_through_transformers_model(tree: dict, tmp_path: Path):
+    """RewardTrainer.compute_loss of TRL 1.16.0, with margins and centred rewards."""
+    hf_config = CASES["llama"][0]()
+    hf_config.num_labels, hf_config.pad_token_id = 1, 0
+    torch.manual_seed(1)
+    theirs = random_parameters(transformers.AutoModelForSequenceClassification.from_config(hf_config))
+    theirs.save_pretrained(tmp_path / "hf")
+    run, loss = reward_step(
+        reward_config(
+            tree | {"model": {**tree["model"], "init_from": str(tmp_path / "hf")}},
+            reward={"center_rewards_coefficient": 0.05},
+            train={"global_batch_size": 16},
+        )
+    )
+    pairs = records(16)
+    chosen, rejected = (hf_scores(theirs, pairs, side) for side in ("chosen_ids", "rejected_ids"))
+    margins = torch.tensor([one["margin"] for one in pairs])
+    expected = -logsigmoid(chosen - rejected - margins).mean() + 0.05 * torch.mean((chosen + rejected) ** 2)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    gradients = gradients_by_name(run)
+    for ours, name in (("score.weight", "score.weight"), ("final_layernorm.weight", "model.norm.weight"),
+                       ("layers.0.mlp.linear_fc2.weight", "model.layers.0.mlp.down_proj.weight")):  # fmt: skip
+        reference = dict(theirs.named_parameters())[name].grad
+        error = (gradients[ours] - reference).norm() / reference.norm()
+        assert error < 1e-4, (ours, error)
+    figures = run.task.step_metrics(run)()
+    assert figures["accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+    assert figures["margin"] == pytest.approx((chosen - rejected).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2, tied", *map(in_full, ("llama", "gpt2", "mixtral", "gemma3"))])
+def test_a_reward_model_of_transformers_goes_in_and_out_bitwise(name: str, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    from megalith.bridge.importer import import_hf
+
+    hf_config = CASES[name][0]()
+    hf_config.num_labels, hf_config.pad_token_id = 1, 0
+    theirs = random_parameters(transformers.AutoModelForSequenceClassification.from_config(hf_config))
+    theirs.save_pretrained(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "run", show_progress=False)
+    export_hf(tmp_path / "run", tmp_path / "out", show_progress=False)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    texts = [(tmp_path / folder / "config.json").read_text() for folder in ("hf", "out")]
+    assert json.loads(texts[0]) == json.loads(texts[1])
+    ids = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        scores = megalith.load(tmp_path / "run")(ids)[:, -1]
+    assert (scores - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def kto_step(config: RunConfig, scale: float = 0.9):
+    """Loss, gradients and metrics of a step, by another reference than the policy."""
+    run = start(config, KtoTask())
+    with torch.no_grad():
+        for _, plain in run.model.parameters.named:
+            plain.mul_(scale)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        loss = run.gradients([next(batches) for _ in range(run.batch_sizes.micro_batches(0))])
+    return run, loss.item(), gradients_by_name(run), run.task.step_metrics(run)()
+
+
+def log_prob(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt + answer])
+    logprobs = torch.log_softmax(model(ids).logits.double()[0, :-1], -1)
+    return logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
+
+
+@pytest.mark.parametrize("loss_type", ["kto", in_full("apo_zero_unpaired")])
+def test_marked_answers_have_trls_loss_and_gradients_through_transformers_model(tree: dict, loss_type: str):
+    """KTOTrainer._compute_loss of TRL 1.16.0, whose dataset rotates completions by one for the KL estimate."""
+    config = kto_config(tree, kto={"loss_type": loss_type}, train={"global_batch_size": 16})
+    _, loss, gradients, figures = kto_step(config)
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(tree["model"]["init_from"]) for _ in range(2)
+    )
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.9)
+    rows, beta = answers(16), 0.1
+    ratios, kls = [], []
+    for i, row in enumerate(rows):
+        prompt, mismatched = row["prompt_ids"], rows[i - 1]["completion_ids"][: SEQ - len(row["prompt_ids"])]
+        with torch.no_grad():
+            base = log_prob(reference, prompt, row["completion_ids"])
+            kls.append(log_prob(policy, prompt, mismatched) - log_prob(reference, prompt, mismatched))
+        ratios.append(log_prob(policy, prompt, row["completion_ids"]) - base)
+    kl = torch.stack(kls).mean().clamp(min=0) if loss_type == "kto" else torch.zeros(())
+    losses = [
+        1.5 * (1 - torch.sigmoid(beta * (ratio - kl)))
+        if row["label"]
+        else 0.7 * (1 - torch.sigmoid(beta * (kl - ratio)))
+        for row, ratio in zip(rows, ratios)
+    ]
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert figures["kl"] == pytest.approx(kl.item(), rel=1e-3) and (kl > 0.005) == (loss_type == "kto")
+    chosen = [beta * ratio.item() for row, ratio in zip(rows, ratios) if row["label"]]
+    assert figures["rewards/chosen"] == pytest.approx(np.mean(chosen), rel=1e-4)
+    for ours, name in (("output_layer.weight", "lm_head.weight"), ("final_layernorm.weight", "model.norm.weight"),
+                       ("layers.0.mlp.linear_fc2.weight", "model.layers.0.mlp.down_proj.weight")):  # fmt: skip
+        grad = dict(policy.named_parameters())[name].grad
+        error = (gradients[ours] - grad).norm() / grad.norm()
+        assert error < 1e-4, (ours, error)
+
+
+def written(path: Path, *rows: dict) -> dict:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train_data_path": str(path)}
+
+
+def test_a_pair_is_two_marked_answers_and_mismatched_ones_are_of_other_records(tree: dict, tmp_path: Path):
+    pairs = [
+        {"prompt_ids": [k, k], "chosen_ids": [10 + k] * 2, "rejected_ids": [20 + k] * 3} for k in (1, 2, 3)
+    ]
+    config = kto_config(tree, data=written(tmp_path / "pairs.jsonl", *pairs))
+    data = start(config, KtoTask()).data.train
+    rows = [data[i] for i in range(len(data))]
+    assert len(rows) == 6
+    prompts = [row[0, 0, 0] for row in rows]
+    labels = [row[0, 4, 0].view(np.float64) for row in rows]
+    assert sorted(zip(prompts, labels)) == [(k, label) for k in (1, 2, 3) for label in (0.0, 1.0)]
+    for row in rows:
+        assert row[1, 0, 0] == row[0, 0, 0]  # the prompt's
+        assert row[1, 0, 2] % 10 != row[0, 0, 2] % 10  # another record's answer
+
+
+def test_a_pair_of_weight_two_counts_twice(tree: dict, tmp_path: Path):
+    pairs = [{key: value for key, value in one.items() if key != "margin"} for one in records(4)]
+    results = []
+    for name, rows, size in (("weighted", [{**pairs[0], "weight": 2}, pairs[2]], 2),
+                             ("repeated", [pairs[0], pairs[0], pairs[2]], 3)):  # fmt: skip
+        data = written(tmp_path / f"{name}.jsonl", *rows)
+        train = {"global_batch_size": size, "micro_batch_size": 1}
+        run = start(config_of(tree, dpo={"enabled": True}, data=data, train=train), PreferenceTask())
+        with torch.no_grad():
+            for _, plain in run.model.parameters.named:
+                plain.mul_(1.1)
+        with run.data.train_loader(0, 0, run.device) as batches:
+            results.append(run.gradients([next(batches) for _ in range(size)]).item())
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def test_labels_of_answers_and_steps_are_read_at_their_last_tokens(tree: dict, tmp_path: Path):
+    rows = [{"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], "label": 0.5},
+            {"prompt_ids": [6], "completion_ids": [7], "label": -2}]  # fmt: skip
+    config = reward_config(
+        tree, reward={"loss_type": "mse"}, data=written(tmp_path / "a.jsonl", *rows),
+        train={"global_batch_size": 2},
+    )  # fmt: skip
+    run, loss = reward_step(config)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        batch = next(batches)
+    at = batch.loss_mask > 0
+    assert sorted(zip(batch.input_ids[at].tolist(), batch.values[at].tolist())) == [(5, 0.5), (7, -2.0)]
+    scores = run.model.all_logprobs([batch])[0]
+    assert loss == pytest.approx((scores[at] - batch.values[at]).square().mean().item(), rel=1e-5)
+    with pytest.raises(DataError, match="bce needs labels from 0 to 1"):
+        start(replace_loss(config, "bce"), RewardTask())
+
+
+def replace_loss(config: RunConfig, name: str) -> RunConfig:
+    return config.with_settings({"reward.loss_type": name})
+
+
+def test_a_model_with_scores_trains_by_megalith_reward_alone(tree: dict, tmp_path: Path):
+    with pytest.raises(ConfigError, match="only `megalith reward` trains"):
+        start(config_of(tree, model={"score_head": True}))
+    with pytest.raises(ConfigError, match="adapters are trained, but a reward model's score needs training"):
+        start(reward_config(tree, lora={"rank": 2}), RewardTask())
+    for task in ("kto", "reward"):
+        with pytest.raises(ConfigError, match=f"{task}.enabled requires `megalith {task}`"):
+            start(config_of(tree, **{task: {"enabled": True}}))
+    bad = written(tmp_path / "bad.jsonl", {"prompt": "a", "completion": "b", "label": "good"})
+    with pytest.raises(DataError, match="its label is 'good'; give true for a desirable answer"):
+        start(kto_config(tree, data=bad), KtoTask())
+
+
+def test_a_reward_model_starts_from_a_run_and_goes_on_from_its_own(tree: dict, tmp_path: Path):
+    """The language model's output matrix is left out, and the score has initial values; then all is as saved."""
+    train = tree["train"] | {"train_iters": 1, "output_dir": str(tmp_path / "lm")}
+    data = {"mock": True, "seq_length": SEQ, "num_workers": 0}
+    language_model = RunConfig.from_tree(
+        {"model": tree["model"], "data": data, "optim": tree["optim"], "train": train}
+    )
+    megalith.train(language_model)
+    first = reward_config(
+        tree, model={"init_from": str(tmp_path / "lm")},
+        train={"train_iters": 1, "output_dir": str(tmp_path / "rm")},
+    )  # fmt: skip
+    weights = dict(start(first, RewardTask()).model.parameters.named)
+    assert weights["score.weight"].abs().sum() > 0 and "output_layer.weight" not in weights
+    trained = megalith.load(tmp_path / "lm").state_dict()
+    assert torch.equal(weights["final_layernorm.weight"], trained["final_layernorm.weight"])
+    train_reward(first)
+    again = start(reward_config(tree, model={"init_from": str(tmp_path / "rm")}), RewardTask())
+    saved = megalith.load(tmp_path / "rm").state_dict()
+    for name, value in again.model.parameters.named:
+        assert torch.equal(value, saved[name]), name
