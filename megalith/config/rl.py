@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, RequiresSetting, Section
 from megalith.config.extensions import ADVANTAGE_ESTIMATORS, LOSSES, PREFERENCE_LOSSES, is_extension
+from megalith.config.rl_models import OtherModels
 from megalith.config.rl_tools import ToolSettings
 from megalith.errors import nearest_of
 
@@ -32,6 +33,8 @@ class ChatConfig(Section):
     requires: ClassVar[RequiresSetting] = RequiresSetting("enabled", True)
     name: ClassVar[str]
     """Name of the section."""
+    record_form: ClassVar[str]
+    """Form of the records: a key of SAMPLE_FORMS in data/chat/sample_forms.py."""
 
     enabled: bool = False
     """Read data's paths as chat data (JSONL, parquet, a saved dataset). `megalith sft` and `megalith dpo` set it."""
@@ -55,6 +58,7 @@ class SftConfig(ChatConfig):
     """Supervised fine-tuning on conversations (`megalith sft`). Names are TRL's."""
 
     name: ClassVar[str] = "sft"
+    record_form: ClassVar[str] = "conversations"
 
     assistant_only_loss: bool = True
     """Compute the loss on assistant turns only. Off: on the whole conversation."""
@@ -74,6 +78,7 @@ class DpoConfig(ChatConfig):
     """Direct preference optimization (`megalith dpo`; docs/preference.md has the formulas). Names are TRL's."""
 
     name: ClassVar[str] = "dpo"
+    record_form: ClassVar[str] = "pairs"
 
     packing: bool = False
     """Pack the chosen answers of several pairs into a row, and their rejected answers into another. Off: one
@@ -205,7 +210,7 @@ OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class RlConfig(ToolSettings):
+class RlConfig(ToolSettings, OtherModels):
     """GRPO and related methods: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the
     formulas)."""
 

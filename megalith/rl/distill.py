@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.bridge.load import load_initial_weights, with_init_from
 from megalith.comm.collectives import all_gather_replicated, gather_json
 from megalith.config import RunConfig, require_run_config
 from megalith.config.rl import DistillConfig
@@ -27,7 +26,7 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.loader import Loader
 from megalith.data.stored_logits import LogitsRecord, StoredLogits, digests_of
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError
 from megalith.launch.launcher import end_distributed, init_distributed, this_process
 from megalith.models.loss import FusedHeadLoss, Loss
 from megalith.ops.distillation_loss import (
@@ -42,20 +41,14 @@ from megalith.parallel.model_spec import LOSSES
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.counts import count_parameters
 from megalith.planner.layout import with_auto
+from megalith.rl.frozen_model import frozen_config, load_frozen
 from megalith.rl.reference import StepData
 from megalith.rl.summed_loss import SummedLoss
-from megalith.training.build import build_model, prepare, resolve_config, vocabulary_rows
+from megalith.training.build import prepare
 from megalith.training.process import detect_machine, prepare_process
 from megalith.training.run_datasets import Data
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
-
-STUDENT_SETTINGS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-            "recompute_saves_attention", "distribute_saved_activations", "cpu_offloading_num_layers",
-            "tp_comm_overlap", "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers")  # fmt: skip
-"""Settings of section `parallel` that concern the backward pass or the student's own layers."""
 
 
 def require_teacher(config: RunConfig) -> None:
@@ -222,12 +215,7 @@ class Teacher:
         return self.run.model.final_logit_softcapping
 
     def _load(self) -> ParallelModel:
-        run, model = self.run, build_model(self.run, self._mesh, self._device)
-        rows = vocabulary_rows(run)
-        load_initial_weights(
-            run.model.init_from, model.chunks, rows, run.train.seed, self._mesh.world, run.checkpoint.trust
-        )
-        return model
+        return load_frozen(self.run, self._mesh, self._device)
 
 
 class StoredTeacher:
@@ -260,27 +248,8 @@ class StoredTeacher:
 
 def teacher_config(config: RunConfig) -> RunConfig:
     """Return the run configuration of the teacher, in the student's layout. Raise ConfigError if it is incompatible."""
-    path, student_parallel = config.distill.teacher, config.parallel
-    names = student_parallel.model_fields_set - set(STUDENT_SETTINGS)
-    parallel = {name: getattr(student_parallel, name) for name in names}
-    tree = {
-        "model": {
-            "init_from": path,
-            "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
-        },
-        "parallel": parallel,
-        "data": {"seq_length": config.data.seq_length},
-        "train": {
-            name: getattr(config.train, name)
-            for name in ("micro_batch_size", "global_batch_size", "precision", "seed")
-        },
-        "checkpoint": {"trust": config.checkpoint.trust},
-        "runtime": {"compile": config.runtime.compile, "device": config.runtime.device},
-    }
-    try:
-        teacher = resolve_config(with_init_from(RunConfig.from_tree(tree)), None)
-    except (ConfigError, DataError) as error:
-        raise ConfigError(f"distill.teacher {path}: {error}") from error
+    path = config.distill.teacher
+    teacher = frozen_config(config, path, "distill.teacher")
     model, student = teacher.model, config.model
     if model.model_type != "gpt":
         raise ConfigError(

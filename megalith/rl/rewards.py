@@ -200,6 +200,7 @@ class Rewards:
         workers: int = 4,
         timeout: float = 60.0,
         environment: str | None = None,
+        models: Sequence[str] = (),
     ):
         """Load the functions and start worker processes.
 
@@ -210,13 +211,17 @@ class Rewards:
             workers: number of processes; 0: compute in this process, without a time limit.
             timeout: seconds per call with a group.
             environment: name of the environment that rewards its own completions, as one more reward.
+            models: names of reward models, whose rewards are absent until `ModelRewards` adds them.
 
         Raises:
             ConfigError: if a function does not exist.
         """
         self.functions = [reward_function(one) for one in functions]
-        names = [one.name for one in self.functions] + ([] if environment is None else [environment])
-        self._environment = environment
+        names = (
+            [one.name for one in self.functions] + [*models] + ([] if environment is None else [environment])
+        )
+        self._environment, self._models = environment, len(models)
+        self.model_columns = slice(len(self.functions), len(self.functions) + len(models))
         self.names = [f"{n}_{k}" if names.count(n) > 1 else n for k, n in enumerate(names)]
         self.prompts, self._longest, self._timeout = list(prompts), max_tokens, timeout
         needs_workers = any(
@@ -260,6 +265,7 @@ class Rewards:
         for number, (_, texts, _) in enumerate(groups):
             group_outcomes, count = outcomes[number * kinds : (number + 1) * kinds], len(texts)
             columns = [outcome["values"] for outcome in group_outcomes]
+            columns += [[math.nan] * count] * self._models
             if self._environment is not None:
                 columns.append([one["environment_reward"] for one in all_turns[number]])
             results.rewards.append(np.array(columns, dtype=float).T)

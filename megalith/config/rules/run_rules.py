@@ -37,6 +37,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_data(config)
     check_rollouts(config)
     _check_fine_tuning(config)
+    check_score_head(config)
     _check_encoder(config)
     _check_distillation(config)
     BatchSizeSchedule.from_config(
@@ -160,9 +161,10 @@ def _check_fine_tuning(config: RunConfig) -> None:
     data, chat = config.data, config.chat
     if chat is None:
         return
-    if config.sft.enabled and config.dpo.enabled:
+    enabled = [f"{section.name}.enabled" for section in config.chat_sections if section.enabled]
+    if len(enabled) > 1:
         raise ConfigError(
-            "sft.enabled and dpo.enabled are both on, and a run trains by one; leave out the other"
+            f"{enabled[0]} and {enabled[1]} are both on, and a run trains by one; leave out the other"
         )
     if config.rl.prompts_or_rollouts:
         raise ConfigError(
@@ -181,10 +183,10 @@ def _check_fine_tuning(config: RunConfig) -> None:
     if config.dpo.enabled:
         check_preference_losses(config.dpo)
     fp8 = config.train.fp8_format
-    if config.dpo.enabled and fp8 is not None:
+    if (config.dpo.enabled or config.kto.enabled) and fp8 is not None:
         raise ConfigError(
-            f"train.fp8_format is {fp8}, but dpo computes the reference's log-probabilities before a backward pass has "
-            "set the FP8 scales; leave it out"
+            f"train.fp8_format is {fp8}, but {chat.name} computes the reference's log-probabilities before a backward "
+            "pass has set the FP8 scales; leave it out"
         )
 
 
@@ -216,10 +218,29 @@ def _check_encoder(config: RunConfig) -> None:
 def _check_distillation(config: RunConfig) -> None:
     if config.distill.teacher_or_logits is None:
         return
-    other = "dpo.enabled" if config.dpo.enabled else "rl.prompts or rl.rollouts"
-    if config.dpo.enabled or config.rl.prompts_or_rollouts:
+    chat = None if config.sft.enabled else config.chat
+    other = f"{chat.name}.enabled" if chat else "rl.prompts or rl.rollouts"
+    if chat or config.rl.prompts_or_rollouts:
         raise ConfigError(
             f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
+        )
+
+
+def check_score_head(config: RunConfig) -> None:
+    """Raise ConfigError unless the run trains a reward model exactly if the model has a score."""
+    if config.model.score_head and not config.reward.enabled:
+        raise ConfigError(
+            "model.score_head is on, so the model gives scores in place of tokens, and only `megalith reward` trains "
+            "such a model; use that, or omit the setting"
+        )
+    if not config.reward.enabled:
+        return
+    if not config.model.score_head:
+        raise ConfigError("reward.enabled trains a score, but model.score_head is off; omit the setting")
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"lora.rank is {config.lora.rank}, with which only adapters are trained, but a reward model's score needs "
+            "training; leave it out"
         )
 
 
@@ -281,7 +302,7 @@ def check_rollouts(config: RunConfig) -> None:
             f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
             "and no measure of its health; leave it out"
         )
-    if rl.num_generations == 1:
+    if rl.num_generations == 1 and not rl.uses_critic:
         raise ConfigError(
             "rl.num_generations is 1, but an advantage is over the other completions of a prompt, so all would be 0; "
             "choose at least 2"
@@ -324,8 +345,11 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}; either sample or read: leave out one"
         )
-    if not rl.rewards and not rl.environment and not rl.agent:
-        raise ConfigError("rl.prompts is set but rl.reward_funcs is not; say how completions are judged")
+    if not rl.rewards and not rl.environment and not rl.agent and not rl.reward_models:
+        raise ConfigError(
+            "rl.prompts is set but rl.reward_funcs is not, and neither is rl.reward_models; say how completions are "
+            "judged"
+        )
     if rl.uses_turns and rl.max_staleness:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness}, but rollouts of several turns (rl.tools, rl.environment, "
@@ -341,10 +365,13 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.agent is set and rl.engine is {rl.engine}, but agents are served by Megalith's engine; set rl.engine "
             "to own"
         )
-    weights = None if rl.reward_weights is None else len(rl.reward_weights) - len(rl.rewards)
+    rewards = len(rl.rewards) + len(rl.reward_model_paths)
+    weights = None if rl.reward_weights is None else len(rl.reward_weights) - rewards
     if weights not in (None, 0) and not (rl.environment and weights == 1):
+        models = f" and {len(rl.reward_model_paths)} reward_models" if rl.reward_models else ""
         raise ConfigError(
-            f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs; give one each"
+            f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs{models}; give "
+            "one each"
         )
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(rl, name) != neutral:

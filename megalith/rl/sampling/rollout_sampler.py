@@ -21,6 +21,7 @@ from megalith.rl.advantages import ZERO_STD
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
 from megalith.rl.engines.rollout_engine import run_sampling
+from megalith.rl.model_rewards import ModelRewards, ScoredText
 from megalith.rl.prompts import Prompt, Prompts, max_sequence_tokens
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_metrics import batch_advantages
@@ -58,6 +59,7 @@ class RolloutSampler:
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._weights, self._timed = weights, timed
         self._all_prompts = [*prompts.prompts, *held_out]
+        self._models = ModelRewards(run) if self._rl.reward_models else None
 
     def sample_batch(self, groups: int) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Sample and score the next groups of the stream. Every rank calls it.
@@ -101,6 +103,7 @@ class RolloutSampler:
 
     def finish(self, batch: QueuedBatch) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Return the groups of a scored batch, and its metrics."""
+        self._score_by_models(batch.records)
         samples = [one for record in batch.records for one in record.samples]
         metrics = {
             LOGGED: {name: float(np.mean(values)) for name, values in batch.logged.items()},
@@ -108,6 +111,24 @@ class RolloutSampler:
             "logprobs_absent": sum(one.absent_logprobs for one in samples),
         }
         return [record.group(self._prompts.prompts) for record in batch.records], metrics
+
+    def _score_by_models(self, records: Sequence[GroupRecord]) -> None:
+        """Set the rewards of the reward models. Every rank calls it with all groups."""
+        if self._models is None or not records:
+            return
+        decode, columns = self._run.tokenizer.decode_without_special, self._rewards.model_columns
+        texts = [
+            ScoredText(
+                self._all_prompts[record.prompt], one.ids, decode(one.ids), not one.truncated, one.messages
+            )
+            for record in records
+            for one in record.samples
+        ]
+        with self._timed("reward_models"):
+            scores = iter(self._models(texts).tolist())
+        for record in records:
+            for one in record.samples:
+                one.rewards[columns] = next(scores)
 
     def sample_share(
         self,
@@ -169,4 +190,7 @@ class RolloutSampler:
             if stops():
                 break
         self._weights.engine.release()
-        return held_out_metrics(rl, self._rewards.names, batch) if batch.is_scored else None
+        if not batch.is_scored:
+            return None
+        self._score_by_models(batch.records)
+        return held_out_metrics(rl, self._rewards.names, batch)

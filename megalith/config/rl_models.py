@@ -1,0 +1,48 @@
+"""Settings of GRPO's and PPO's other models: reward models and the critic."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from megalith.config.base import Decides, RequiresSetting, Section
+
+GAE = RequiresSetting("advantage_estimator", "gae", strict=True)
+
+
+class OtherModels(Section):
+    """Reward models that score completions, and the critic that estimates advantages. Part of section `rl`."""
+
+    decides: ClassVar[Decides] = Decides.UPDATES
+
+    reward_models: Annotated[str | list[str] | None, RequiresSetting("prompts", strict=True)] = None
+    """Reward models: runs of `megalith reward`, or Hugging Face folders of a …ForSequenceClassification with one
+    label. They have the policy's layout and may have another tokenizer. In reward_weights they follow reward_funcs."""
+
+    critic: Annotated[str | None, GAE] = None
+    """Initial weights of the critic: a run or Hugging Face folder of a language model or reward model. Default: the
+    policy's."""
+
+    critic_lr: Annotated[PositiveFloat | None, GAE] = None
+    """Learning rate of the critic, with the policy's schedule. Default: optim.lr."""
+
+    gamma: Annotated[float, Field(gt=0, le=1), GAE] = 1.0
+    """Discount of later rewards per token."""
+
+    lam: Annotated[float, Field(ge=0, le=1), GAE] = 1.0
+    """λ of generalized advantage estimation: 0 trusts the critic's next value alone, 1 the sum of the rewards."""
+
+    cliprange_value: Annotated[PositiveFloat | None, GAE] = 0.5
+    """Distance from the values before the rollout batch's updates at which the critic's loss is clipped. null: no
+    clip."""
+
+    @property
+    def uses_critic(self) -> bool:
+        """True if a critic estimates the advantages."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def reward_model_paths(self) -> list[str]:
+        """The reward models."""
+        return [self.reward_models] if isinstance(self.reward_models, str) else list(self.reward_models or ())
