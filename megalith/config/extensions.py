@@ -31,6 +31,7 @@ ADVANTAGE_ESTIMATORS: dict[str, str] = {  # rl.advantage_estimator
     "gpg": "megalith.rl.advantage_estimators.gpg_advantage:gpg",
     "grpo_passk": "megalith.rl.advantage_estimators.grpo_passk:grpo_passk",
     "gdpo": "megalith.rl.advantage_estimators.gdpo:gdpo",
+    "gae": "megalith.rl.advantage_estimators.gae_rewards:gae_rewards",
 }
 PREFERENCE_LOSSES: dict[str, str] = {  # dpo.loss_type
     **{

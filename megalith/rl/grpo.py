@@ -14,22 +14,26 @@ from typing import Any
 
 from torch import Tensor
 
+from megalith.checkpoint.read import Checkpoint
 from megalith.comm.collectives import Axis
 from megalith.config import RlConfig, RunConfig, require_run_config
 from megalith.config.rl_tools import FACTORY, FUNCTION
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.parallel.shards import LocalShard
 from megalith.report.metrics import ExpertStepMetrics
 from megalith.rl.agents.endpoint_agent import EndpointAgent
 from megalith.rl.agents.policy_agent import PolicyAgent
+from megalith.rl.critic import Critic, CriticRolloutData
 from megalith.rl.drift import LargestDrift, drift_error, largest_drift_of_step, no_comparable_token
+from megalith.rl.model_rewards import model_names, reward_model_config
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import held_out_prompts, policy_vocab_size, run_prompts
-from megalith.rl.reference import reference_logprobs
+from megalith.rl.reference import LogProbs, reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import RolloutData
 from megalith.rl.rollout_reader import RolloutFiles
-from megalith.rl.rollout_source import FileRollouts
+from megalith.rl.rollout_source import FileRollouts, RolloutSource
 from megalith.rl.sampling.live_rollouts import LiveRollouts
 from megalith.rl.sampling.scored_groups import prefixed
 from megalith.training.run_state import Run, Task
@@ -107,6 +111,8 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         held_out_prompts(config, tokenizer, show_progress=True, tools=schemas)
         for name in config.rl.rewards:
             reward_function(name)
+        for path in config.rl.reward_model_paths:
+            reward_model_config(config, path)
     else:
         open_rollouts(config, tokenizer)
 
@@ -157,6 +163,7 @@ class PolicyTask(Task):
         self._tools, self._environment, self._agent = tools, environment, agent
         self._reward_funcs, self._records, self._held_out = reward_funcs, records, held_out
         self._live: LiveRollouts | None = None
+        self._critic: Critic | None = None
         self._metric_names = {one.name for one in fields(ExpertStepMetrics)}  # the run's, not the rewards'
         self._renamed: set[str] = set()  # metrics of rewards that had such a name
 
@@ -166,10 +173,10 @@ class PolicyTask(Task):
         reference = (
             reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
         )
+        self._critic = Critic(run) if config.rl.uses_critic else None
         if not config.rl.prompts:
-            return RolloutData(
-                run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
-            )
+            source = FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world))
+            return self._rollout_data(run, source, reference)
         is_first, rl = run.mesh.world.rank == 0, config.rl
         agent = open_agent(config.rl, run.tokenizer, self._tools, self._environment, self._agent)
         schemas = [] if agent is None else agent.schemas
@@ -184,10 +191,23 @@ class PolicyTask(Task):
             workers=rl.reward_workers if run.mesh.tp.rank == 0 else 0,
             timeout=rl.reward_timeout,
             environment=None if agent is None else agent.reward_name,
+            models=model_names(rl.reward_model_paths),
         )
         self._live = LiveRollouts(run, prompts, rewards, held_out, agent)
         self._step_start = time.perf_counter()
-        return RolloutData(run, self._live, reference)
+        return self._rollout_data(run, self._live, reference)
+
+    def _rollout_data(self, run: Run, source: RolloutSource, reference: LogProbs | None) -> RolloutData:
+        if self._critic is None:
+            return RolloutData(run, source, reference)
+        return CriticRolloutData(run, source, reference, self._critic)
+
+    def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
+        return {} if self._critic is None else self._critic.parts()
+
+    def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        if self._critic is not None:
+            self._critic.load(checkpoint, with_optimizer)
 
     def state_files(self, run: Run) -> dict[str, bytes]:
         return run.data.state_files() | ({} if self._live is None else self._live.state_files())
@@ -210,11 +230,12 @@ class PolicyTask(Task):
         if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
             self._live.settle()
         sums = self.loss.reduce_sums(run.mesh, run.device)
+        critic = dict if self._critic is None else self._critic.train_step(run.data.ready_batches(run.step))
         largest_drift = largest_drift_of_step(run, self.loss.take_largest_drifts())
         step = run.data.step(run.step)
         metrics = step.metrics | ({"drift_largest": largest_drift.size} if largest_drift else {})
         if self._live is None:
-            return lambda: {**self._read(sums), **metrics}
+            return lambda: {**self._read(sums), **critic(), **metrics}
         ratio = self._read(sums)["mismatch"]
         if ratio is None and sums[0] > 0:
             raise no_comparable_token(f"of step {run.step + 1}")
@@ -225,7 +246,7 @@ class PolicyTask(Task):
         metrics |= times
 
         def read() -> dict[str, Any]:
-            values = {**self._read(sums), **metrics}
+            values = {**self._read(sums), **critic(), **metrics}
             run.log(step_line(number, values))
             return self._with_reward_metrics(run, values, logged)
 

@@ -47,6 +47,9 @@ class RolloutBatch(Batch):
     # bool [batch, seq], from token_selection.py: tokens of high entropy, and those that a SelectiveLoss selects
     high_entropy: Tensor | None = None
     selected: Tensor | None = None
+    # float32 [batch, seq], of PPO's critic (gae.py)
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:

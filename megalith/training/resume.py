@@ -182,6 +182,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     if with_optimizer:
         load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world, is_first)
     load_amaxes(checkpoint, run.model.amaxes, world)
+    run.task.load_parts(run, checkpoint, with_optimizer)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.skipped = SkippedSteps(record.skipped_steps, record.skipped_samples)

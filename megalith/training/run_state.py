@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
+from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.state import amax_shards
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
@@ -25,6 +26,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.parallel.data.layer_norms import LayerNorms
 from megalith.parallel.fp8_counts import counters, gather_counts
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, open_location
 from megalith.report.clock import PhaseTimers
 from megalith.report.report import PendingStep
@@ -52,9 +54,10 @@ class Task:
 
     def build_data(self, run: Run) -> Data:
         """Build the run's data. Called first, when `run` has only its configuration, tokenizer, mesh and device."""
-        if run.config.dpo.enabled:
+        chat = run.config.chat
+        if chat is not None and not run.config.sft.enabled:
             raise ConfigError(
-                "dpo.enabled requires `megalith dpo`; use that, or omit the setting to pre-train"
+                f"{chat.name}.enabled requires `megalith {chat.name}`; use that, or omit the setting to pre-train"
             )
         if run.config.distill.teacher_or_logits is not None:
             raise ConfigError(
@@ -78,6 +81,13 @@ class Task:
     def load_state(self, run: Run, files: Mapping[str, Path]) -> None:
         """Restore the state that `state_files` returned when the checkpoint was saved."""
         run.data.load_state(files)
+
+    def parts(self, run: Run) -> dict[str, Mapping[str, LocalShard]]:
+        """Return the shards of further models for a checkpoint, by part."""
+        return {}
+
+    def load_parts(self, run: Run, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        """Restore the parts that `parts` returned when the checkpoint was saved."""
 
     def evaluate(
         self, run: Run, before: Callable[[int, int], None], stops: Callable[[], str | None]
@@ -284,7 +294,8 @@ class Run:
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         amaxes = amax_shards(self.model.amaxes, self.mesh.world)
         task_files = self.task.state_files(self)
-        self.saver.save(self._record(), self.model.chunks, optimizer, amaxes, task_files)
+        parts = {**amaxes, **self.task.parts(self)}
+        self.saver.save(self._record(), self.model.chunks, optimizer, parts, task_files)
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:
