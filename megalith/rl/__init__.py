@@ -4,25 +4,34 @@ from megalith.rl.distill import train_distilled
 from megalith.rl.dpo import train_dpo
 from megalith.rl.grpo import train_grpo
 from megalith.rl.grpo_trainer import GRPOTrainer
+from megalith.rl.kto import train_kto
 from megalith.rl.losses import GrpoLoss
 from megalith.rl.objective import PolicyLoss, RolloutBatch
 from megalith.rl.preference_loss import PreferenceBatch, PreferenceLoss
+from megalith.rl.reward_model import train_reward
 from megalith.rl.rollout_reader import load_rollouts
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
+from megalith.rl.tuning_trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 __all__ = [
+    "DPOTrainer",
     "GRPOTrainer",
     "GrpoLoss",
+    "KTOTrainer",
     "PolicyLoss",
     "PreferenceBatch",
     "PreferenceLoss",
     "PromptGroup",
     "RatedCompletion",
+    "RewardTrainer",
     "RolloutBatch",
     "Rollouts",
+    "SFTTrainer",
     "load_rollouts",
     "save_rollouts",
     "train_distilled",
     "train_dpo",
     "train_grpo",
+    "train_kto",
+    "train_reward",
 ]

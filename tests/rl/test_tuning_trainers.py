@@ -1,0 +1,125 @@
+"""TRL's SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer: whatever differs from the class's default is a setting,
+has no effect for a reason, or is refused by name; and they train. The classes are TRL's where TRL is installed, else
+transformers' with the fields that TRL 1.16 adds."""
+
+import dataclasses
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.reference import CASES, random_reference
+from test_trl_arguments import another
+from transformers import TrainingArguments
+
+from megalith.errors import ConfigError
+from megalith.rl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from megalith.rl.from_trl.tuning_settings import no_effect_notes, tuning_settings
+
+COMMON = dict(
+    logging_steps=10, gradient_checkpointing=True, model_init_kwargs=None, trust_remote_code=False,
+    dataset_num_proc=None, max_length=1024, pad_to_multiple_of="auto", activation_offloading=False,
+)  # fmt: skip
+REFERENCE = dict(
+    disable_dropout=True, router_aux_loss_coef=None, precompute_ref_log_probs=False, precompute_ref_batch_size=None,
+    sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512, beta=0.1, learning_rate=1e-6,
+)  # fmt: skip
+OF_TRL: dict[str, dict[str, Any]] = {
+    "SFTConfig": COMMON | dict(
+        learning_rate=2e-5, router_aux_loss_coef=None, chat_template_path=None, dataset_text_field="text",
+        dataset_kwargs=None, eos_token=None, truncation_mode="keep_start", shuffle_dataset=False, packing=False,
+        packing_strategy="bfd", padding_free=False, eval_packing=None, completion_only_loss=None,
+        assistant_only_loss=False, loss_type="nll", pad_token=None),
+    "DPOConfig": COMMON | REFERENCE | dict(
+        truncation_mode="keep_start", padding_free=False, loss_type="sigmoid", loss_weights=None, ld_alpha=None,
+        f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5, label_smoothing=0.0, use_weighting=False,
+        discopop_tau=0.05, pad_token=None),
+    "KTOConfig": COMMON | REFERENCE | dict(
+        train_sampling_strategy="sequential", loss_type="kto", desirable_weight=1.0, undesirable_weight=1.0),
+    "RewardConfig": COMMON | dict(
+        learning_rate=1e-4, chat_template_path=None, disable_dropout=True, eos_token=None,
+        center_rewards_coefficient=None, pad_token=None),
+}  # fmt: skip
+OTHER = {"packing_strategy": "wrapped", "truncation_mode": "keep_end", "max_length": 64, "max_steps": 7, "beta": 0.3,
+         "f_alpha_divergence_coef": 0.7}  # fmt: skip
+LOSSES = {"sft": "dft", "dpo": "ipo", "kto": "apo_zero_unpaired"}
+
+
+def config_class(name: str) -> type:
+    try:
+        import trl
+
+        return getattr(trl, name)
+    except ImportError:
+        made = [(key, Any, field(default=value)) for key, value in OF_TRL[name].items()]
+        return dataclasses.make_dataclass(name, made, bases=(TrainingArguments,))
+
+
+@pytest.mark.parametrize("section", ["sft", "dpo", "kto", "reward"])
+def test_every_argument_is_honoured_or_explained_or_refused_by_name(section: str):
+    """The value is set on a finished object, whose class does not check it."""
+    kind = config_class(
+        "SFTConfig" if section == "sft" else f"{section.upper()}Config".replace("REWARD", "Reward")
+    )
+    make = lambda: kind(output_dir="o", use_cpu=True, bf16=False)  # noqa: E731
+    plain = make()
+    expected = tuning_settings(section, plain, 16, 1)
+    assert no_effect_notes(section, plain) == []
+    dropped = []
+    for name in sorted({one.name for one in dataclasses.fields(kind)} - {"use_cpu", "bf16", "eval_strategy"}):
+        args, value = make(), getattr(plain, name)
+        other = LOSSES[section] if name == "loss_type" else OTHER.get(name, another(name, value))
+        object.__setattr__(args, name, other)
+        try:
+            settings = tuning_settings(section, args, 16, 1)
+        except ConfigError as error:
+            assert name in str(error)
+            continue
+        notes = [
+            one for one in no_effect_notes(section, args) if one.startswith(f"args.{name} has no effect: ")
+        ]
+        if settings == expected and not notes:
+            dropped.append(name)
+    assert dropped == []
+
+
+def test_what_they_mean():
+    made = tuning_settings(
+        "dpo", dict(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], max_length=64, num_train_epochs=2,
+                    per_device_train_batch_size=2, gradient_accumulation_steps=2, warmup_ratio=0.25), 16, 2,
+    )  # fmt: skip
+    expected = {"dpo.enabled": True, "dpo.loss_type": ["sigmoid", "sft"], "dpo.loss_weights": [1.0, 0.5],
+                "data.seq_length": 64, "dpo.truncation_mode": "keep_start", "train.global_batch_size": 8,
+                "train.train_iters": 4, "optim.lr_warmup_iters": 1, "optim.lr": 1e-6}  # fmt: skip
+    assert {path: made[path] for path in expected} == expected
+    made = tuning_settings("sft", dict(packing=True, num_train_epochs=3), 16, 1)
+    assert made["sft.num_train_epochs"] == 3 and "train.train_iters" not in made
+    assert tuning_settings("reward", {}, 16, 1)["reward.truncation_mode"] == "drop"
+    with pytest.raises(ConfigError, match="TRL ignores it with loss_type sigmoid"):
+        tuning_settings("dpo", dict(label_smoothing=0.1), 16, 1)
+    with pytest.raises(ConfigError, match="DPOTrainer has no argument 'betta'; did you mean 'beta'"):
+        tuning_settings("dpo", dict(betta=0.1), 16, 1)
+
+
+def test_they_train(tmp_path: Path, monkeypatch):
+    random_reference(CASES["llama"][0]()).save_pretrained(tmp_path / "base")
+    pairs = [{"prompt_ids": [1, k], "chosen_ids": [3, 4, k], "rejected_ids": [5]} for k in range(4)]
+    marked = [{"prompt_ids": [1, k], "completion_ids": [3, k], "label": k % 2 == 0} for k in range(4)]
+    learned = [{"input_ids": [1, k, 3], "labels": [-100, k, 3]} for k in range(4)]
+    settings = {
+        "data.num_workers": 0, "runtime.device": "cpu", "runtime.compile": False, "log.layout_report": False,
+        "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0,
+    }  # fmt: skip
+    trainers = {SFTTrainer: learned, DPOTrainer: pairs, KTOTrainer: marked, RewardTrainer: pairs}
+    losses = {}
+    for trainer, records in trainers.items():
+        output = str(tmp_path / trainer.section)
+        args = dict(max_steps=2, per_device_train_batch_size=2, max_length=16, output_dir=output)
+        result = trainer(tmp_path / "base", args, records, records, settings=settings).train()
+        losses[trainer.section] = result.loss
+        assert result.step == 2 and result.validation_loss is not None
+    assert losses["dpo"] == pytest.approx(0.693, abs=0.01) and losses["reward"] == pytest.approx(
+        0.693, abs=0.2
+    )
+    with pytest.raises(ConfigError, match="KTOTrainer takes no compute_metrics"):
+        KTOTrainer(tmp_path / "base", {}, marked, compute_metrics=print)
