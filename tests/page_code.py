@@ -108,6 +108,10 @@ small_run_file("run.yaml", model={"vocab_size": None}, data={"tokenizer_type": "
                train={"global_batch_size": 8, "train_iters": 1},
                rl={"prompts": "prompts.jsonl", "num_generations": 4, "max_completion_length": 4})
 """
+PAIRS = """
+small_model("models/Qwen3-0.6B", max_position_embeddings=64)
+pairs = [{"prompt_ids": [1, k], "chosen_ids": [3, 4], "rejected_ids": [5]} for k in range(4)]
+"""
 ENCODER = """
 import megalith, torch
 small_model("bert-base-uncased", "Bert")
@@ -175,4 +179,6 @@ PYTHON: dict[str, tuple[Block, ...]] = {
     "docs/models.md": (Block(ENCODER), Block(ENCODER_DECODER), Block()),
     "docs/own_data.md": (Block(), Block(), Block(), Block()),  # tests/data/test_own_dataset.py trains on them
     "docs/own_model.md": (Block(POLICY), Block('small_run_file("run.yaml")')),
+    "docs/preference.md": (Block(PAIRS, (('"max_steps": 100', '"max_steps": 1, "max_length": 16, '
+                                          '"per_device_train_batch_size": 2'),), is_quick=False),),
 }  # fmt: skip
