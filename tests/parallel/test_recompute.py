@@ -206,6 +206,15 @@ def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered_inputs, m
     assert gathers == [2 * halves, 2 * halves if saves_gathered_inputs else 4 * halves]
 
 
+def test_block_recomputes_the_first_layers_alone():
+    model = build("tiny-gpt", **MODES["block, the first"])
+    passes = []
+    for layer in model.layers.values():
+        layer.register_forward_pre_hook(lambda layer, _: passes.append(layer.number))
+    loss_and_gradients(model)
+    assert passes == [0, 1, 2, 0]
+
+
 def test_recomputing_more_layers_keeps_less():
     blocks = [
         dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=n)
