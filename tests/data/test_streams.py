@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trained_runs import comparable, configuration, stored
+from layout_job import build
+from trained_runs import comparable, configuration, losses, stored
 
 import megalith
 from megalith.data.streams.lane import Lane, StreamSettings
@@ -19,6 +20,7 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError
 from megalith.training.build import open_datasets, prepare
 from megalith.training.run_data import RunData
+from megalith.training.trainer import Trainer
 
 EOD = 256
 
@@ -167,6 +169,25 @@ def test_a_run_on_a_stream_resumes_bitwise(texts):
     again.advance_to(3)
     samples = shown.samples_of_next_step()
     assert samples == again.samples_of_next_step() == again.samples_at(range(24, 32))
+
+
+def train_in(folder, sections):
+    return str(Trainer(build(run(folder, **sections))).train().checkpoint)
+
+
+def test_a_run_on_a_stream_resumes_at_another_data_parallel_size(pool, texts):
+    here = dict(data_path=[str(texts / "texts/*.jsonl")])
+    layout = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    (texts / "first").mkdir()
+    sections = dict(data=here, parallel=layout, train=dict(exit_interval=3))
+    first = pool.run(train_in, texts / "first", sections)[0]
+    state = json.loads((Path(first) / "task" / "data_stream.json").read_text())
+    assert [samples for samples, *_ in state["lanes"]] == [6] * 4  # 24 samples over the lanes of both ranks
+    megalith.train(run("moved", data=here, checkpoint=dict(load=str(texts / "first"))))
+    torch.use_deterministic_algorithms(False)
+    megalith.train(run("straight", data=here))
+    assert np.allclose(losses(texts / "first"), losses(Path("straight"))[:3], rtol=1e-5)
+    assert np.allclose(losses(Path("moved")), losses(Path("straight"))[3:], rtol=1e-5)
 
 
 def test_a_blend_with_a_stream_reads_both_and_resumes(texts, corpus):
