@@ -98,7 +98,10 @@ class CallOrder:
         os._exit(report(ConfigError(text)))
 
     def _end(self) -> None:
-        """Wait for ranks that are still in a call, which differs from the end of the script."""
+        """Wait at the end of the script, at most AT_END seconds, until all ranks reach it.
+
+        `_watch` meanwhile reports ranks that are still in another call.
+        """
         if getattr(sys, "last_value", None) is not None:  # the script ended with an error
             return
         with suppress(RuntimeError), self.call(END):

@@ -35,7 +35,10 @@ SINKHORN_ROUNDS = 20  # a fixed number, so that the host never waits for the dev
 
 
 class LocalTokens:
-    """The tokens of a micro-batch on this rank: all of them. Sequence and context parallelism shard them."""
+    """Reductions over the tokens of a micro-batch, for a rank that has all of them.
+
+    Sequence and context parallelism use a subclass for tokens that are sharded over ranks.
+    """
 
     shards = 1
     """Number of ranks that the micro-batch's tokens are sharded over."""

@@ -90,10 +90,20 @@ def sampled_blocks(
     temperature: float,
     inverse: float,
 ) -> Tensor:
-    """Return statistics of each block of a row's first `real` entries, float32 [rows, blocks, 5].
+    """Return five statistics of each block of vocabulary entries, for each row.
 
-    They are the maximum of logit + temperature · noise, its entry and its logit, the largest logit, and Σ exp((logit −
-    largest) · inverse).
+    Args:
+        logits: [rows, local entries].
+        keys: int32 [rows], keys of the noise.
+        least: float32 [rows], the smallest logit that counts, or None.
+        first: number of the first local entry.
+        real: number of local entries without vocabulary padding.
+        temperature: factor on the Gumbel noise; 0: no noise.
+        inverse: 1 / temperature, or 1 if the temperature is 0.
+
+    Returns:
+        float32 [rows, blocks, 5]: the maximum of logit + temperature · noise; the number and the logit of the entry
+        with this maximum; the largest logit; Σ exp((logit − largest logit) · inverse).
     """
     if logits.is_cuda and kernels.AVAILABLE:
         return _by_kernel(logits, keys, least, first, real, temperature, inverse)

@@ -76,7 +76,7 @@ def _linear_key_heads(_: Any, model: ModelConfig) -> int:
 
 
 def _linear_value_heads(_: Any, model: ModelConfig) -> int:
-    """Return value heads with the same ratio to key heads, at most 16."""
+    """Return the number of value heads, at most 16, in the model's ratio of value heads to key heads."""
     ratio = model.linear_num_value_heads // model.linear_num_key_heads
     return min(_linear_key_heads(None, model) * ratio, MAX_HEADS)
 

@@ -128,7 +128,7 @@ def layout_details(layout: PlannedLayout) -> str:
 
 
 def explanations(answer: PlanResult) -> Iterator[str]:
-    """Yield why the next layouts are slower, why others do not fit, and what the trainer refused."""
+    """Yield why the runners-up are slower, why other layouts do not fit, and which ones the trainer rejects."""
     best = answer.best[0]
     for number, each in enumerate(answer.best[1:], 2):
         added = {name: each.time.parts[name] - best.time.parts[name] for name in PARTS}

@@ -422,7 +422,7 @@ def _has_only_tensors(data: Any) -> bool:
 
 
 def _json_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a scheduler's state that JSON can store; functions are left to the script, as in torch."""
+    """Return the entries of a scheduler's state that JSON can store. Functions are not stored, as in torch."""
     kinds = (int, float, str, bool, type(None))
 
     def is_plain(value: Any) -> bool:

@@ -214,7 +214,10 @@ def context_attention(
 def _inner_and_outer(
     axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None
 ) -> tuple[Axis, Axis]:
-    """Return the axis of the all-to-all of heads, and that of the ring or all-gather."""
+    """Return two axes: `inner` for the all-to-all of heads, and `outer` for the ring or all-gather.
+
+    An axis that cp_comm_type does not use has size 1.
+    """
     if cp_comm_type == "a2a":
         return axis, Axis()
     if cp_comm_type != "a2a+p2p":

@@ -195,7 +195,7 @@ class ReduceScatter:
         self._input, self._compute_stream = 0, None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input in `dtype`, or if the last call did that, its result in fp32."""
+        """Allocate a buffer for FSDP2: by turns the reduce-scatter's input, in `dtype`, and its result, in fp32."""
         length = math.prod(size)
         if length * self._ranks != self._input:  # an input; after an exception calls need not alternate
             self._input = length
