@@ -127,7 +127,7 @@ def facts_of(text: str) -> dict[str, Any]:
 
 def table() -> str:
     """Return the recipes as a Markdown table."""
-    rows = ["| Recipe | Task | H100 of 80 GB | GB per GPU | tokens/s per GPU |", "|---|---|---|---|---|"]
+    rows = ["| Recipe | Task | GPUs (H100, 80 GB) | GB per GPU | tokens/s per GPU |", "|---|---|---|---|---|"]
     for recipe in RECIPES:
         facts = facts_of((FILES / f"{recipe.name}.yaml").read_text(encoding="utf-8"))
         speed = f"{facts['tokens_per_second_per_gpu']:,}"
