@@ -295,9 +295,9 @@ class FixedSettings:
 
 
 class RequiredKeys:
-    """Requires one value of each key: RequiredKeys(hidden_act="silu").
+    """Rejects a config.json in which a key has another value than the required one: RequiredKeys(hidden_act="silu").
 
-    `defaults` gives the value of a key that config.json omits, if it differs from the required one.
+    An omitted key has the required value, unless `defaults` gives another default.
     """
 
     def __init__(self, defaults: Mapping[str, Any] | None = None, **keys: Any):

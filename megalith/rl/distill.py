@@ -102,7 +102,7 @@ def store_logits(config: RunConfig) -> None:
 
 
 def write_logits(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device) -> None:
-    """Store predictions as `store_logits` does, with an initialized process group."""
+    """Store predictions like `store_logits`, in a process group that is already initialized."""
     sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
     steps = sizes.iterations(config.train)
     data, teacher = Data(config, sizes, steps, tokenizer, mesh.dp), Teacher(config, mesh, device)

@@ -4,9 +4,9 @@ The engine samples completions and the trainer trains on them. If their log-prob
 the policy ratio is wrong and training degrades without an error. Each step therefore logs, over its tokens with d =
 log π_trainer − log π_engine, the mean of exp|d| and of k3 = exp(d) − d − 1, the largest |d| and the fraction with |d|
 > 1. Tokens without a log-probability from both are excluded. After each weight sync, a canary of fixed prompts is
-also sampled. A mean above rl.max_drift stops the run before the optimizer step, and so does a step or canary without
-a comparable token. `Canary` then tests for stale weights, a different temperature, a doubled BOS token, tensors that
-were not synced or have permuted rows, and log-probabilities renormalized over top-p.
+also sampled. The run stops before the optimizer step if the mean of exp|d| is above rl.max_drift, or if a step or
+canary has no comparable token. `Canary` then tests for stale weights, a different temperature, a doubled BOS token,
+tensors that were not synced or have permuted rows, and log-probabilities renormalized over top-p.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Vocabulary:
 
 
 def llama3_vocabulary(ranks: int) -> Vocabulary:
-    """Return Llama 3's vocabulary for this number of ranks, followed by 256 special tokens, most of them reserved."""
+    """Return Llama 3's vocabulary: `ranks` tokens of the file, then 256 special tokens, most of them reserved."""
     special = {"<|begin_of_text|>": ranks, "<|end_of_text|>": ranks + 1}
     return Vocabulary(LLAMA3_PATTERN, ranks + 256, special, eod_token="<|end_of_text|>")
 

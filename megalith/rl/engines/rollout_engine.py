@@ -168,7 +168,7 @@ class OwnEngine:
     shared = False
 
     def __init__(self, run: Run, prompts: Sequence[Prompt]):
-        """Allocate rows for a replica's share, each as long as the longest prompt plus its completion."""
+        """Allocate KV-cache rows for a replica's completions of a rollout batch, sized by `engine_sizes`."""
         self._run, self._sizes = (
             run,
             engine_sizes(run.config, prompts, run.mesh.world.size // run.mesh.tp.size),
