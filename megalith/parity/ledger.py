@@ -208,16 +208,16 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         "# Correctness ledger",
         "",
         *_wrapped(
-            "This page lists public reports of silently wrong results in other training systems, with a test of this "
-            "repository that would notice the same fault in Megalith. The reports are about losses, gradients, norms, "
-            "resumed runs, data orders, masks, conversions and log-probabilities. A report here says nothing about the "
-            "present state of the other system: many are fixed."
+            "This page lists public reports of silently wrong results in other training systems. Most have a case: a "
+            "test in this repository that would detect the same fault in Megalith. The reports are about losses, "
+            "gradients, norms, resumed runs, data orders, masks, conversions and log-probabilities. Many of the faults "
+            "are fixed by now: a row does not describe the other system's present state."
         ),
         "",
         *_wrapped(
-            f"{len(reports)} reports have a case; {len(ledger.uncovered)} do not and are listed with the reason. For "
-            f"{planted} cases the fault was planted, in the code or by the test itself, and the case noticed it; the "
-            "row names the fault."
+            f"{len(reports)} reports have a case. {len(ledger.uncovered)} have none and are listed with the reason. To "
+            f"check {planted} of the cases, the fault was planted, in the code or by the test itself, and was detected."
+            " Such a row names the fault after `planted:`."
         ),
         "",
         "## Run the cases",
@@ -231,7 +231,7 @@ def page(ledger: Ledger, root: Path = ROOT) -> str:
         "",
         *_wrapped(
             "The command runs the tests with pytest and prints `held` or `failed` and the seconds of each. The exit "
-            "status is 1 if any case failed. Most cases are part of `make test`, all of `make test-all`. The rows are "
+            "status is 1 if any case failed. `make test` runs most cases, and `make test-all` runs all. The rows are "
             "in `tests/ledger.toml`; `--write` writes this page from them."
         ),
         "",
