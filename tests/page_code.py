@@ -141,7 +141,7 @@ SHOWN = Block(
     not_run="tests/parallel/test_seams_in_use.py compares it with examples/seams, which the suite runs"
 )
 PYTHON: dict[str, tuple[Block, ...]] = {
-    "docs/agents.md": (Block(), Block(), Block(not_run="tests/rl/test_trajectories.py trains with them")),
+    "docs/agents.md": (Block(), Block(), Block(), Block(not_run="tests/rl/test_trajectories.py trains with them")),
     "README.md": (
         Block(
             'small_run_file("gpt2.yaml")\nimport torch\ninput_ids = torch.arange(8)[None]', (('"100"', '"2"'),)
