@@ -220,6 +220,7 @@ class Family:
     def write_config(self, model: ModelConfig) -> Tree:
         """Return the config.json of a model. Raises ConfigError, with the settings, if this family cannot express
         it."""
+        model = model.without_mup()
         hf_config: Tree = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
             hf_config |= setting.write(model)

@@ -91,6 +91,8 @@ READ_WITH = {
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer muon":
         ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
+    "optim.muon_momentum_warmup_iters above 0":
+        ("optim.muon_momentum_start=0.5", "optim.muon_momentum_warmup_iters=9 optim.optimizer=muon"),
     "optim.optimizer lion":
         ("optim.lion_beta1=0.8", "optim.optimizer=lion"),
     "optim.optimizer ademamix":
@@ -179,7 +181,13 @@ READ_WITH = {
     "rl.engine vllm or sglang":
         ("rl.weight_sync_timeout=9", "rl.engine=vllm rl.prompts=a"),
     "rl.tools_or_environment":
-        ("rl.max_turns=2", "rl.tools=a.py:f rl.prompts=a"),
+        ("rl.max_tool_calls=2", "rl.tools=a.py:f rl.prompts=a"),
+    "rl.tools_environment_or_agent":
+        ("rl.max_turns=2", "rl.agent=a.py:f rl.prompts=a"),
+    "rl.environment":
+        ("rl.step_discount=0.5", "rl.environment=a.py:f rl.prompts=a"),
+    "rl.agent":
+        ("rl.agent_timeout=9", "rl.agent=a.py:f rl.prompts=a"),
     "rl.prompts_or_rollouts":
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import megalith
 from megalith.bench import mup_check
+from megalith.bridge.families import FAMILIES, family_for
 from megalith.config import ModelConfig, OptimConfig, RunConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.run_rules import check_training
@@ -186,6 +187,17 @@ def test_the_settings_without_mup_are_the_same_function():
     logits, others = (model.eval()(tokens) for model in models)
     assert torch.equal(logits, others)
     assert ModelConfig(**SHAPE).without_mup() == ModelConfig(**SHAPE)
+
+
+def test_the_factors_are_exported_to_a_format_that_has_them():
+    config = ModelConfig(**SHAPE | SCALED | DEEP, swiglu=True, ffn_hidden_size=64, max_position_embeddings=8)
+    family = family_for(config)
+    assert family.architecture == "GraniteForCausalLM"
+    written = family.write_config(config)
+    assert (written["logits_scaling"], written["attention_multiplier"]) == (4, 2 / 16)
+    assert written["residual_multiplier"] == pytest.approx(2**-0.75)
+    with pytest.raises(ConfigError, match="logits_scaling"):
+        FAMILIES["LlamaForCausalLM"].write_config(config)
 
 
 def test_activations_keep_their_size_over_widths_with_mup_alone(capsys):
