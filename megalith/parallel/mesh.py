@@ -187,8 +187,10 @@ def _groups_of_their_own(device_type: str, *names: str) -> dict[str, str]:
     Without it, dimensions of all ranks share the default group. NCCL runs a group's collectives one after the other, so
     exchanges of tokens that the next layer waits for would wait for the reduce-scatter of a layer's gradients.
     """
-    simulated = dist.get_backend() == "fake"  # ranks that a dry run builds in one process
-    return dict.fromkeys(names, "fake" if simulated else dist.get_default_backend_for_device(device_type))
+    backends = dict(
+        entry.split(":") for entry in dist.get_backend_config().split(",")
+    )  # also a dry run's "fake"
+    return dict.fromkeys(names, backends[device_type])
 
 
 def _axis(mesh: DeviceMesh) -> Axis:
