@@ -161,7 +161,8 @@ def test_generate_begins_a_prompt_as_its_tokenizer_does_and_shows_its_text(
 
     monkeypatch.setattr("megalith.generation.sampling.complete", complete)
     monkeypatch.setattr(
-        "megalith.cli.generation._tokenizer", lambda *_: build_tokenizer("HuggingFaceTokenizer", tmp_path)
+        "megalith.cli.generation.checkpoint_tokenizer",
+        lambda *_: build_tokenizer("HuggingFaceTokenizer", tmp_path),
     )
     code, out, _ = call("generate", trained, "--prompt", "A", "--device", "cpu")
     reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)

@@ -104,7 +104,7 @@ def test_what_cannot_be_loaded_is_named_with_its_setting(page, fault):
 def test_an_unknown_name_is_refused_with_the_configuration():
     for setting, value in (
         ("loss_type", "dapoo"),
-        ("advantage_estimator", "gae"),
+        ("advantage_estimator", "gaee"),
         ("loss_type", "my_loss:f"),
     ):
         with pytest.raises(

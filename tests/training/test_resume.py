@@ -254,6 +254,10 @@ OTHER_FUNCTIONS = {
     "activation_func_clamp_value": (7.0, GATED), "glu_linear_offset": (1.0, GATED),
     "experimental_attention_variant": ("gated_delta_net", LEARNED), "attention_output_gate": (True, LEARNED),
     "linear_attention_freq": (3, HYBRID), "linear_conv_kernel_dim": (2, HYBRID), "linear_key_head_dim": (64, HYBRID),
+    "use_mup": (True, WHOLE), "mup_attn_scale_power": (0.5, WHOLE | {"use_mup": True}),
+    "mup_base_hidden_size": (16, WHOLE | {"use_mup": True}), "mup_base_head_dim": (4.0, WHOLE | {"use_mup": True}),
+    "mup_base_num_layers": (1, WHOLE | {"use_mup": True}), "score_head": (True, LEARNED),
+    "mup_depth_alpha": (0.5, WHOLE | {"use_mup": True, "mup_base_num_layers": 1}),
     "linear_value_head_dim": (64, HYBRID), "linear_num_key_heads": (8, HYBRID), "linear_num_value_heads": (16, HYBRID),
 }  # fmt: skip
 

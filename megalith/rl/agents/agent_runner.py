@@ -57,6 +57,11 @@ class AgentRunner:
         self._agent, self._rows, self._size, self._timeout = agent, rows, workers, timeout
         self._workers: list[RewardWorker] = []
 
+    def prepare(self, jobs: int) -> None:
+        """Start the processes for that many jobs. Call it in the main thread: forks in other threads may crash."""
+        while len(self._workers) < min(self._size, jobs):
+            self._workers.append(RewardWorker(lambda job: asyncio.run(self._call(*job))))
+
     def run(self, jobs: Sequence[tuple[int, str]], on_end: Callable[[int, Result], None]) -> None:
         """Run an agent for each job.
 
@@ -67,8 +72,7 @@ class AgentRunner:
         if not self._size:
             asyncio.run(self._gather(jobs, on_end))
             return
-        while len(self._workers) < min(self._size, len(jobs)):
-            self._workers.append(RewardWorker(lambda job: asyncio.run(self._call(*job))))
+        self.prepare(len(jobs))
         for number, result in run_jobs(self._workers, jobs, self._timeout):
             if result is None:
                 result = self._late()

@@ -147,6 +147,7 @@ class EndpointAgent:
         access = Access(max_requests=MAX_OPEN)
         service = OpenAiService(live, self._tokenizer, self._chat, "policy", access, by_token.get)
         server = HttpServer(service, limits=Limits(max_connections=MAX_OPEN), report=self._problems.append)
+        self._runner.prepare(len(sessions))
         server.start()
         errors: list[BaseException] = []
 
