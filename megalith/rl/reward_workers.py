@@ -24,15 +24,22 @@ Job = Sequence[Any]
 
 
 class RewardWorker:
-    """A process that runs jobs, one at a time."""
+    """A process that runs jobs, one at a time.
 
-    def __init__(self, work: Callable[[Job], dict[str, Any]]):
-        self._work = work
+    Args:
+        work: called with each job.
+        is_replaced: start another process for one that has ended. Otherwise `has_ended` is then True.
+    """
+
+    def __init__(self, work: Callable[[Job], dict[str, Any]], is_replaced: bool = True):
+        self._work, self._is_replaced, self.has_ended = work, is_replaced, False
         self.restart(first=True)
 
     def restart(self, first: bool = False) -> None:
         if not first:
             self.end()
+        if not (first or self._is_replaced):
+            return
         fork = multiprocessing.get_context("fork")
         self.pipe, theirs = fork.Pipe()
         self._process = fork.Process(target=_serve, args=(theirs, self._work), daemon=False)
@@ -59,6 +66,7 @@ class RewardWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
         self.pipe.close()
+        self.has_ended = not self._is_replaced
 
 
 def run_jobs(
@@ -67,7 +75,7 @@ def run_jobs(
     """Distribute jobs over workers and yield each job's number and result, in the order in which they end.
 
     A job that takes longer than `timeout` seconds has the result None, and its worker is restarted. Closing the
-    iterator restarts the workers that are busy.
+    iterator restarts the workers that are busy. Jobs that wait when the last worker has ended get an error.
 
     Args:
         workers: the processes.
@@ -84,17 +92,21 @@ def run_jobs(
                 worker = idle.pop(0) if is_pinned else idle.pop()
                 worker.send(jobs[number])
                 busy[worker.pipe] = (worker, number, time.monotonic() + timeout)
+            if not busy:
+                for number in waiting:
+                    yield number, {"error": "was not started, because all processes have ended", "at": None}
+                return
             next_deadline = min(deadline for *_, deadline in busy.values())
             for pipe in wait(list(busy), max(0.0, next_deadline - time.monotonic())):
                 worker, number, _ = busy.pop(pipe)
                 result = worker.receive()
-                idle += [] if is_pinned else [worker]
+                idle += [] if is_pinned or worker.has_ended else [worker]
                 yield number, result
             for pipe, (worker, number, deadline) in list(busy.items()):
                 if time.monotonic() >= deadline:
                     del busy[pipe]
                     worker.restart()
-                    idle += [] if is_pinned else [worker]
+                    idle += [] if is_pinned or worker.has_ended else [worker]
                     yield number, None
     finally:
         for worker, *_ in busy.values():

@@ -147,7 +147,7 @@ def tokens_of(
 
 
 def own_samples(rank: int) -> range:
-    return next(micro_batch_positions([WORLD], 1, rank, WORLD, 0))
+    return next(micro_batch_positions([range(WORLD)], 1, rank, WORLD))
 
 
 def tensor() -> str:

@@ -236,6 +236,27 @@ def test_agents_that_fail_cost_their_own_completion(tmp_path):
     assert "4 of 6 agents failed: for prompt" in line and "by_number raised ValueError: not today" in line
 
 
+async def crashing_first(client, row) -> float:
+    await client.chat.completions.create(model="any", messages=row["prompt"])
+    if row["number"] < 2:
+        os._exit(7)
+    return 1.0
+
+
+def test_processes_that_crash_are_missing_until_the_next_batch(tmp_path):
+    """They are not replaced in the thread that runs the agents, where a fork may crash."""
+    prompts = [{"prompt": f"number {number}", "number": number} for number in range(4)]
+    found = sessions(
+        tmp_path, crashing_first, lambda text: "yes", prompts=prompts, agent_workers=2, agent_timeout=9
+    )
+    failed = found.logged["agents/failed"]
+    assert failed[:2] == [1, 1] and sum(failed) in (2, 4)
+    runner = found.agent._runner
+    runner.prepare(4)
+    assert len(runner._workers) == 2 and not any(worker.has_ended for worker in runner._workers)
+    runner.close()
+
+
 def test_agents_that_sample_nothing_at_all_end_the_run(tmp_path):
     async def broken(client, row) -> float:
         return row["nothing"]

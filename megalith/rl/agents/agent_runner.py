@@ -58,12 +58,16 @@ class AgentRunner:
         self._workers: list[RewardWorker] = []
 
     def prepare(self, jobs: int) -> None:
-        """Start the processes for that many jobs. Call it in the main thread: forks in other threads may crash."""
+        """Start the processes for that many jobs. Call it in the main thread: forks in other threads may crash.
+
+        Therefore a process that ends is replaced here, before the next batch.
+        """
+        self._workers = [worker for worker in self._workers if not worker.has_ended]
         while len(self._workers) < min(self._size, jobs):
-            self._workers.append(RewardWorker(lambda job: asyncio.run(self._call(*job))))
+            self._workers.append(RewardWorker(lambda job: asyncio.run(self._call(*job)), is_replaced=False))
 
     def run(self, jobs: Sequence[tuple[int, str]], on_end: Callable[[int, Result], None]) -> None:
-        """Run an agent for each job.
+        """Run an agent for each job, in the processes that `prepare` has started.
 
         Args:
             jobs: index of the prompt, and address of the session's endpoint.
@@ -72,7 +76,6 @@ class AgentRunner:
         if not self._size:
             asyncio.run(self._gather(jobs, on_end))
             return
-        self.prepare(len(jobs))
         for number, result in run_jobs(self._workers, jobs, self._timeout):
             if result is None:
                 result = self._late()
@@ -99,5 +102,6 @@ class AgentRunner:
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.end()
+            if not worker.has_ended:
+                worker.end()
         self._workers = []
