@@ -43,6 +43,7 @@ PRELOADED = (
 )
 LIMIT = 600.0  # seconds of a fault's tests
 TIME_LIMIT = "time limit"
+NOTHING_RUN = 4, 5  # exit codes of pytest: a test does not exist, or none is selected
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::\w+(?:\[.*?\])?|\S+)", re.MULTILINE)
 
@@ -210,7 +211,11 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> None:
         multiprocessing.util.spawnv_passfds = _fork_python(multiprocessing.util.spawnv_passfds)
         import pytest
 
-        code = int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]))
+        code = int(
+            pytest.main(
+                [*tests, "-m", "full or not full", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
+            )
+        )
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -290,6 +295,10 @@ def run_mutants(
                     continue
                 if code is None:
                     trial.kill()
+                if code in NOTHING_RUN:
+                    raise SystemExit(
+                        f"error: pytest ran none of the tests {' '.join(mutant.tests)}; correct them in {TABLE.name}"
+                    )
                 noticed_by = TIME_LIMIT if code is None else trial.failed_test() if code else ""
                 planted.__exit__()
                 del running[tree]

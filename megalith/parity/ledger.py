@@ -304,7 +304,7 @@ def mutant_section(root: Path) -> list[str]:
     if survivors:
         lines += ["", "Not noticed:", ""]
         lines += [
-            f"- `{row['file']}`: {row['fault']}. {row.get('survives', 'No cheap test shows it.')}"
+            f"- `{row['file']}`: {row['fault']}. {row.get('survives', 'The tests that the table names for it pass.')}"
             for row, _ in survivors
         ]
     return lines
