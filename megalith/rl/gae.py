@@ -20,22 +20,24 @@ from megalith.rl.summed_loss import SummedLoss
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, [rows, tokens] each; 0 outside of `mask`.
 
+    Sums over later tokens are built by doubling: the number of operations grows with the logarithm of the length.
+
     δ_t = r_t + γ · V_{t+1} − V_t,  A_t = δ_t + γ · λ · A_{t+1},  return_t = A_t + V_t
 
     Args:
         rewards: float [rows, tokens].
         values: float [rows, tokens], V.
-        mask: bool [rows, tokens]; tokens outside, such as tool output, are skipped.
+        mask: bool [rows, tokens], True for the tokens of a row, which are its first ones.
         gamma: discount γ.
         lam: λ; 0 uses the next value alone, 1 the sum of the rewards.
     """
-    advantages, following, carry = torch.zeros_like(values), *torch.zeros(2, len(values)).to(values)
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        carry = torch.where(mask[:, t], delta + gamma * lam * carry, carry)
-        following = torch.where(mask[:, t], values[:, t], following)
-        advantages[:, t] = torch.where(mask[:, t], carry, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    values = torch.where(mask, values, 0.0)
+    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    sums, factor, span = torch.where(mask, rewards + gamma * following - values, 0.0), gamma * lam, 1
+    while span < sums.shape[1]:  # sums of the next `span` δ, each with its power of γ · λ
+        sums = sums + factor * torch.nn.functional.pad(sums[:, span:], (0, span))
+        factor, span = factor * factor, 2 * span
+    return sums, sums + values
 
 
 def with_gae(
@@ -100,7 +102,7 @@ def _by_sequence(
         return advantages, returns
     counts = torch.bincount(ids)  # [sequences]
     longest = int(counts.max())
-    # The tokens in the loss of each sequence, from the left: sequences are consecutive in `ids`.
+    # The tokens in the loss of each sequence, from the left, without tool output between them.
     order = torch.argsort(ids, stable=True)
     starts = counts.cumsum(0) - counts
     column = torch.arange(len(ids), device=ids.device) - starts[ids[order]]
