@@ -249,8 +249,7 @@ def test_processes_that_crash_are_missing_until_the_next_batch(tmp_path):
     found = sessions(
         tmp_path, crashing_first, lambda text: "yes", prompts=prompts, agent_workers=2, agent_timeout=9
     )
-    failed = found.logged["agents/failed"]
-    assert failed[:2] == [1, 1] and sum(failed) in (2, 4)
+    assert found.logged["agents/failed"] == [1, 1, 1, 1]  # the last two were not started
     runner = found.agent._runner
     runner.prepare(4)
     assert len(runner._workers) == 2 and not any(worker.has_ended for worker in runner._workers)
