@@ -187,9 +187,8 @@ def _groups_of_their_own(device_type: str, *names: str) -> dict[str, str]:
     Without it, dimensions of all ranks share the default group. NCCL runs a group's collectives one after the other, so
     exchanges of tokens that the next layer waits for would wait for the reduce-scatter of a layer's gradients.
     """
-    backends = dict(
-        entry.split(":") for entry in dist.get_backend_config().split(",")
-    )  # also a dry run's "fake"
+    # The default group's backends; a dry run has other ones than its devices suggest.
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     return dict.fromkeys(names, backends[device_type])
 
 

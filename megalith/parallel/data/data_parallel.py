@@ -85,10 +85,9 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             if _has_untied_head(chunk):
                 unsharded = dict(options, reshard_after_forward=False)
                 _fully_shard(chunk.output_layer, mesh.fsdp, torch.float32, parallel, **unsharded)
-                for layer in list(layers_of(chunk).values())[
-                    -1:
-                ]:  # or the last layer would hide nothing of it
-                    layer.set_modules_to_forward_prefetch([chunk.output_layer])
+                # Without prefetching, its gather would begin only when the last layer has ended.
+                if layers := list(layers_of(chunk).values()):
+                    layers[-1].set_modules_to_forward_prefetch([chunk.output_layer])
             _fully_shard(chunk, mesh.fsdp, torch.float32, parallel, **options)
         for module in _unsharded_layers(chunk, parallel):
             module.set_reshard_after_forward(False, recurse=False)
