@@ -3,21 +3,13 @@
 import ast
 import functools
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
-import mutation_trials
 import pytest
-from mutation_trials import (
-    Mutant,
-    Result,
-    copy_tree,
-    read_results,
-    read_table,
-    run_mutants,
-    select,
-    store_score,
-)
+from mutation_trials import Mutant, read_results, read_table, select, store_score
 
 ROOT = Path(__file__).parents[1]
 TABLE = read_table()
@@ -92,7 +84,22 @@ def test_faults_are_selected_by_text_or_by_seed():
     assert len(chosen) == 5 and chosen == select(TABLE, sample=5, seed=1) != select(TABLE, sample=5, seed=2)
 
 
-def test_the_runner_plants_in_copies_and_counts(tmp_path, monkeypatch):
+RUN_IN_COPIES = """
+import json, sys
+from pathlib import Path
+import mutation_trials
+from mutation_trials import Mutant, copy_tree, run_mutants
+folder = Path(sys.argv[1])
+mutation_trials.COPIED = "megalith", "tests", "absent"
+trees = [copy_tree(folder / str(number) / "tree", folder / "source") for number in range(2)]
+mutants = [Mutant(**fields | {"tests": tuple(fields["tests"])}) for fields in json.loads(sys.argv[2])]
+for limit, some in (mutation_trials.LIMIT, mutants[:2]), (1.0, mutants[2:]):
+    for _, result in run_mutants(some, trees, limit):
+        print(json.dumps(vars(result)))
+"""
+
+
+def test_the_runner_plants_in_copies_and_counts(tmp_path):
     source = tmp_path / "source"
     (source / "megalith").mkdir(parents=True)
     (source / "tests").mkdir()
@@ -105,22 +112,23 @@ def test_the_runner_plants_in_copies_and_counts(tmp_path, monkeypatch):
         "    assert 'a = 1' in text\n"
         "    time.sleep(100 * ('sleeps' in text))\n"
     )
-    monkeypatch.setattr(mutation_trials, "COPIED", ("megalith", "tests", "absent"))
-    trees = [copy_tree(tmp_path / str(number) / "tree", source) for number in range(2)]
     faults = {"wrong": ("a = 1", "a = 3"), "kept": ("b = 2", "b = 3"), "slow": ("b = 2", "b = 'sleeps'")}
     mutants = [Mutant("some.py", name, *change, ("tests/test_some.py",)) for name, change in faults.items()]
-    results = {mutant.fault: result for mutant, result in run_mutants(mutants[:2], trees)}
-    results |= {mutant.fault: result for mutant, result in run_mutants(mutants[2:], trees, limit=1.0)}
-    assert {name: result.noticed_by for name, result in results.items()} == {
-        "wrong": "tests/test_some.py::test_a",
-        "kept": "",
-        "slow": "time limit",
-    }
-    assert all((tree / "megalith" / "some.py").read_text() == "a = 1\nb = 2\n" for tree in trees)
+    # the runner forks, which is safe only in a process without the threads that other tests have started here
+    words = sys.executable, "-c", RUN_IN_COPIES, str(tmp_path), json.dumps([vars(each) for each in mutants])
+    run = subprocess.run(words, cwd=ROOT / "tests", capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
     file = tmp_path / "results.jsonl"
-    file.write_text("".join(json.dumps(vars(result)) + "\n" for result in results.values()))
+    file.write_text(run.stdout)
     stored = read_results(file)
-    assert stored[mutants[0].key] == results["wrong"] and isinstance(stored[mutants[0].key], Result)
+    assert {result.name: result.noticed_by for result in stored.values()} == {
+        "some.py: wrong": "tests/test_some.py::test_a",
+        "some.py: kept": "",
+        "some.py: slow": "time limit",
+    }
+    assert set(stored) == {each.key for each in mutants}
+    trees = [tmp_path / str(number) / "tree" for number in range(2)]
+    assert all((tree / "megalith" / "some.py").read_text() == "a = 1\nb = 2\n" for tree in trees)
     store_score(mutants[:2], stored, tmp_path / "score.json")
     score = json.loads((tmp_path / "score.json").read_text())["noticed_by"]
     assert score == {"some.py: wrong": "tests/test_some.py::test_a", "some.py: kept": ""}
