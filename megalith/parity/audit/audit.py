@@ -15,9 +15,11 @@ from megalith.bridge.family import Family
 from megalith.config import ModelConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
-from megalith.parity.audit.causes import Finding, Namer, data_findings, unequal_weights
 from megalith.parity.audit.dump import WAY_OUT, RankDump, read_dump
 from megalith.parity.audit.evidence import Change, StepEvidence, Sums, run_batches
+from megalith.parity.audit.findings import Finding
+from megalith.parity.audit.namer import name_causes
+from megalith.parity.audit.recorded_causes import data_findings, unequal_weights
 from megalith.parity.audit.recorded_parameters import layer_number, read_parameters
 from megalith.parity.audit.rerun import Reference
 from megalith.parity.audit.tokens import read_tokens
@@ -151,11 +153,18 @@ class _Step:
         losses_depart = self._losses_depart()
         copy = self.parameters.tied_copy
         tied = {copy: self.parameters.embedding} if copy else {}
-        unequal = unequal_weights(self.number, e, tied)
+        unequal = unequal_weights(e, tied)
         findings = data_findings(self.number, self.fields) + unequal
         if e.departing.any() and not unequal:  # the reference has the weights of one of the copies
-            namer = Namer(self.number, e, previous, self._rerun, self._token_gradients, tied)
-            named = namer.name(self.model, losses_depart)
+            named = name_causes(
+                e,
+                previous,
+                model=self.model,
+                rerun=self._rerun,
+                token_gradients=self._token_gradients,
+                tied=tied,
+                losses_depart=losses_depart,
+            )
             findings += [f for f in named if f.cause not in {finding.cause for finding in findings}]
         elif losses_depart and not findings:
             findings.append(Finding("loss-reported", self.number))

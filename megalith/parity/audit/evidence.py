@@ -80,6 +80,11 @@ class StepEvidence:
         self.loss_bound = max(floor, 4 * losses.nan_to_num(0, 0).max().item())
 
     @property
+    def step(self) -> int:
+        """Number of the step."""
+        return self.ranks[0].header.step
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Numbers of data-parallel ranks and of micro-batches."""
         return self.exact.counts.shape
@@ -126,6 +131,26 @@ class StepEvidence:
         for i, key in enumerate(self.key_index.tolist()):
             first.setdefault(key, i)
         return torch.tensor(list(first.values()))
+
+    def copies(self, i: int, axis: str) -> list[int]:
+        """Return the entries of the same shard on the ranks that differ from entry i's in one axis only."""
+
+        def others(rank: int) -> dict[str, int]:
+            return {name: at for name, at in self.ranks[rank].header.mesh.items() if name != axis}
+
+        rank = self.entries[i].rank
+        same_key = (self.key_index == self.key_index[i]).nonzero().flatten().tolist()
+        return [j for j in same_key if others(self.entries[j].rank) == others(rank)]
+
+    def copies_differ(self, axis: str | None = None) -> bool:
+        """Return whether ranks have different gradients of the same parameter: those of an axis, or any."""
+        for i in self.departing.nonzero().flatten().tolist():
+            copies = self.observed[
+                self.key_index == self.key_index[i] if axis is None else self.copies(i, axis)
+            ]
+            if ((copies - copies[0]).norm(dim=1) > self.bound[i] * self.scale[i]).any():
+                return True
+        return False
 
     def recorded_norm(self, rank: int | None = None) -> float:
         """Return the norm of all recorded gradients, or of those that one rank has."""
