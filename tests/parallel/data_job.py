@@ -21,7 +21,6 @@ from megalith.parallel.data.data_parallel import (
     apply_data,
     finish_weight_gradients,
     prepare_backward,
-    reshard_parameters,
     wait_for_gradients,
 )
 from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
@@ -79,7 +78,6 @@ class Job:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False
     puts_off_weights: bool = False  # to the end of the step, as a zero-bubble schedule does with some
-    evaluate_after: int | None = None  # a forward without a backward after this step
 
     def with_parallel(self, **fields) -> Job:
         return replace(self, parallel=ParallelConfig(**fields))
@@ -164,12 +162,6 @@ class Trained:
         result = optimizer_step(self.optimizer, self.loss_scale, self.job.optim.clip_grad, self.squares)
         self.local.clear_gradients()
         self.step += 1
-        if self.step == self.job.evaluate_after:
-            with torch.no_grad():
-                self.model.eval()
-                self.model(**self.micro_batches()[0])
-                self.model.train()
-            reshard_parameters([self.model])
         return loss.item(), result.grad_norm.item()
 
     def owned(self, kind: str) -> dict[str, tuple]:

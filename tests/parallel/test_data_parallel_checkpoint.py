@@ -9,6 +9,7 @@ from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_chec
 from megalith.checkpoint.fingerprint import tensor_digests
 from megalith.config import ParallelConfig
 from megalith.errors import CheckpointError
+from megalith.parallel.data.data_parallel import reshard_parameters
 
 PARTS = ("model", "optimizer")
 ROWS = {"embedding.word_embeddings.weight": 67, "output_layer.weight": 67}
@@ -94,6 +95,25 @@ def test_a_forward_before_loading_leaves_no_stale_parameters(pool, tmp_path):
     trained = job(LLAMA, "optim")
     pool.run(save, trained, tmp_path, size=2)
     assert pool.run(go_on, trained, tmp_path, True, size=2) == pool.run(go_on, trained, tmp_path, size=2)
+
+
+def losses_of_changed_weights(job: Job, evaluates: bool) -> list[float]:
+    run = Trained(job)
+    if evaluates:
+        with torch.no_grad():
+            run.model(**run.micro_batches()[0])
+        reshard_parameters([run.model])
+    for _, parameter in run.local.named:
+        parameter.data.mul_(1.5)
+    return [run.train_step()[0] for _ in range(2)]
+
+
+def test_weights_that_change_after_an_evaluation_are_those_of_the_next_step(pool):
+    changed = job(LLAMA, "optim")
+    evaluated, trained = (
+        pool.run(losses_of_changed_weights, changed, each, size=2) for each in (True, False)
+    )
+    assert evaluated == trained
 
 
 def refusal(job: Job, folder) -> str:

@@ -18,17 +18,24 @@ def test_experts_and_attention_sinks_under_tensor_parallelism_alone_equal_one_pr
     assert all(gradient.any() for name, gradient in one.gradients.items() if "router" in name)
 
 
-def test_expert_biases_move_once_per_step_of_several_micro_batches():
+def test_each_step_counts_its_own_tokens_and_moves_expert_biases_once():
     changes = {
         "model": {"num_layers": 2},
         "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 4},
     }
     run = start(run_config("deepseek documents", None, "", **changes))
-    rate = run.config.model.moe_router_bias_update_rate
-    with run.data.train_loader(0, 0, run.device) as batches:
-        run.train_step(batches)
-    biases = [
-        x for chunk in run.model.chunks for name, x in chunk.named_buffers() if name.endswith("expert_bias")
+    model = run.config.model
+    routers = [
+        module for chunk in run.model.chunks for module in chunk.modules() if hasattr(module, "expert_bias")
     ]
-    assert biases and all(bias.any() for bias in biases)
-    assert all(torch.equal(bias, rate * bias.sign()) for bias in biases)
+    tokens = 4 * run.config.data.seq_length * model.moe_router_topk
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(2):
+            before = [router.expert_bias.clone() for router in routers]
+            run.train_step(batches)
+            assert (run.model.tallies[:, : model.num_experts].sum(1) == tokens).all()
+            moved = [router.expert_bias - bias for router, bias in zip(routers, before)]
+            assert moved and all(move.any() for move in moved)
+            for move in moved:
+                steps = move / model.moe_router_bias_update_rate
+                torch.testing.assert_close(steps, steps.sign(), rtol=1e-4, atol=1e-4)
